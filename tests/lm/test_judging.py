@@ -10,7 +10,7 @@ import torch
 from knnstore.lm.calibration.candidates import BIN_FITS, Comparison, compare
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed
-from knnstore.lm.calibration.judging import in_halves
+from knnstore.lm.calibration.judging import first_half_of
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.components import CacheSettings, RecentFitting, TargetContinuation
@@ -79,7 +79,7 @@ def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
 
 @pytest.mark.slow
 def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> None:
-    first = in_halves(scored.documents)
+    first = first_half_of(scored.documents)
     assert len(first.unique()) == 2
     halves = first, ~first
     changed = [compare(without_the_text_of(scored, ~half), fits=BIN_FITS, networks=True) for half in halves]
@@ -103,7 +103,7 @@ def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> Non
 
 @pytest.mark.slow
 def test_the_best_is_expected_to_be_as_good_as_the_best_of_each_half_is_on_the_other(scored, found) -> None:
-    first, total = in_halves(scored.documents), 0.0
+    first, total = first_half_of(scored.documents), 0.0
     for half in (first, ~first):
         best = min(found.candidates, key=lambda one: -float(one.log_probs[~half].double().mean()))
         total -= float(best.log_probs[half].double().sum())
@@ -142,7 +142,7 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
 
 
 def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(scored) -> None:
-    (evidence,), first = gather_evidence(scored, [K]), in_halves(scored.documents)
+    (evidence,), first = gather_evidence(scored, [K]), first_half_of(scored.documents)
     trial, cache = Trial(scored, ngrams=False), RecentFitting.of(scored.reading)
     below = trial.fitted("keys", fit_fixed, evidence).log_probs
     other, own = (
@@ -154,7 +154,7 @@ def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(score
 
 
 def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
-    first, parts = in_halves(scored.documents), set()
+    first, parts = first_half_of(scored.documents), set()
     for one in found.candidates:
         if one.settings.gate is not None:
             continue

@@ -18,9 +18,9 @@ from knnstore.errors import (
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
 from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
 from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.calibration.scoring_only import find_scoring_only
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.text import text_to_fit
-from knnstore.lm.calibration.writing import find_scoring_only
 from knnstore.lm.components import NGramSettings
 from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring import grouped

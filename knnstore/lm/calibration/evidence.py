@@ -44,7 +44,7 @@ class GridEvidence:
         return KNNSettings(self.k, temperature, mixer, probes=self.probes)
 
     def only(self, wanted: Tensor) -> "GridEvidence":
-        """Return the evidence of some tokens: bool for every token of the text that was scored."""
+        """Return the evidence of the tokens in a mask: bool, one for every token of the scored text."""
         rows = wanted[self.tokens]
         return replace(
             self,
@@ -88,7 +88,7 @@ def evidence_of(
     Args:
         scored: the text.
         ks: ascending.
-        parts: tokens for which something is found, and their neighbors for the last k, with hits.
+        parts: tokens that have neighbors, and their neighbors for the last k, with hits.
     """
     temperatures, tokens = temperatures_for(scored), scored.found
     knn = torch.empty(len(ks), len(scored), len(temperatures))

@@ -1,7 +1,7 @@
-"""Judging what was fitted: the folds of two-fold cross-fitting, and intervals over documents.
+"""Judging fitted settings: the folds of two-fold cross-fitting, and intervals over documents.
 
-Tokens of one document are not independent, so it is documents that are divided; for long ones see
-`blocks_of`.
+Tokens of one document are not independent, so whole documents are divided. Long documents are cut into
+blocks; see `blocks_of`.
 """
 
 import numpy as np
@@ -18,7 +18,11 @@ MIN_TOKENS = 1_000
 
 
 def check_enough(documents: NDArray[np.int64]) -> None:
-    """Refuse to fit on too little, with an `InputError`; given is the document of each token, shape (n,)."""
+    """Raise InputError if the text is too short to fit to.
+
+    Args:
+        documents: index of each token's document, int64, shape (n,).
+    """
     blocks, tokens = len(np.unique(blocks_of(documents))), len(documents)
     if blocks < MIN_DOCUMENTS or tokens < MIN_TOKENS:
         count = len(np.unique(documents))
@@ -50,11 +54,11 @@ class Judge:
         return -np.bincount(self._blocks, log_probs.double().numpy()).astype(np.float64)
 
 
-def in_halves(documents: Tensor) -> Tensor:
-    """Which tokens are of the first half; bool, shape (n,).
+def first_half_of(documents: Tensor) -> Tensor:
+    """Return a mask of the tokens of the first half, bool, shape (n,).
 
-    Whole documents, the longest dealt out first; or where long ones are cut, those before the middle of the
-    text, so that one document at most is in both.
+    Whole documents are dealt out, the longest first. If long documents are cut into blocks, the first half is
+    the text before its middle, so that at most one document is in both halves.
     """
     blocks = torch.from_numpy(blocks_of(documents.numpy()))
     lengths = torch.bincount(blocks)

@@ -1,7 +1,7 @@
-"""Searching once more for text that was scored: with larger k, in more cells, in each domain on its own.
+"""Further searches for a scored text: with larger k, in more cells, and in each domain alone.
 
-Of thousands of records for each token only p_kNN of the gold token is kept, at the temperatures of a
-grid: memory does not grow with their number.
+Only p_kNN of the target token is kept, at the temperatures of a grid, so that memory does not grow with the
+number of records.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,18 +31,19 @@ from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
 _NEIGHBORS = 1 << 22
-"""Of all queries that are searched for at once."""
+"""Number of neighbors of all queries of one search."""
 _DISTANCES = 1 << 25
-"""To records of cells, that are weighed at once."""
+"""Number of distances to records of cells that are weighed at once."""
 _FIRST = 64
-"""Queries that visit cells at once, before it is known how large these are."""
+"""Queries of the first look-up in cells, before their sizes are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherSearches:
-    """Searches for the tokens of a scored text, which is of these documents; nothing is encoded again.
+    """Searches for the tokens of a scored text, without another pass of the model.
 
-    `left_out` has by content hash what some of the documents do not retrieve from, see `HeldOut.stored`.
+    `documents` are those of the scored text. `left_out` maps content hashes of documents to the stored
+    documents that they do not retrieve from; see `HeldOut.stored`.
     """
 
     store: Reader
@@ -53,18 +54,22 @@ class FurtherSearches:
     progress: Progress | None = None
 
     def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
-        """Search once with the largest of some k, ascending: what the tokens say about each of them."""
+        """Search once with the largest of several k, ascending, and return the evidence for each k."""
         parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
         return [WideEvidence(of, self.scored.lm_log_probs) for of in evidence_of(self.scored, ks, parts)]
 
     def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
-        """Visit so many cells: p_kNN of every token over all their records, by the number of cells."""
-        title = f"visiting {probes[-1]:,} cells"
+        """Return p_kNN of every token over all records of the probed cells, by the number of probes.
+
+        Args:
+            probes: numbers of cells, ascending.
+        """
+        title = f"searching {probes[-1]:,} cells"
         found = self._probe(probes, title, self.selection, temperatures_for(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
-        """Search each domain, all of which are selected, on its own: for k neighbors, or in so many cells."""
+        """Search each domain alone, for k neighbors or in a number of cells; all domains are selected."""
         scored, temperatures = self.scored, temperatures_for(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
         apart = []
@@ -86,7 +91,7 @@ class FurtherSearches:
     def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
-        """Visit some numbers of cells near every token of the text, ascending."""
+        """Sum over the cells nearest to every token, for each number of probes, ascending."""
         found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST
         for members, reached in self._groups(title, selection):
             left = members
@@ -111,7 +116,7 @@ class FurtherSearches:
         return sum_cells(self.store, keys, targets, settings)
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, NeighborSums]]:
-        """Yield tokens for which something is found, and their neighbors, with hits."""
+        """Yield the tokens that have neighbors, and their neighbors with hits."""
         reading = self._reading
         for members, reached in self._groups(title, selection):
             for tokens in torch.split(members, max(1, _NEIGHBORS // k)):
@@ -135,7 +140,7 @@ class FurtherSearches:
         return self.progress or Progress()
 
     def _groups(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
-        """Begin to search: indices of tokens, and what those retrieve from."""
+        """Start the progress; return groups of token indices with the selection that each retrieves from."""
         documents = self.scored.documents
         self._shown.start(title, total=len(documents))
         return [
@@ -146,15 +151,15 @@ class FurtherSearches:
 
 @dataclass(frozen=True, slots=True)
 class WideEvidence:
-    """What tokens say about settings with a k larger than that of the pass."""
+    """Evidence of a text for settings with a larger k than the first search."""
 
     evidence: GridEvidence
-    """Only for mixers that look at no more than the nearest distance and the model's confidence."""
+    """Enough for mixers that use only the nearest distance and the model's confidence."""
     lm_log_probs: Tensor
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix at some tokens, shape (m,), as settings with this k say; p_kNN is interpolated."""
+        """Mix at the given tokens, shape (m,), by settings with this k; p_kNN is interpolated on the grid."""
         evidence = self.evidence
         _, lam, temperature = settings.mixer.weigh(evidence.nearest, settings.temperature)
         knn = interpolate_on_grid(evidence.knn, evidence.temperatures, temperature)

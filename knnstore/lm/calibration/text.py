@@ -1,4 +1,4 @@
-"""Text to fit settings to: held-out documents, and stored ones that find themselves no more than these do."""
+"""The text that settings are fitted to: held-out documents, and stored ones that do not find themselves."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,39 +13,46 @@ from knnstore.lm.scoring import HeldOut
 from knnstore.store import EVERYTHING, Reader, Selection
 
 _LONGEST = 2048
-"""Tokens that a document is cut to: the beginnings of many tell more than all of a few."""
+"""Tokens to which a document is cut: the beginnings of many documents tell more than a few whole ones."""
 _FOLDS = 16
-"""Documents are left out by the fold, so that not every one needs its own counts of n-grams."""
+"""Stored documents are left out in this number of groups: each group needs its own counts of n-grams."""
 _MOST_LEFT_OUT = 0.5
-"""A document for which a larger share of all is to be left out tells nothing of the others."""
+"""A stored document is not used if more than this share of all documents had to be left out for it."""
 
 
 @dataclass(frozen=True)
 class TextToFit:
-    """What is fitted to."""
+    """Documents to fit settings to."""
 
     documents: list[TextDocument]
+    """Held-out documents, then beginnings of stored ones."""
     reached: Mapping[str, frozenset[str]]
-    """What each leaves out of the search; see `HeldOut.stored`."""
+    """Stored documents that each document does not retrieve from; see `HeldOut.stored`."""
     in_store: int
-    """How many are anywhere in the store."""
+    """Number of documents that are anywhere in the store."""
     own: frozenset[str]
     """Content hashes of held-out documents."""
     stored: frozenset[str]
-    """Those of stored ones."""
+    """Content hashes of stored documents."""
 
     @property
     def hashes(self) -> frozenset[str]:
-        """All of them."""
+        """Content hashes of all documents."""
         return self.own | self.stored
 
     def is_known_to(self, fitted_on: frozenset[str]) -> bool:
-        """Whether settings that were fitted to these documents were to most of this text, and to no more."""
+        """Check whether settings were fitted to most of this text, and not to much other text.
+
+        Args:
+            fitted_on: content hashes of the documents that the settings were fitted to.
+        """
         known = fitted_on & self.hashes
         return 2 * len(known) > len(self.hashes) and not fitted_on > self.hashes
 
     def check_stored(self, store: Reader) -> None:
-        """Refuse to save what would not go with a document that went while it was fitted to.
+        """Check that all stored documents are still in the store.
+
+        Otherwise settings would be saved that the removal of these documents could not remove any more.
 
         Raises:
             InputError: a stored document was removed or replaced.
@@ -67,7 +74,10 @@ def text_to_fit(
     *,
     leave_out: bool,
 ) -> TextToFit:
-    """Read held-out documents, and choose stored ones of so many tokens; see `calibrate`, also for errors."""
+    """Read held-out documents, and choose stored documents with a number of tokens.
+
+    See `calibrate` for the arguments and the errors.
+    """
     distinct = {document.content_hash: document for document in documents_of(documents)}
     held_out = HeldOut.of(store, reader, distinct.values(), selection)
     if not leave_out:
@@ -89,18 +99,17 @@ def text_to_fit(
 
 
 def choose_stored(store: Reader, reader: TextReader, selection: Selection, tokens: int) -> HeldOut:
-    """Choose beginnings of stored documents until there are so many tokens; the same each time.
+    """Choose beginnings of stored documents up to a number of tokens; the choice is the same each time.
 
-    None is to retrieve from its own document, from another that is the same text (see `HeldOut`), or from
-    those of its fold.
+    Each leaves out its own document, documents with the same text (see `HeldOut`), and those of its group.
 
     Returns:
-        These beginnings; fewer tokens where there is less text.
+        The beginnings, with fewer tokens if the store has less text.
     """
     chosen: dict[str, TextDocument] = {}
     numbers: dict[str, int] = {}
     lengths = store.lengths(selection)
-    for number in sorted(lengths, key=_scattered):
+    for number in sorted(lengths, key=_shuffle_key):
         if tokens <= 0:
             break
         text = reader.text(store.text(number)[:_LONGEST].tolist())
@@ -121,6 +130,6 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
     return HeldOut([chosen[hash] for hash in hashes], stored)
 
 
-def _scattered(number: int) -> int:
-    """Where a document comes in an order that has nothing to do with that of adding (Knuth's hash)."""
+def _shuffle_key(number: int) -> int:
+    """Return a document's key in an order that is independent of the order of adding (Knuth's hash)."""
     return number * 2_654_435_761 % 2**32

@@ -17,7 +17,7 @@ from knnstore.lm.calibration.fits import (
     fit_together,
     fit_with_ngrams,
 )
-from knnstore.lm.calibration.judging import Judge, check_enough, in_halves
+from knnstore.lm.calibration.judging import Judge, check_enough, first_half_of
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.components import (
     DistributionFitting,
@@ -74,7 +74,7 @@ class Trial:
         self.documents = len(np.unique(scored.documents.numpy()))
         check_enough(scored.documents.numpy())
         self.judge = Judge(scored)
-        self._scored, self.first_half = scored, in_halves(scored.documents)
+        self._scored, self.first_half = scored, first_half_of(scored.documents)
         self._with_ngrams = ngrams
         self._ngrams = NGramFitting(scored.ngrams) if ngrams and scored.ngrams is not None else None
 

@@ -23,7 +23,7 @@ _TURNS = 8
 
 @dataclass(frozen=True, slots=True)
 class DomainEvidence:
-    """What n tokens say about the weights of domains: 4 bytes a token, domain and temperature."""
+    """Evidence of n tokens for the weights of domains: 4 bytes for each token, domain and temperature."""
 
     k: int
     domains: tuple[str, ...]
@@ -31,22 +31,22 @@ class DomainEvidence:
     """The grid, float32, shape (m,), ascending."""
     knn: Tensor
     """p_kNN^(j) of each token at each temperature, float32, shape (j, n, m); p_LM where nothing was found,
-    to which the weight falls there."""
+    because the weight goes to the model there."""
     found: Tensor
-    """Whether anything was, bool, shape (j, n)."""
+    """True where a record was found, bool, shape (j, n)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n,)."""
     probes: int | None = None
     """Cells whose records p_kNN^(j) is over; None where it is over k neighbors."""
 
     def only(self, wanted: Tensor) -> "DomainEvidence":
-        """The evidence of some tokens, bool, shape (n,)."""
+        """Return the evidence of the tokens in a mask, bool, shape (n,)."""
         return replace(self, knn=self.knn[:, wanted], found=self.found[:, wanted], lm=self.lm[wanted])
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix at some tokens, shape (m,), as settings with `DomainWeights` for these domains say.
+        """Mix at the given tokens, shape (m,), by settings with `DomainWeights` for these domains.
 
-        Each p_kNN^(j) is taken `interpolate_on_grid` of the grid.
+        Each p_kNN^(j) is interpolated on the grid.
         """
         mixer = cast(DomainWeights, settings.mixer)
         lm = self.lm[tokens]
@@ -62,9 +62,10 @@ class DomainEvidence:
 
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     """Fit λ_j and T_j of each domain j; the weights are within `_GAP` of the best for their temperatures."""
-    # Where each domain would begin if it were the only one, with a weight of one half.
+    # 1) Start with the best T of each domain alone, at a weight of one half.
     losses = [-(evidence.lm[:, None] + knn).log().mean(0) for knn in evidence.knn]
     points = torch.stack(losses).argmin(1)
+    # 2) Fit all λ_j, then each T_j in turn, until no T_j changes.
     for _ in range(_TURNS):
         before = points.clone()
         lambdas = _weights(evidence, points)
@@ -75,6 +76,7 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
             points[number] = mixed.clamp_(min=LEAST_PROBABILITY).log().mean(0).argmax()
         if torch.equal(points, before):
             break
+    # 3) Drop domains with little weight, and fit the λ_j of the others.
     worth = _weights(evidence, points) >= _LEAST_WEIGHT
     lambdas = _weights(evidence, points, worth)
     lambdas = lambdas * (MAX_LAMBDA / lambdas.sum().clamp(min=MAX_LAMBDA))
@@ -86,11 +88,13 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
 
 
 def mixture_weights(probs: Tensor) -> Tensor:
-    """Find the weights with which a mixture is likeliest, by expectation maximization: float64, shape (c,).
+    """Find the likeliest weights of a mixture by expectation maximization: float64, shape (c,).
 
-    No weights are likelier by more than ``_GAP`` nats for each observation: of concave functions the largest
-    component of the gradient tells (it is 1 for every component in use at the optimum). The probabilities, of
-    n observations by c components, shape (n, c), are above 0.
+    The log-likelihood is within ``_GAP`` nats for each observation of the best. The largest component of the
+    gradient shows this, because the function is concave: at the optimum it is 1 for every component in use.
+
+    Args:
+        probs: probability of n observations by c components, above 0, shape (n, c).
     """
     probs = probs.double()
     weights = probs.new_full((probs.shape[1],), 1 / probs.shape[1])
@@ -103,7 +107,7 @@ def mixture_weights(probs: Tensor) -> Tensor:
 
 
 def _weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
-    """The λ_j at these temperatures, 0 for domains that are not worth it; float32, shape (j,)."""
+    """Return the likeliest λ_j at these temperatures, float32, shape (j,); 0 for domains not in `worth`."""
     worth = torch.ones(len(points), dtype=torch.bool) if worth is None else worth
     probs = torch.cat([evidence.lm[:, None], _at(evidence, points)[worth].T], 1).clamp(min=LEAST_PROBABILITY)
     weights = torch.zeros(len(points))
@@ -112,5 +116,5 @@ def _weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = No
 
 
 def _at(evidence: DomainEvidence, points: Tensor) -> Tensor:
-    """p_kNN of each domain at one temperature each, shape (j, n)."""
+    """Return p_kNN of each domain at its temperature, shape (j, n)."""
     return torch.stack([knn[:, point] for knn, point in zip(evidence.knn, points.tolist(), strict=True)])

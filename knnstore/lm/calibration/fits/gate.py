@@ -22,8 +22,8 @@ from knnstore.lm.settings import KNNSettings
 def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     """Fit a network that chooses λ and T of each token, beginning with the best fixed ones.
 
-    What it minimizes is the negative log-likelihood of the mixture; p_kNN between two temperatures of
-    the grid is taken in a straight line, so that nothing depends on k.
+    The loss is the negative log-likelihood of the mixture. Between two temperatures of the grid, p_kNN is
+    interpolated linearly, so that the cost does not depend on k.
     """
     fixed_temperature, fixed_lam = best_fixed(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
@@ -45,5 +45,5 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
 
 
 def blocks_among(scored: ScoredText, tokens: Tensor) -> Tensor:
-    """What is kept apart some of while a network is fitted: documents, or blocks of long ones."""
+    """Return each token's document, or its block of a long one, of which a network's fit holds out some."""
     return torch.from_numpy(blocks_of(scored.documents[tokens].numpy()))

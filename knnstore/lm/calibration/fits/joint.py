@@ -26,9 +26,9 @@ def fit_together(
     """Fit the keys by `fit`, every other component over those before it, and then one gate over all.
 
     Args:
-        evidence: of the tokens to fit on.
+        evidence: evidence of the tokens to fit on.
         scored: the text.
-        ngrams: which are fitted in turn with the keys; None is without them.
+        ngrams: fitted in turn with the keys; None leaves them out.
         others: the components on top, in order, by name.
         fit: fits the keys.
     """

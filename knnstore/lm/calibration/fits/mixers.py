@@ -30,7 +30,7 @@ def fit_fixed(evidence: GridEvidence) -> KNNSettings:
 
 
 def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
-    """The likeliest T and λ for all tokens."""
+    """Return the T and λ, equal for all tokens, that are likeliest."""
     lam, loss = _fit_one(evidence)
     point = _lowest(loss)
     return at_columns(evidence.temperatures.log(), point).exp().item(), at_columns(lam, point).item()
@@ -39,16 +39,16 @@ def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
 def fit_bins(
     evidence: GridEvidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
 ) -> KNNSettings:
-    """Fit λ, and T if wanted, in bins that hold equally many tokens.
+    """Fit λ, and T if wanted, in bins that hold equal numbers of tokens.
 
-    Every bin is drawn towards the best λ and T of all tokens by `PRIOR_TOKENS`; one without tokens
-    has just these.
+    Every bin is drawn towards the best λ and T of all tokens by `PRIOR_TOKENS`; a bin without tokens has
+    exactly these.
 
     Args:
-        evidence: of the tokens to fit on.
-        distance_bins: of the distance to the nearest neighbor.
-        confidence_bins: into which each of these is divided by the model's confidence.
-        temperatures: whether T differs between bins too.
+        evidence: evidence of the tokens to fit on.
+        distance_bins: number of bins of the distance to the nearest neighbor.
+        confidence_bins: number of bins of the model's confidence in each of these.
+        temperatures: True to fit T in each bin too.
     """
     distance_edges = _edges(evidence.nearest.distances[:, 0], distance_bins)
     confidence_edges = _edges(evidence.nearest.lm_max, confidence_bins)
@@ -73,13 +73,13 @@ def _fit_one(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
 
 
 def _edges(values: Tensor, bins: int) -> tuple[float, ...]:
-    """Quantiles that cut the values into bins of the same size; fewer bins where values are equal."""
+    """Return the quantiles that cut values into bins of equal size; fewer bins if values are equal."""
     quantiles = np.quantile(values.numpy(), np.arange(1, bins) / bins)
     return tuple(np.unique(quantiles.astype(np.float32)).tolist())
 
 
 def _lowest(loss: Tensor) -> Tensor:
-    """Where each row of (g, m) is lowest, as a fractional column: the vertex of the parabola of three."""
+    """Return the fractional column of each row's minimum: the vertex of a parabola through three columns."""
     last = loss.shape[1] - 1
     lowest = loss.argmin(1)
     middle = lowest.clamp(min(1, last), max(last - 1, 0))[:, None]

@@ -20,8 +20,8 @@ from knnstore.lm import (
     save_settings,
     settings_for,
 )
-from knnstore.lm.calibration import writing
-from knnstore.lm.calibration.writing import Beginnings, Repeated, find_scoring_only
+from knnstore.lm.calibration import scoring_only
+from knnstore.lm.calibration.scoring_only import Beginnings, Repeated, find_scoring_only
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(3)
@@ -84,9 +84,9 @@ def test_beginnings_are_those_of_each_document_first(lm) -> None:
     parts = [(text, 0) for text in texts] + [(text, first) for first in (31, 62, 93) for text in texts[:2]]
     assert begun.prompts.tolist() == [[0, *text[first : first + 8]] for text, first in parts]
     assert begun.ends == [text[first + 8 : first + 31] for text, first in parts if text is not texts[2]][:6]
-    assert len(Beginnings.of(lm.reader, HELD_OUT * 3).prompts) == writing.PROMPTS
+    assert len(Beginnings.of(lm.reader, HELD_OUT * 3).prompts) == scoring_only.PROMPTS
     settings = replace(PLAIN, ngrams=NGramSettings(3, 0.3))
-    for prompt, text in zip(begun.prompts[:2].tolist(), begun.continued(lm, settings), strict=False):
+    for prompt, text in zip(begun.prompts[:2].tolist(), begun.generate(lm, settings), strict=False):
         assert text == greedy(lm, prompt, settings, 23)
 
 
@@ -102,13 +102,13 @@ def test_a_cache_that_makes_text_repeat_itself_counts_in_scoring_only(lm) -> Non
 def test_a_cache_is_measured_against_its_absence_where_the_model_repeats_itself_anyway(
     lm, monkeypatch
 ) -> None:
-    really = Beginnings.continued
+    really = Beginnings.generate
 
     def looping(self, lm, settings):
         texts = really(self, lm, settings)
         return texts if settings.retrieves else [text[:2] * 24 for text in texts]
 
-    monkeypatch.setattr(Beginnings, "continued", looping)
+    monkeypatch.setattr(Beginnings, "generate", looping)
     left, rows = find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=replace(CACHE, lam=0.5)))
     shares = {one.of: one.repeated_4grams for one in rows}
     assert shares["model"] > shares["all"] > shares["all but cache"]
@@ -181,7 +181,7 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
     repetitive = [" ".join([phrase] * 7) for phrase in phrases(RNG, 16, 60, 100)]
     with monkeypatch.context() as broken:
-        broken.setattr(Beginnings, "continued", lambda *_: 1 / 0)
+        broken.setattr(Beginnings, "generate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lm.calibrate(repetitive, networks=False, ngrams=False)
     settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)

@@ -1,0 +1,159 @@
+"""Find the components that make generated text repeat itself, so that they count in scoring only.
+
+Settings are fitted to text of people. On generated text they may give too much weight to recent tokens. So
+this module continues beginnings of held-out documents greedily, and leaves out
+
+- the cache, if text repeats itself more with the cache than without it (a small model alone repeats itself
+  anyway, so it cannot be the only measure);
+- then further components, while text repeats itself more than the text of the model alone; the cache goes
+  first. If all components are left out, the model generates alone.
+
+Texts repeat themselves more if the mean share of repeated bigrams or of repeated 4-grams is larger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from knnstore.documents import TextDocument
+from knnstore.lm.reading import TextReader
+from knnstore.lm.settings import KNNSettings, Repetition, WritingModel
+from knnstore.progress import Progress
+
+PROMPTS = 64
+"""Largest number of beginnings; they are continued in one batch."""
+LEAST_PROMPTS = 8
+PROMPT_TOKENS, NEW_TOKENS = 32, 96
+"""Tokens of a beginning and of its continuation; both are smaller if the model's window is short."""
+_LONGEST_NGRAM = 4
+
+_ALONE = KNNSettings(k=1, lam=0.0)
+
+
+class Repeated(NamedTuple):
+    """Shares of repeated n-grams of n texts, between 0 and 1, float64, shape (n,)."""
+
+    bigrams: NDArray[np.float64]
+    """Share of a text's bigrams that occur earlier in the text."""
+    four_grams: NDArray[np.float64]
+    """Share of its 4-grams that occur earlier in the text."""
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]]) -> Self:
+        """Count the repeated n-grams of texts of at least 4 tokens each."""
+        lengths = 2, _LONGEST_NGRAM
+        return cls(*(np.array([_repeated_share(text, length) for text in texts]) for length in lengths))
+
+    def means(self, of: str) -> Repetition:
+        """Return the means over the texts, in the form that is saved with calibrated settings."""
+        return Repetition(
+            of, float(1 - self.bigrams.mean()), float(self.four_grams.mean()), len(self.four_grams)
+        )
+
+    def is_more_than(self, other: "Repeated") -> bool:
+        """Check whether these texts repeat themselves more on average than others of the same prompts."""
+        return any(ours.mean() > theirs.mean() for ours, theirs in zip(self, other, strict=True))
+
+
+def _repeated_share(text: Sequence[int], length: int) -> float:
+    """Return the share of a text's n-grams of a length that occur earlier in the text."""
+    ngrams = list(zip(*(text[first:] for first in range(length)), strict=False))
+    return 1 - len(set(ngrams)) / len(ngrams)
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """Beginnings of documents, as prompts for continuations."""
+
+    prompts: NDArray[np.int64]
+    """Tokens of the beginnings, after the token that begins a document, int64, shape (n, t)."""
+    ends: list[list[int]]
+    """The documents' own continuations, of documents that are long enough."""
+    new: int
+    """Number of tokens of a continuation."""
+
+    @classmethod
+    def of(cls, reader: TextReader, documents: Sequence[TextDocument]) -> Self:
+        """Take up to `PROMPTS` parts of documents: beginnings first, then later parts of long documents."""
+        length = min(PROMPT_TOKENS, reader.max_length // 4)
+        new = min(NEW_TOKENS, reader.max_length - length - 1)
+        parts = [
+            (first, tokens[first : first + length + new].tolist())
+            for tokens in reader.tokenized(documents)
+            for first in range(0, len(tokens) - length + 1, length + new)
+        ]
+        parts.sort(key=lambda part: part[0])
+        chosen = [part for _, part in parts[:PROMPTS]]
+        head = [] if reader.prefix is None else [reader.prefix]
+        prompts = np.array([head + part[:length] for part in chosen], np.int64)
+        return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
+
+    def generate(self, lm: WritingModel, settings: KNNSettings) -> list[list[int]]:
+        """Continue each beginning greedily by `new` tokens; tokens that end a text are not generated."""
+        prompts = torch.from_numpy(self.prompts).to(lm.reader.encoder.model.device)
+        texts = lm.generate(
+            prompts, attention_mask=torch.ones_like(prompts), knn=settings,
+            min_new_tokens=self.new, max_new_tokens=self.new, do_sample=False, num_beams=1, use_cache=True,
+            pad_token_id=0,
+        )  # fmt: skip
+        return list(texts[:, prompts.shape[1] :].tolist())
+
+
+def find_scoring_only(
+    lm: WritingModel,
+    documents: Sequence[TextDocument],
+    settings: KNNSettings,
+    progress: Progress | None = None,
+) -> tuple[tuple[str, ...], tuple[Repetition, ...]]:
+    """Find the components of settings that shall count in scoring only.
+
+    Args:
+        lm: the model that generates.
+        documents: documents from which it does not retrieve. If they have fewer than `LEAST_PROMPTS`
+            beginnings, nothing is measured and a cache is left out.
+        settings: the settings in force, with their selection.
+        progress: receives the start and the end of each generation.
+
+    Returns:
+        The names of the components, all of them if the model shall generate alone; and the measurements.
+    """
+    settings = replace(settings, scoring_only=())
+    components = settings.components
+    cache = tuple(name for name in components if name == "cache")
+    begun = Beginnings.of(lm.reader, documents)
+    if not components or len(begun.prompts) < LEAST_PROMPTS or begun.new < _LONGEST_NGRAM:
+        return cache, ()
+    progress = progress or Progress()
+    rows = [Repeated.of(begun.ends).means("text")] if begun.ends else []
+
+    def measure(name: str, settings: KNNSettings) -> Repeated:
+        progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
+        repeated = Repeated.of(begun.generate(lm, settings))
+        progress.finish()
+        rows.append(repeated.means(name))
+        return repeated
+
+    def measure_without(*left: str) -> Repeated:
+        return measure(f"all but {', '.join(left)}" if left else "all", settings.without(*left))
+
+    # 1) Generate with the model alone, and with all components.
+    alone = measure("model", _ALONE)
+    out, current = tuple[str, ...](), measure_without()
+    # 2) Leave out the cache if text repeats itself more with it.
+    if cache:
+        without = measure_without(*cache)
+        if current.is_more_than(without) or current.is_more_than(alone):
+            out, current = cache, without
+    # 3) Leave out the component whose absence helps most, until the model alone repeats itself as much.
+    while current.is_more_than(alone):
+        left = [name for name in components if name not in out]
+        if len(left) == 1:
+            return components, tuple(rows)
+        tried = {name: measure_without(*out, name) for name in left}
+        best = min(left, key=lambda name: tried[name].four_grams.mean())
+        out, current = (*out, best), tried[best]
+    return out, tuple(rows)
