@@ -28,8 +28,8 @@ from cells import TINY_LM, Parts, documents, smoke_parts
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings, NGramSettings, Purpose
-from knnstore.lm.calibration import writing
-from knnstore.lm.calibration.writing import Beginnings, Repeated
+from knnstore.lm.calibration import scoring_only
+from knnstore.lm.calibration.scoring_only import Beginnings, Repeated
 
 WITHOUT: dict[str, tuple[str, ...]] = {
     "keys": ("cache", "n-grams"),
@@ -54,11 +54,11 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
         of_writing = "model"
     else:
         sides.setdefault(of_writing, lm.resolve_settings(settings, Purpose.GENERATION))
-    written = {"model": Repeated.of(begun.continued(lm, KNNSettings(k=1, lam=0.0)))}
+    written = {"model": Repeated.of(begun.generate(lm, KNNSettings(k=1, lam=0.0)))}
     seconds = {}
     for name, side in sides.items():
         started = time.perf_counter()
-        written[name] = Repeated.of(begun.continued(lm, side))
+        written[name] = Repeated.of(begun.generate(lm, side))
         seconds[name] = round(time.perf_counter() - started, 1)
     rows: dict[str, Any] = {}
     if begun.ends:
@@ -114,7 +114,7 @@ def main() -> None:
     if not options.smoke and options.data is None:
         parser.error("name the folder of the data, or --smoke")
     if options.smoke:
-        writing.NEW_TOKENS = 16
+        scoring_only.NEW_TOKENS = 16
     limits = {"store": options.records, "dev": 20 * options.held_out, "test": 200_000}
     names = (
         ["help"] if options.smoke else options.domain or sorted(one.name for one in options.data.iterdir())

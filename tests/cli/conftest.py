@@ -16,9 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from knnstore.cli import app
-from knnstore.lm.calibration import writing
+from knnstore.lm.calibration import scoring_only
 
-writing.PROMPTS = 16  # enough for texts as short as these, and quick
+scoring_only.PROMPTS = 16  # enough for texts as short as these, and quick
 
 WINDOW = 96
 LETTERS = {

@@ -36,14 +36,14 @@ from transformers import (
 import knnstore
 from knnstore.datastore import Neighbors, record_ids
 from knnstore.lm import KNNLMForCausalLM
-from knnstore.lm.calibration import writing
+from knnstore.lm.calibration import scoring_only
 from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, tokenizer_fingerprint
 from knnstore.lm.reading import Encoder
 from knnstore.store import EVERYTHING, Identity, Reader
 from knnstore.store.home import Home
 from knnstore.store.reader import Records
 
-writing.PROMPTS = 16  # enough for texts as short as these, and quick
+scoring_only.PROMPTS = 16  # enough for texts as short as these, and quick
 
 VOCABULARY = 101
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
