@@ -26,13 +26,13 @@ from knnstore.server.access import (
     open_paths,
     whole_paths,
 )
-from knnstore.server.asking import declare_asking
 from knnstore.server.bodies import BodyRoute
 from knnstore.server.completions import declare_completions
 from knnstore.server.documents import declare_documents
 from knnstore.server.engine import EngineBusyError, EngineStoppedError
 from knnstore.server.errors import ApiError, error_of
 from knnstore.server.frame import Frame
+from knnstore.server.introspection import declare_introspection
 from knnstore.server.metrics import Metrics
 from knnstore.server.page import declare_page
 from knnstore.server.serving import Serving
@@ -94,7 +94,7 @@ def make_endpoints(
     app.router.route_class = BodyRoute
     routes = Endpoints(app)
     _declare_about(app, routes, serving, metrics, options)
-    for declare in (declare_asking, declare_completions, declare_documents):
+    for declare in (declare_introspection, declare_completions, declare_documents):
         declare(routes, serving)
     declare_page(routes)
     for kind in (ApiError, KnnstoreError, EngineBusyError, EngineStoppedError, Exception):

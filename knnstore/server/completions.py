@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from knnstore.catalog import Right
 from knnstore.server.access import Access, Endpoints, Quota, access
-from knnstore.server.asking import sources_of
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
 from knnstore.server.errors import ApiError, error_of, refused
+from knnstore.server.introspection import sources_of
 from knnstore.server.protocol import (
     MOST_SOURCES,
     ChatRequest,

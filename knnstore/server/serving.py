@@ -32,6 +32,7 @@ from knnstore.lm import (
     split_text,
 )
 from knnstore.server.chat_templates import ChatTemplate
+from knnstore.server.document_changes import StoreWriter
 from knnstore.server.engine import (
     MOST_UNREAD,
     Engine,
@@ -47,7 +48,6 @@ from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import MOST_EXPLAINED
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.server.structured import JsonConstraints
-from knnstore.server.writing import StoreWriter
 from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption
 from knnstore.cli.output import Bar, print_result, table
-from knnstore.cli.query import ScoringQuery, SelectionOptions
+from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 
 
 def size_curve(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from knnstore.cli.commands.asking import credits_of
 from knnstore.cli.commands.calibrating import _of_writing
+from knnstore.cli.commands.generating import credits_of
 from knnstore.lm import KNNLMForCausalLM, Source, TokenExplanation
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from knnstore.lm.reading import adding
-from knnstore.server import writing
+from knnstore.server import document_changes
 from knnstore.store import Selection
 from tests.server.conftest import Inside
 from tests.server.test_turns import STREAM, Client, until
@@ -80,7 +80,7 @@ def test_a_document_that_is_read_in_turns_has_the_keys_of_one_that_is_not(server
         assert server.call("POST", "/v1/documents", json=body).json()["added"] == 1
 
     add("whole")
-    monkeypatch.setattr(writing, "_TURN_TOKENS", 20)
+    monkeypatch.setattr(document_changes, "_TURN_TOKENS", 20)
     turns: list[int] = []
     observe = server.serving.engine._observe
     server.serving.engine._observe = lambda turn: (turns.append(turn.turns), observe(turn))

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from knnstore.cli.commands.asking import explain, generate, search
 from knnstore.cli.commands.building import add, init, sync
 from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
 from knnstore.cli.commands.evaluating import evaluate
+from knnstore.cli.commands.generating import explain, generate, search
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
 from knnstore.cli.commands.serving import key_add, key_list, key_revoke, serve
 from knnstore.cli.commands.substituting import substitute

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 import knnstore
-from knnstore.cli.commands.asking import credits_of, table_of_sources
+from knnstore.cli.commands.generating import credits_of, table_of_sources
 from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import JsonOption
 from knnstore.cli.output import Bar, note, print_result, table

@@ -14,7 +14,7 @@ from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
 from knnstore.cli.output import Bar, note, pairs, plain, print_result
 from knnstore.cli.output import table as table_of
-from knnstore.cli.query import ScoringQuery, SelectionOptions
+from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 from knnstore.documents import TextDocument, is_among
 from knnstore.errors import ConfigError, KnnstoreError
 

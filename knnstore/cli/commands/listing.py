@@ -16,7 +16,7 @@ from knnstore.cli.options import (
     WhereOption,
 )
 from knnstore.cli.output import Verbatim, note, pairs, print_result, row_of, table
-from knnstore.cli.query import say_if_nothing
+from knnstore.cli.retrieval_options import say_if_nothing
 
 if TYPE_CHECKING:
     from knnstore.datastore import Capabilities

@@ -21,7 +21,7 @@ from knnstore.cli.options import (
     confirm,
 )
 from knnstore.cli.output import Bar, note, print_result, row_of
-from knnstore.cli.query import say_if_nothing, why_nothing
+from knnstore.cli.retrieval_options import say_if_nothing, why_nothing
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 
 if TYPE_CHECKING:

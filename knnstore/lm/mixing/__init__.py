@@ -2,8 +2,8 @@
 
 from knnstore.lm.mixing.bins import BinnedLambda, find_bins
 from knnstore.lm.mixing.cell_sums import CellSums, ProbedCells, halving_chains
-from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.gate import (
+from knnstore.lm.mixing.domain_weights import DomainWeights
+from knnstore.lm.mixing.gate_network import (
     GateLambda,
     JointGate,
     Network,

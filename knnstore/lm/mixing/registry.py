@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.bins import BinnedLambda
-from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.gate import GateLambda
+from knnstore.lm.mixing.domain_weights import DomainWeights
+from knnstore.lm.mixing.gate_network import GateLambda
 from knnstore.lm.mixing.mixer import FixedLambda, Mixer
 
 GROUP = "knnstore.mixers"

@@ -1,10 +1,10 @@
 """The model with a store as a transformers model: creating, loading, generating and scoring."""
 
-from knnstore.lm.model.given import following, likelihoods, read_part
 from knnstore.lm.model.keyless import KeylessText
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.opening import create, load
 from knnstore.lm.model.passes import ForwardPass
+from knnstore.lm.model.prefill import following, likelihoods, read_part
 from knnstore.lm.model.registering import register
 from knnstore.lm.model.text_layer import TextStateLayer
 

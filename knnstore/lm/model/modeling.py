@@ -26,8 +26,8 @@ from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
+from knnstore.lm.model.text_generation import generate_text, with_cache
 from knnstore.lm.model.text_layer import attach_texts, texts_of_pass
-from knnstore.lm.model.writing import generate_text, with_cache
 from knnstore.lm.reading import (
     Encoder,
     TextReader,

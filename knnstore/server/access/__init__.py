@@ -1,6 +1,6 @@
 """Access control of the server: authentication by API keys, rights, visible domains, and rate limits."""
 
-from knnstore.server.access.gate import (
+from knnstore.server.access.authentication import (
     Access,
     Endpoints,
     Gate,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm import Drafts, KNNLMForCausalLM, KNNSettings
-from knnstore.server.engine.memory import Memory
+from knnstore.server.engine.kv_cache import Memory
 from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Row
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm import Detokenizer, Likelihoods, TokenPiece, TokenTexts
-from knnstore.server.engine.text import StopStrings
+from knnstore.server.engine.stop_strings import StopStrings
 
 Finish = Literal["stop", "length"]
 

@@ -5,7 +5,7 @@ import torch
 
 import knnstore as library
 from knnstore import Selection
-from knnstore.cli.query import Query
+from knnstore.cli.retrieval_options import Query
 from knnstore.lm import CacheSettings, JointGate, KNNSettings, NGramSettings, save_settings
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import Network

@@ -38,7 +38,7 @@ _DOCUMENTS_AT_ONCE = 256
 """Number of documents of an explanation that one turn converts to JSON."""
 
 
-def declare_asking(routes: Endpoints, serving: Serving) -> None:
+def declare_introspection(routes: Endpoints, serving: Serving) -> None:
     """Add the endpoints that generate no text."""
 
     def models_of(who: Access) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import Verbatim, echo, note, plain, print_result, row_of, table
-from knnstore.cli.query import Query, ScoringQuery, SelectionOptions, why_nothing
+from knnstore.cli.retrieval_options import Query, ScoringQuery, SelectionOptions, why_nothing
 from knnstore.errors import ConfigError, InputError
 
 if TYPE_CHECKING:

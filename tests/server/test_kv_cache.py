@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from knnstore.lm import TextState
-from knnstore.server.engine.memory import Memory
+from knnstore.server.engine.kv_cache import Memory
 from knnstore.server.engine.prompts import layers_of
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
