@@ -31,9 +31,17 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
-    "KNNLMForCausalLM", "KNNSettings", "KNNStore", "Progress", "Selection", "TextDocument", "create", "load",
-    "open", "read_documents",
-]  # fmt: skip
+    "KNNLMForCausalLM",
+    "KNNSettings",
+    "KNNStore",
+    "Progress",
+    "Selection",
+    "TextDocument",
+    "create",
+    "load",
+    "open",
+    "read_documents",
+]
 
 
 def __dir__() -> list[str]:

@@ -83,9 +83,14 @@ class CellsDatastore(EmbeddedDatastore):
         """Durable, in half precision or as codes, with one writer; approximate in large groups."""
         coding = self._policy.coding_for(self._dim)
         return Capabilities(
-            exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True,
-            codes=coding.kind if coding else None, coded_from=coding.least if coding else None,
-        )  # fmt: skip
+            exact_search=False,
+            exact_keys=False,
+            persistent=True,
+            shared_writers=False,
+            checks_keys=True,
+            codes=coding.kind if coding else None,
+            coded_from=coding.least if coding else None,
+        )
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`."""

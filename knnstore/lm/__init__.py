@@ -187,4 +187,4 @@ __all__ = [
     "trained_for",
     "usable_documents",
     "usable_settings_for",
-]  # fmt: skip
+]

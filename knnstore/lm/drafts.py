@@ -17,11 +17,13 @@ _TRUST, _FORGETTING = 4.0, 0.97
 """Tokens that weigh as much as the initial estimate, and the factor by which older passes fade."""
 
 _MATCHED = np.arange(_MANY + 1)
-_EXPECTED = np.concatenate([
-    1 - 0.8 / (_MATCHED + 0.1),  # repeated in the text, after so many that matched
-    1 - 4 / (_MATCHED + 4),  # in one place of the store
-    0.95 * np.linspace(0, 1, _MANY + 1),  # in so many sixteenths of several places
-]).clip(0)  # fmt: skip
+_EXPECTED = np.concatenate(
+    [
+        1 - 0.8 / (_MATCHED + 0.1),  # repeated in the text, after so many that matched
+        1 - 4 / (_MATCHED + 4),  # in one place of the store
+        0.95 * np.linspace(0, 1, _MANY + 1),  # in so many sixteenths of several places
+    ]
+).clip(0)
 """Initial estimate of the probability that a drafted token is accepted, by its kind."""
 _REPEATED, _ONE, _SEVERAL = 0, _MANY + 1, 2 * (_MANY + 1)
 

@@ -62,9 +62,14 @@ class StoreWriter:
 
         def work() -> Added:
             return add_documents(
-                self._adding, [document], domain=domain, tags=tags, on_bad=on_bad, batch_tokens=_TURN_TOKENS,
+                self._adding,
+                [document],
+                domain=domain,
+                tags=tags,
+                on_bad=on_bad,
+                batch_tokens=_TURN_TOKENS,
                 progress=_Counting(count),
-            )  # fmt: skip
+            )
 
         done = await self._do(work)
         return {

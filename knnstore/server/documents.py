@@ -108,8 +108,11 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
         gone = await serving.writer.remove(lambda store: store.remove_domain(domain))
         return {
-            "object": "domain.deleted", "deleted": True, "domain": gone.name, "documents": gone.documents,
-        }  # fmt: skip
+            "object": "domain.deleted",
+            "deleted": True,
+            "domain": gone.name,
+            "documents": gone.documents,
+        }
 
 
 def _check_seen(who: Access, domain: str) -> None:

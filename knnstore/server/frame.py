@@ -107,12 +107,22 @@ class Frame:
             endpoint = getattr(scope.get("route"), "path", "(none)")
             self._count(endpoint, seen["status"], seconds, seen["first"])
             _logger.info(
-                "%s %s %d %.3f s", scope["method"], endpoint, seen["status"], seconds,
-                extra={"request": {
-                    "id": id, "method": scope["method"], "endpoint": endpoint, "status": seen["status"],
-                    "seconds": round(seconds, 6), "key": seen["key"],
-                }},
-            )  # fmt: skip
+                "%s %s %d %.3f s",
+                scope["method"],
+                endpoint,
+                seen["status"],
+                seconds,
+                extra={
+                    "request": {
+                        "id": id,
+                        "method": scope["method"],
+                        "endpoint": endpoint,
+                        "status": seen["status"],
+                        "seconds": round(seconds, 6),
+                        "key": seen["key"],
+                    }
+                },
+            )
 
     async def _checked(self, scope: Scope, headers: Headers) -> Access | None:
         """Authenticate a request. Returns None for an open path.

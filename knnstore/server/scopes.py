@@ -112,9 +112,13 @@ class Scopes:
         scope = Scope(
             tuple(sorted(set(knn.domains))) if knn.domains else domains,
             tuple(sorted(set(knn.tags))) if knn.tags else None,
-            knn.where, knn.k, knn.probes, knn.temperature, knn.lam,
+            knn.where,
+            knn.k,
+            knn.probes,
+            knn.temperature,
+            knn.lam,
             own=not access.sees_all,
-        )  # fmt: skip
+        )
         try:
             if knn.where is not None:
                 Selection(where=knn.where)
@@ -166,8 +170,11 @@ class Scopes:
             return _ALONE
         asked = Overrides(
             selection=Selection(domains=domains, tags=scope.tags, where=scope.where),
-            k=scope.k, probes=scope.probes, temperature=scope.temperature, lam=scope.lam,
-        )  # fmt: skip
+            k=scope.k,
+            probes=scope.probes,
+            temperature=scope.temperature,
+            lam=scope.lam,
+        )
         return resolve(self._store, asked, only_selected=scope.own)
 
     def _there(self) -> frozenset[str]:

@@ -206,9 +206,13 @@ def add(
         is_first = not lm.store.domains()
         total_bytes = size_of(documents.files)
         added = lm.add(
-            documents.read(bar), domain=domain, tags=tags or (), on_bad=documents.skipping(bar),
-            total_bytes=total_bytes, progress=bar,
-        )  # fmt: skip
+            documents.read(bar),
+            domain=domain,
+            tags=tags or (),
+            on_bad=documents.skipping(bar),
+            total_bytes=total_bytes,
+            progress=bar,
+        )
     documents.report()
     done = {**asdict(added), "tokens_per_s": added.tokens_per_s, **documents.left_out}
     print_result(done, pairs(_without_names(done)), as_json=as_json)

@@ -20,7 +20,24 @@ from knnstore.datastore.embedded.merging import stored_keys
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "OWNER_FILES", "Codec", "CodecFile", "Coding", "EmbeddedDatastore", "GroupSearch", "KeySegments",
-    "MappedColumns", "MappedFile", "ProductCodec", "RoundedCodec", "Segment", "StoredKeys", "checked_kind",
-    "code_size", "compare_rows", "read_owner", "sample_size", "stored_keys", "write_owner",
-]  # fmt: skip
+    "OWNER_FILES",
+    "Codec",
+    "CodecFile",
+    "Coding",
+    "EmbeddedDatastore",
+    "GroupSearch",
+    "KeySegments",
+    "MappedColumns",
+    "MappedFile",
+    "ProductCodec",
+    "RoundedCodec",
+    "Segment",
+    "StoredKeys",
+    "checked_kind",
+    "code_size",
+    "compare_rows",
+    "read_owner",
+    "sample_size",
+    "stored_keys",
+    "write_owner",
+]

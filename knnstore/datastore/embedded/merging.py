@@ -237,9 +237,18 @@ def write_segment(
         digests_file.finish()
     sync_directory(root / "segments")
     entry = SegmentEntry(
-        name, group, rows, dtype.name, first, last, stored, stored_ids, digests_name,
-        codes=codec.entry if codec else None, runs=runs,
-    )  # fmt: skip
+        name,
+        group,
+        rows,
+        dtype.name,
+        first,
+        last,
+        stored,
+        stored_ids,
+        digests_name,
+        codes=codec.entry if codec else None,
+        runs=runs,
+    )
     columns = MappedColumns(root, entry, dim, aside, trusted=True, codec_file=codec)
     if columns.problem is not None:
         raise CorruptDatastoreError(columns.problem)

@@ -19,16 +19,26 @@ Model = TypeVar("Model", bound=type[PreTrainedModel])
 _OWN = frozenset(
     {
         # The class of the model, and how it is saved and loaded.
-        "_auto_class", "base_model", "base_model_prefix", "can_generate", "config_class", "is_custom_code",
-        "is_remote_code", "register_for_auto_class",
+        "_auto_class",
+        "base_model",
+        "base_model_prefix",
+        "can_generate",
+        "config_class",
+        "is_custom_code",
+        "is_remote_code",
+        "register_for_auto_class",
         # The loss is computed from the mixture.
         "loss_function",
         # `forward` retrieves on the CPU, so it cannot be compiled as one graph.
-        "_can_compile_fullgraph", "_default_compile_config", "get_compiled_call",
+        "_can_compile_fullgraph",
+        "_default_compile_config",
+        "get_compiled_call",
         # Names of weights begin with "base." in the model with a store.
-        "get_parameter_or_buffer", "named_non_persistent_buffers", "retrieve_modules_from_names",
+        "get_parameter_or_buffer",
+        "named_non_persistent_buffers",
+        "retrieve_modules_from_names",
     }
-)  # fmt: skip
+)
 """Attributes of `PreTrainedModel` that are not delegated; those of `nn.Module` are not delegated either."""
 
 _BY_CLASS_NAME = frozenset({"_prepare_cache_for_generation", "_supports_default_dynamic_cache"})

@@ -29,11 +29,18 @@ from knnstore.store import KNNStore
 _logger = logging.getLogger(__name__)
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1), "num_return_sequences": (None, 1), "use_cache": (None, True),
-    "return_dict_in_generate": (None, False), "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,), "dola_layers": (None,), "use_mtp": (None, False),
-    "token_healing": (None, False), "penalty_alpha": (None,), "guidance_scale": (None, 1, 1.0),
-}  # fmt: skip
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "use_cache": (None, True),
+    "return_dict_in_generate": (None, False),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "dola_layers": (None,),
+    "use_mtp": (None, False),
+    "token_healing": (None, False),
+    "penalty_alpha": (None,),
+    "guidance_scale": (None, 1, 1.0),
+}
 """Options of `generate`, each with the values that drafts support: one text, one token at a time."""
 _OTHERWISE = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
 _CANNOT_TAKE_BACK = "the model's cache cannot take tokens back"
@@ -135,9 +142,13 @@ def generate_with_drafts(
     if not _may_remove_tokens(find_cache(model_kwargs)):
         warn_undrafted(_CANNOT_TAKE_BACK)
         text: Tensor = model._sample(
-            input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, streamer=streamer, **model_kwargs,
-        )  # fmt: skip
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            **model_kwargs,
+        )
         return text
     # 1) Prefill. Only then does the cache have layers, and is the window of a sliding layer full.
     output = model._prefill(input_ids, generation_config, model_kwargs)

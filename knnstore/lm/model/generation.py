@@ -174,9 +174,12 @@ class StoreGeneration(GenerationMixin):
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 given: dict[str, Any] = processor.unconditional_context
                 found[at] = Guidance(
-                    self, (model_kwargs or {})["knn"], processor.guidance_scale,
-                    given["input_ids"], given["attention_mask"],
-                )  # fmt: skip
+                    self,
+                    (model_kwargs or {})["knn"],
+                    processor.guidance_scale,
+                    given["input_ids"],
+                    given["attention_mask"],
+                )
         return found
 
     def _get_deprecated_gen_repo(self: Any, generation_mode: Any, *_: Any, **__: Any) -> None:

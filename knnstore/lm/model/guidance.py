@@ -79,9 +79,14 @@ class Guidance(LogitsProcessor):
             cache, new = self._latest[1], text[:, -1:]
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         output = self._model(
-            new, attention_mask=mask, position_ids=positions[:, -new.shape[1] :], cache=cache,
-            use_cache=True, logits_to_keep=1, knn=self._knn,
-        )  # fmt: skip
+            new,
+            attention_mask=mask,
+            position_ids=positions[:, -new.shape[1] :],
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            knn=self._knn,
+        )
         read = find_cache(output)
         self._latest = None if read is None else (text, read)
         log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)

@@ -328,9 +328,13 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         each = [self.resolve_settings(one) for one in given]
         of_loss = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
         inputs: dict[str, Any] = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds, "use_cache": use_cache, "logits_to_keep": logits_to_keep,
-        }  # fmt: skip
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         inputs |= as_cache_argument(self.base, past_key_values if cache is None else cache)
         if inputs_embeds is not None:

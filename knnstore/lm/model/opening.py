@@ -106,10 +106,15 @@ def create(
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     check_runs(base)
     identity = identify(
-        base, tokenizer,
-        name=name_of(base if options.get("gguf_file") else model), key=key, joining=joining, metric=metric,
-        max_length=max_length, stride=stride,
-    )  # fmt: skip
+        base,
+        tokenizer,
+        name=name_of(base if options.get("gguf_file") else model),
+        key=key,
+        joining=joining,
+        metric=metric,
+        max_length=max_length,
+        stride=stride,
+    )
     warn_of_unknown_tokens(base, tokenizer)
     projection = None
     if sample is not None and dim is not None:

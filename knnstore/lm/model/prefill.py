@@ -45,9 +45,12 @@ def read_part(
     with torch.inference_mode():
         with KeyCapture(lm.base, lm.encoder.location) as capture:
             output = lm.base(
-                input_ids=tokens[:, read:], attention_mask=torch.ones_like(tokens), use_cache=True,
-                logits_to_keep=logits_to_keep, **as_cache_argument(lm.base, past),
-            )  # fmt: skip
+                input_ids=tokens[:, read:],
+                attention_mask=torch.ones_like(tokens),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **as_cache_argument(lm.base, past),
+            )
         check_logits(lm.base, output.logits)
         states = capture.keys(1, tokens.shape[1] - read)
         keys, batch = lm.extend_texts([text], tokens[:, read:], states, None)

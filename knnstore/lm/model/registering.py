@@ -13,9 +13,18 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 _OF_THE_FOLDER = frozenset(
-    {"config", "revision", "subfolder", "trust_remote_code", "code_revision", "gguf_file", "_commit_hash",
-     "_from_auto", "adapter_kwargs"}
-)  # fmt: skip
+    {
+        "config",
+        "revision",
+        "subfolder",
+        "trust_remote_code",
+        "code_revision",
+        "gguf_file",
+        "_commit_hash",
+        "_from_auto",
+        "adapter_kwargs",
+    }
+)
 """Options from the `Auto` classes that concern the saved folder, and not the base model."""
 
 

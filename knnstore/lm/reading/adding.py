@@ -381,5 +381,8 @@ def _warn_of_other_ids(store: KNNStore, domain: str, ids: Mapping[str, str]) -> 
         _logger.warning(
             "%s of these texts are in %s under another id too, %r as %r: they count twice; `knnstore sync` "
             "removes what its folder does not have",
-            f"{len(twice):,}", domain, id, other,
-        )  # fmt: skip
+            f"{len(twice):,}",
+            domain,
+            id,
+            other,
+        )

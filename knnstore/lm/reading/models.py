@@ -383,8 +383,11 @@ def warn_of_unknown_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenize
         _logger.warning(
             "the tokenizer has %s tokens that are not among the model's %s, %r (token %s) for one: text that "
             "holds such a token is refused",
-            f"{len(unknown):,}", f"{vocabulary:,}", unknown[first], first,
-        )  # fmt: skip
+            f"{len(unknown):,}",
+            f"{vocabulary:,}",
+            unknown[first],
+            first,
+        )
 
 
 def identify(

@@ -18,6 +18,20 @@ from knnstore.server.engine.tickets import (
 )
 
 __all__ = [
-    "MOST_BEHIND", "MOST_UNREAD", "Engine", "EngineBusyError", "EngineStoppedError", "Finish", "Observed",
-    "Piece", "Prompt", "Sampling", "SettingsOf", "Task", "Ticket", "TokenScore", "TopToken", "Turns",
-]  # fmt: skip
+    "MOST_BEHIND",
+    "MOST_UNREAD",
+    "Engine",
+    "EngineBusyError",
+    "EngineStoppedError",
+    "Finish",
+    "Observed",
+    "Piece",
+    "Prompt",
+    "Sampling",
+    "SettingsOf",
+    "Task",
+    "Ticket",
+    "TokenScore",
+    "TopToken",
+    "Turns",
+]

@@ -122,9 +122,11 @@ class _Waiting:
         if self.opened == len(self.task.prompts):
             return None
         reading = Reading(
-            lm, self.task.prompts[self.opened].tokens,
-            is_scored=self.task.score_prompt, is_continued=self.task.max_tokens > 0,
-        )  # fmt: skip
+            lm,
+            self.task.prompts[self.opened].tokens,
+            is_scored=self.task.score_prompt,
+            is_continued=self.task.max_tokens > 0,
+        )
         self.prompts.append(_Prompt(self.opened, reading))
         self.opened += 1
         return self.prompts[-1]

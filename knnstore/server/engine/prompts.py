@@ -129,10 +129,14 @@ def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: S
     mask, cache = (torch.arange(width, device=tokens.device) >= begins[:, None]).long(), DynamicCache()
     with torch.inference_mode():
         output = lm(
-            input_ids=tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            cache=cache, use_cache=True, logits_to_keep=1,
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
             knn=[lm.resolve_settings(one, Purpose.GENERATION) for one in settings],
-        )  # fmt: skip
+        )
         following = output.logits[:, -1].float().log_softmax(-1)
     layer = cache.layers[-1]
     assert isinstance(layer, TextStateLayer)
