@@ -21,7 +21,7 @@ def check_name(name: object, what: str) -> None:
 
     Args:
         name: an id, a domain's name or a tag.
-        what: how to call it in the message.
+        what: name of the value in the message.
 
     Raises:
         InputError: it is no string, empty, too long, holds a NUL or is not valid Unicode.

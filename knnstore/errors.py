@@ -22,7 +22,7 @@ class UnusableDocumentError(InputError):
     """A document among others cannot be used.
 
     Attributes:
-        in_folder: whether its file was found in a folder, not named.
+        in_folder: True if its file was found in a folder and not named by the user.
         id: its id, where that is known.
         where: its file and row, or its number in a list.
         reason: why, in few words, such as ``empty`` or ``not UTF-8``.

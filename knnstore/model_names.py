@@ -44,7 +44,7 @@ def check_model(name: str, revision: str | None = None) -> bool:
 
     Args:
         name: a folder or a hub id, or a GGUF file in one.
-        revision: of a hub id; default ``main``.
+        revision: revision of a model on the hub; default ``main``.
 
     Returns:
         Whether it has to come from the hub's cache, because the hub does not give it.

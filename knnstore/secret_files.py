@@ -13,7 +13,7 @@ from pathlib import Path
 from knnstore.errors import ConfigError
 
 FILE_SUFFIX = "_FILE"
-"""What the name of a secret's variable and the name of the variable with its file differ by."""
+"""Suffix of the variable that names a secret's file, after the name of the secret's own variable."""
 
 MAX_BYTES = 65_536
 """Largest secret file that is read; a path of another file, as of a model, is a mistake."""

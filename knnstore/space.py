@@ -13,7 +13,7 @@ RESERVE = 2 << 20
 """Bytes of a `Reserve`."""
 
 MARGIN = 2 * RESERVE
-"""What `check_space` leaves free, so that nothing but a removal needs the reserve."""
+"""Bytes that `check_space` leaves free, so that only a removal needs the reserve."""
 
 _SMALLEST = 64 << 10  # of a reserve
 
@@ -35,7 +35,7 @@ def check_space(path: Path, needed: int, what: str) -> None:
     Args:
         path: where it is to be written; need not be there yet.
         needed: about how many bytes.
-        what: what is to be done, as the subject of a sentence.
+        what: the operation, as the subject of a sentence.
 
     Raises:
         DiskFullError: there are fewer, or `MARGIN` would not be left.

@@ -1,6 +1,6 @@
-"""All components: the evidence that they find for some positions, and the mixture that settings make of it.
+"""The retrieval flow: `look_up` collects the evidence of all components, and `mixture_of` mixes it.
 
-A host of the mixture makes a `Batch` of the positions that it predicts, calls `look_up` once, and mixes::
+A host makes a `Batch` of the positions to predict, calls `look_up` once, and mixes::
 
     evidence = look_up(reader, settings, batch, Form.DISTRIBUTION)
     log_probs = mixture_of(settings, evidence).distribution(lm_log_probs)
@@ -32,7 +32,7 @@ from knnstore.store import Reader
 _KEYS = Keys()
 _TEXT_COMPONENTS: Sequence[TextComponent] = (NGrams(), RecentText(), OwnNGrams())
 _BUILT_IN: Sequence[Component] = (_KEYS, *_TEXT_COMPONENTS)
-"""Order matters: by their own weights each component is mixed over the result of the earlier ones."""
+"""Order matters: without a gate, each component is mixed over the result of the earlier ones."""
 
 
 def all_components() -> Sequence[Component]:
@@ -41,14 +41,14 @@ def all_components() -> Sequence[Component]:
 
 
 def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
-    """Look up what every component in use knows of some positions.
+    """Look up the evidence of every component in use at some positions.
 
     Args:
         reader: the store.
-        settings: in force.
+        settings: the settings in force.
         batch: the positions. It has contexts if `settings.needs_text`, and targets unless the form is
             `Form.DISTRIBUTION`.
-        form: how much is kept of what is found.
+        form: how much of the findings is kept.
 
     Returns:
         The evidence, on the device of the batch.
@@ -74,12 +74,12 @@ def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
     """Mix all components with the model.
 
     Args:
-        settings: whose mixer chooses λ and T, unless a gate over all components does.
-        evidence: for n positions, of the components that the settings have in use.
+        settings: their mixer chooses λ and T, unless they have a gate over all components.
+        evidence: evidence of the components in use, for n positions.
     """
     components, parts = all_components(), settings.parts
     weighed = {} if settings.gate is None else weigh_by_gate(settings.gate, components, parts, evidence)
-    parts = {_KEYS.name: settings, **parts}  # keys are reported where they weigh nothing, too
+    parts = {_KEYS.name: settings, **parts}  # keys are reported even if their weight is 0
     contributions = [
         weighed.get(one.name) or one.contribute(parts[one.name], find_by_name(evidence, one.name))
         for one in components
@@ -96,14 +96,14 @@ def cite_places(
 
     Args:
         reader: the store.
-        settings: of the mixture.
+        settings: the settings of the mixture.
         contexts: the positions of the tokens.
-        evidence: for them, with sources.
-        mixture: that was made of the evidence.
-        most: places of each kind that are named for a token.
+        evidence: evidence for them, in the form with sources.
+        mixture: the mixture of this evidence.
+        most: largest number of places of each kind for a token.
 
     Returns:
-        The places of each component that knows any, by its name.
+        The places of each component that has any, by its name.
     """
     components, parts = {one.name: one for one in all_components()}, settings.parts
     cited = {}
@@ -125,6 +125,6 @@ def _ask(
     contexts: Contexts,
     vocabulary: int = 0,
 ) -> Question[Any]:
-    """Make the question that a component is asked about some positions; `part` are its own settings."""
+    """Return the input of a component's look-up at some positions; `part` is the component's settings."""
     of_gate = () if settings.gate is None else settings.gate.factors.get(component.name, ())
     return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate))

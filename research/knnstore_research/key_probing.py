@@ -122,12 +122,12 @@ def probe_keys(
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        documents: of the kind to be stored; a random sample of them is used.
+        documents: documents of the kind to be stored; a random sample of them is used.
         keys: places as `locate` takes them; default `default_keys`.
         metrics: ``l2``, ``ip``.
-        states: how many to join at the best place; see `Joining`.
+        states: number of states to join at the best place; see `Joining`.
         dims: numbers of components to project the best keys to.
-        tokens: of the sample.
+        tokens: number of tokens of the sample.
         max_length: tokens in a window; default is the model's limit.
         on_bad: called for each document of the sample with a token that the model does not have, which is
             then left out; None raises at the first.

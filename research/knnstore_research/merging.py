@@ -48,9 +48,9 @@ def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
     More than `left` records stay if each token's last record does.
 
     Args:
-        tokens: of the records, shape (n,).
-        keys: of the records, float32, shape (n, d).
-        left: how many records shall stay, >= 1.
+        tokens: tokens of the records, shape (n,).
+        keys: keys of the records, float32, shape (n, d).
+        left: number of records that shall stay, >= 1.
     """
     weights = np.ones(len(tokens))
     alive = np.arange(len(tokens))
@@ -98,8 +98,8 @@ def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k:
     """Find the k nearest of the records that are left, for each token of a text, comparing with all of them.
 
     Args:
-        records: of the store.
-        weights: of the n records; at least one is above 0.
+        records: records of the store.
+        weights: weights of the n records; at least one is above 0.
         text: documents that were scored once.
         k: >= 1; as many as are left where that is fewer.
 

@@ -36,8 +36,8 @@ class Clusters:
     """All records, divided by the nearest of some centers, which k-means (Lloyd 1982) finds in a sample.
 
     Args:
-        records: of the store.
-        size: how many records a cluster has on average, >= 1.
+        records: records of the store.
+        size: mean number of records of a cluster, >= 1.
     """
 
     def __init__(self, records: StoredRecords, size: int) -> None:
@@ -74,7 +74,7 @@ class Followed(NamedTuple):
     knn_probs: Tensor
     """p_kNN of each token, float32, shape (n,); NaN where nothing was retrieved."""
     is_searched: Tensor
-    """For which tokens a search was made, bool, shape (n,)."""
+    """True for tokens for which a search was made, bool, shape (n,)."""
 
     @property
     def saved(self) -> float:
@@ -101,7 +101,7 @@ def follow_pointers(
     """Score a text in which pointers save searches.
 
     Args:
-        records: of the store, with the selection that was searched.
+        records: records of the store, with the selection that was searched.
         text: documents that were scored once.
         found: what a search finds for each of the n tokens, k records for each. It is looked at for the
             tokens that are searched for; then all records found and pointed at count. `KNNStore.search`

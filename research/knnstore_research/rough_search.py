@@ -66,8 +66,8 @@ def replace_neighbors(
         rows: the neighbors of each token as rows of `keys`, in any order, int64, shape (n, k); -1 where one
             is missing.
         tokens: the token of each row, int64.
-        keys: what distances are measured to, float32.
-        metric: of distances.
+        keys: the keys to which distances are measured, float32.
+        metric: measure of distances.
     """
     reading = scored.reading
     assert reading is not None

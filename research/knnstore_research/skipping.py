@@ -21,7 +21,7 @@ class ExpectedGains(NamedTuple):
     network: Callable[[Tensor], Tensor]
     """Returns the gain in units of `scale`, shape (n, 1), from features of shape (n, d + 2)."""
     scale: float
-    """In nats."""
+    """Entropy in nats."""
 
     def __call__(self, scored: ScoredText) -> Tensor:
         """Return the expected gain of each token in nats, float32, shape (n,)."""

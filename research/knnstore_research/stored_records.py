@@ -12,7 +12,7 @@ class StoredRecords:
 
     Args:
         reader: the store. All keys are read into memory, as float32.
-        selection: of documents, at least one of which has a record.
+        selection: documents, at least one of which has a record.
     """
 
     def __init__(self, reader: Reader, selection: Selection = EVERYTHING) -> None:

@@ -34,7 +34,7 @@ class EmbeddedDatastore(ABC):
     Args:
         segments: the open directory.
         dim: number of components of a vector.
-        metric: how distances are measured.
+        metric: measure of distances.
         nearest: the search of records without an index.
     """
 

@@ -79,7 +79,7 @@ class KeySegments(SegmentReader):
         self._changed: set[int] = set()  # groups that changed since the last manifest
         self._buffered: set[int] = set()  # groups with segments in memory
         self.replacements = 0
-        """How many calls of `append` have replaced records."""
+        """Number of calls of `append` that have replaced records."""
         if mode == "r":
             self._manifest = self._load()
             self._check_same(dim, metric)
@@ -252,7 +252,7 @@ class KeySegments(SegmentReader):
         Args:
             group: the group.
             ratio: see `merge_plan`.
-            indexed: whether segments with an index are merged too. Their indexes must be built again.
+            indexed: True to merge segments with an index too. Their indexes must be built again.
         """
         found = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
         for run in merge_plan(found, ratio):

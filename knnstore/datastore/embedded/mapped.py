@@ -54,7 +54,7 @@ class MappedFile:
             self.bytes = _mapped(self.path, opened.fileno(), size)
         self.checked = trusted
         self.lacks_digests = False
-        """Whether the file with the digests of its blocks is missing or damaged."""
+        """True if the file with the digests of its blocks is missing or damaged."""
         self._digests = None
         if digests and not trusted:
             self._digests = read_digests(root / digests, file)

@@ -61,7 +61,7 @@ def collect_experts(
             nothing, and its features are NaN.
         evidence: for n positions, with their keys and the model's entropy.
         factors: the components that the gate weighs, and at which temperatures.
-        unit: of distances.
+        unit: distance that is counted as 1.
 
     Raises:
         ConfigError: the gate weighs a component that this version does not have.
@@ -135,8 +135,8 @@ def fit_gate_over(
         scored: the tokens to fit on, n in all.
         blocks: the document of each, or its block of a long one, int64, shape (n,): some are kept apart
             while the network is fitted.
-        unit: of distances.
-        purpose: what the weights are for; it is saved with them.
+        unit: distance that is counted as 1.
+        purpose: store and model for which the weights are fitted; it is saved with them.
     """
     # 1) Collect what each expert gives to each token.
     factors = {one.name: one.factors for one in components if one.name in parts}
@@ -177,7 +177,7 @@ def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tenso
 
     Args:
         experts: e of them.
-        shares: of each in the whole mixture, shape (n, e).
+        shares: share of each in the whole mixture, shape (n, e).
         below: share of all that lies below the component, shape (n,).
     """
     total = shares.sum(1)

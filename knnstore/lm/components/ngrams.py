@@ -267,7 +267,7 @@ def cite_occurrences(
     """Return the places of n-grams that end in the next token of each context.
 
     Args:
-        name: of the component.
+        name: name of the component.
         contexts: n positions.
         weights: see `Component.cite`, shape (n, places).
         occurrences: the occurrences for each position.

@@ -398,7 +398,7 @@ class RecentFitting:
         """Compute p_cache of every token at each size and each temperature of a grid.
 
         Args:
-            keys: of whole documents.
+            keys: keys of whole documents.
             own: probabilities that the documents' own n-grams give to the tokens; None leaves them out.
         """
         longest = int(torch.unique_consecutive(keys.documents, return_counts=True)[1].max())

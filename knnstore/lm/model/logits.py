@@ -52,10 +52,10 @@ class LogitMixer:
         """Compute what the mixture gives to one token, and to the likeliest, at all positions of some texts.
 
         Args:
-            parts: of one text each, with logits at all positions, t_i of them.
+            parts: forward passes of one text each, with logits at all t_i positions.
             targets: the token, int64, shape (sum of t_i,).
-            settings: of all.
-            count: of the likeliest tokens, at most the whole vocabulary.
+            settings: the settings for all texts.
+            count: number of most probable tokens, at most the vocabulary.
         """
         each = [_contexts(part) for part in parts] if settings.needs_text else []
         known = [one for one in each if one is not None]

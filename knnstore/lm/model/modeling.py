@@ -189,7 +189,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             store: an open store in place of the one named there.
             knn: settings in place of those written there.
             device: where the base model runs; see `load_model`.
-            dtype: of its weights.
+            dtype: data type of its weights.
             **options: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
@@ -308,7 +308,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             inputs_embeds: what the base model reads in place of input_ids, shape (b, t, h). With both,
                 input_ids are the tokens that these embeddings stand for.
             labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
-            use_cache: whether to return a cache.
+            use_cache: True to return a cache.
             logits_to_keep: how many of the last positions to predict from (0 is all), or which ones.
             knn: settings of this call, or of each row; default ``self.knn``. Rows that share an object are
                 searched for together.
