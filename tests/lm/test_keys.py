@@ -99,7 +99,7 @@ def test_a_place_without_one_vector_a_token_is_refused(make_model):
     model = make_model("gpt2")
     with pytest.raises(ConfigError, match="not one vector"):
         hidden_forward(model, locate(model, "transformer.wpe:output"), IDS)
-    with pytest.raises(ConfigError, match="no tensor came by"):
+    with pytest.raises(ConfigError, match="no tensor was captured"):
         hidden_forward(model, locate(model, "lm_head"), IDS)
 
 

@@ -90,7 +90,9 @@ def test_a_model_that_normalises_last(make_model) -> None:
         norm = model.get_submodule(f"{layers}.1.self_attn_layer_norm")
         between = entering[1] + hidden_forward(model, locate(model, f"{layers}.1.self_attn:output"), IDS)[0]
         assert torch.equal(keys_at(model, "ffn_input"), norm(between))
-    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn:input comes from no layer normalization"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.self_attn:input is not the output of a layer normalization"
+    ):
         locate(model, "attention_input_before_norm@0")
 
 

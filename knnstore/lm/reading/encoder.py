@@ -105,7 +105,7 @@ class Encoder:
             FingerprintMismatchError: the projection was fitted for the keys of another store.
         """
         place, joining = Joining.parse(store.identity.key)
-        return cls(model, locate(model, place), joining, Projection.of(store))
+        return cls(model, locate(model, place), joining, Projection.load(store))
 
     def check_once(self, input_ids: NDArray[np.int64]) -> None:
         """Check the model's logits for the first tokens of a text; later calls do nothing after one success.

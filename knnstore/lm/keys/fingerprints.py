@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from knnstore.errors import CatalogError
 
-_VALUES_A_TENSOR = 16
+_VALUES_PER_TENSOR = 16
 
-_SAYS_NOTHING = frozenset(
+_IGNORED_FIELDS = frozenset(
     (
         "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
         "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation", "id2label",
@@ -25,10 +25,10 @@ _SAYS_NOTHING = frozenset(
     )
 )  # fmt: skip
 """Fields of a configuration that do not change the hidden states of a forward pass."""
-_IN_TRAINING = ("drop", "initializer", "_loss", "loss_", "summary_", "label")
+_TRAINING_NAME_PARTS = ("drop", "initializer", "_loss", "loss_", "summary_", "label")
 """Parts of the names of fields that matter in training only; fields with them are ignored as well."""
 
-_PROBES = (
+_PROBE_TEXTS = (
     "The quick brown fox jumps over 12,345.67 lazy dogs.",
     "  indented\n\ttabs\r\nand  runs   of spaces ",
     "naïve façade – 東京 🙂 ½ ﬁ",
@@ -49,11 +49,11 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     values = []
     for _, weight in sorted(model.state_dict().items()):
         flat = weight.detach().reshape(-1)
-        count = min(len(flat), _VALUES_A_TENSOR)
+        count = min(len(flat), _VALUES_PER_TENSOR)
         at = torch.arange(count) * (len(flat) - 1) // max(1, count - 1)
         values.append(flat[at.to(flat.device)].to("cpu", torch.float32).numpy())
     sample = np.concatenate(values).astype("<f4").tobytes()
-    config = json.dumps(_forward_pass(model.config.to_dict()), sort_keys=True, default=str).encode()
+    config = json.dumps(_select_forward_fields(model.config.to_dict()), sort_keys=True, default=str).encode()
     parts = (base64.b64encode(part).decode() for part in (sample, config))
     return ":".join((hashlib.sha256(sample).hexdigest(), *parts))
 
@@ -71,43 +71,45 @@ def same_model(one: str, other: str) -> bool:
     if one == other:
         return True
     try:
-        return _same_sample(one, other)
+        return _compare_fingerprints(one, other)
     except (ValueError, IndexError, TypeError, RecursionError) as error:  # binascii.Error is a ValueError
         raise CatalogError(
             "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
         ) from error
 
 
-def _same_sample(one: str, other: str) -> bool:
+def _compare_fingerprints(one: str, other: str) -> bool:
     """Compare the parts of two fingerprints: configurations first, then the values up to rounding."""
     (_, *first), (_, *second) = (text.split(":") for text in (one, other))
-    configs = [json.loads(base64.b64decode(of[1])) for of in (first, second) if len(of) > 1]
-    if len(configs) == 2 and not _agree(*configs):
+    configs = [json.loads(base64.b64decode(parts[1])) for parts in (first, second) if len(parts) > 1]
+    if len(configs) == 2 and not _check_shared_fields(*configs):
         return False
     a, b = (
-        torch.from_numpy(np.frombuffer(base64.b64decode(of[0]), "<f4").astype(np.float32))
-        for of in (first, second)
+        torch.from_numpy(np.frombuffer(base64.b64decode(parts[0]), "<f4").astype(np.float32))
+        for parts in (first, second)
     )
-    return a.shape == b.shape and len(a) > 0 and bool((_may_be_rounded(a, b) | _may_be_rounded(b, a)).all())
+    return a.shape == b.shape and len(a) > 0 and bool((_find_rounded(a, b) | _find_rounded(b, a)).all())
 
 
-def _forward_pass(config: Mapping[str, Any]) -> dict[str, Any]:
+def _select_forward_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that change a forward pass; nested configurations likewise."""
     return {
-        name: _forward_pass(value) if isinstance(value, Mapping) else value
+        name: _select_forward_fields(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
-        if name not in _SAYS_NOTHING and value is not None and not any(one in name for one in _IN_TRAINING)
+        if name not in _IGNORED_FIELDS
+        and value is not None
+        and not any(part in name for part in _TRAINING_NAME_PARTS)
     }
 
 
-def _agree(one: Any, other: Any) -> bool:
+def _check_shared_fields(one: Any, other: Any) -> bool:
     """Check that the fields that two configurations share are equal, nested configurations included."""
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return bool(one == other)
-    return all(_agree(one[name], other[name]) for name in one.keys() & other.keys())
+    return all(_check_shared_fields(one[name], other[name]) for name in one.keys() & other.keys())
 
 
-def _may_be_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
+def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
     """Return a mask of the values that may be the same number, with `coarse` in a lower precision.
 
     True where `coarse` equals `fine` or `fine` rounded to float16 or bfloat16; and where `fine` is a float16,
@@ -131,6 +133,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     for token, id in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{id} {token!r}\n".encode())
     digest.update(repr((tokenizer.bos_token_id, tokenizer.eos_token_id)).encode())
-    for probe in _PROBES:
+    for probe in _PROBE_TEXTS:
         digest.update(repr(tokenizer(probe, add_special_tokens=False)["input_ids"]).encode())
     return digest.hexdigest()

@@ -1,11 +1,19 @@
-"""Capturing keys during the forward pass of a model, with forward hooks of torch."""
+"""Capturing keys during the forward pass of a model, with forward hooks of torch, in the model's precision.
+
+Under ``torch.autocast`` each matrix product is rounded to bfloat16 or float16: also distances, projections
+and the networks that choose weights. Rounded keys are harder to distinguish, and some operations refuse mixed
+dtypes. So code that retrieves from a store runs in `full_precision`, and each forward pass of the model runs
+in `model_precision`, which restores the caller's autocast. `KeyCapture` does this itself.
+"""
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, Literal, Self
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +21,24 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.precision import model_precision
 
 Side = Literal["input", "output"]
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_disabled_autocast: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar(
+    "_disabled_autocast", default=()
+)
+"""Device types whose autocast `full_precision` disabled, each with its dtype."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLocation:
     """The tensor that serves as key: the input or the output of one module of a model.
 
-    ``str(location)`` is the canonical name, e.g. ``transformer.h.3.mlp:input``, which
-    `knnstore.lm.keys.places.locate` accepts.
+    ``str(location)`` is the canonical name, e.g. ``transformer.h.3.mlp:input``, which `locate` accepts.
     """
 
     path: str
@@ -79,22 +94,22 @@ def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tenso
     return capture.keys(*input_ids.shape)
 
 
-class _Reached(BaseException):
-    """Raised to end a forward pass when its keys are captured.
+class _KeysCaptured(BaseException):
+    """Ends a forward pass as soon as its keys are captured.
 
     A BaseException, so that an ``except Exception`` in a model's code does not catch it.
     """
 
 
-_module_at = cache(attrgetter)  # faster than `get_submodule`, and called for every decoded token
-_registration = threading.Lock()  # torch numbers its hooks without a lock
+_get_module = cache(attrgetter)  # faster than `get_submodule`, and called for every decoded token
+_hook_lock = threading.Lock()  # torch numbers its hooks without a lock
 
 
 class KeyCapture:
     """Context manager that captures the keys of forward passes that the calling thread runs.
 
-    The passes run in the precision of the caller's autocast, see `knnstore.lm.keys.precision`. The hook is
-    removed when the context ends, also after an exception. Other threads may run the same model at the same
+    The passes run in the precision of the caller's autocast, see `model_precision`. The hook is removed
+    when the context ends, also after an exception. Other threads may run the same model at the same
     time; each thread uses its own `KeyCapture`.
 
     Args:
@@ -106,7 +121,7 @@ class KeyCapture:
     def __init__(self, model: PreTrainedModel, location: KeyLocation, *, stop: bool = False) -> None:
         self.location = location
         self._stop = stop
-        self._module = _module_at(location.path)(model)
+        self._module = _get_module(location.path)(model)
         self._captured: Tensor | None = None
         self._thread: int | None = None
         self._hook: RemovableHandle | None = None
@@ -115,19 +130,19 @@ class KeyCapture:
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         self._precision.enter_context(model_precision())
-        with _registration:
+        with _hook_lock:
             if self.location.side == "input":
-                self._hook = self._module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+                self._hook = self._module.register_forward_pre_hook(self._capture_input, with_kwargs=True)
             else:
-                self._hook = self._module.register_forward_hook(self._keep_output)
+                self._hook = self._module.register_forward_hook(self._capture_output)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         assert self._hook is not None
-        with _registration:
+        with _hook_lock:
             self._hook.remove()
         self._precision.close()
-        return isinstance(error, _Reached)
+        return isinstance(error, _KeysCaptured)
 
     def keys(self, batch: int, length: int) -> Tensor:
         """Return the keys of the latest forward pass and forget them.
@@ -141,7 +156,9 @@ class KeyCapture:
         """
         captured, self._captured = self._captured, None
         if captured is None:
-            raise ConfigError(f"key {self.location}: no tensor came by; choose a module that the model calls")
+            raise ConfigError(
+                f"key {self.location}: no tensor was captured; choose a module that the model calls"
+            )
         # Some models (OPT) flatten batch and sequence before the feed-forward layer.
         if captured.ndim < 2 or captured.shape[:-1].numel() != batch * length:
             raise ConfigError(
@@ -151,19 +168,21 @@ class KeyCapture:
         return captured.detach().reshape(batch, length, -1)
 
     # While another thread adds or removes a hook, torch may call this hook without the keywords.
-    def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self._keep((*args, *(kwargs or {}).values()))
+    def _capture_input(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self._capture_first((*args, *(kwargs or {}).values()))
 
-    def _keep_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        self._keep((output,) if isinstance(output, Tensor) else output[:])
+    def _capture_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._capture_first((output,) if isinstance(output, Tensor) else output[:])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _keep(self, values: tuple[Any, ...]) -> None:
+    def _capture_first(self, values: tuple[Any, ...]) -> None:
         if threading.get_ident() == self._thread:
             tensors = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
             self._captured = next(tensors, None)
             if self._stop:
-                raise _Reached
+                raise _KeysCaptured
 
 
 def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
@@ -185,3 +204,47 @@ def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     if wanted.dtype == torch.bool:
         return values[wanted]
     return values.take_along_dim(wanted[..., None], dim=1)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Disable autocast inside the context, and remember its settings for `model_precision`.
+
+    Does nothing if autocast is not enabled.
+    """
+    enabled = tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in _AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+    if not enabled:
+        yield
+        return
+    with ExitStack() as disabled:
+        for device, _ in enabled:
+            disabled.enter_context(torch.autocast(device, enabled=False))
+        token = _disabled_autocast.set(enabled)
+        try:
+            yield
+        finally:
+            _disabled_autocast.reset(token)
+
+
+@contextmanager
+def model_precision() -> Iterator[None]:
+    """Enable autocast again as it was before `full_precision`. Does nothing outside of `full_precision`."""
+    with ExitStack() as restored:
+        for device, dtype in _disabled_autocast.get():
+            restored.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that it runs in `full_precision`. Generator functions are not supported."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with full_precision():
+            return function(*args, **kwargs)
+
+    return run

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.capture import KeyCapture, KeyLocation, key_dim
+from knnstore.lm.keys.key_capture import KeyCapture, KeyLocation, key_dim
 
 LAYER_PLACES = ("ffn_input", "ffn_input_before_norm", "attention_input", "attention_input_before_norm")
 """Names of the places in a layer: the last layer, unless ``@LAYER`` follows the name."""
@@ -71,7 +71,9 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
     place, before_norm, layer = named.groups()
     if place == "final_hidden":
         if layer is not None:
-            raise ConfigError(f"key {key!r}: final_hidden is behind all layers; leave the @{layer} out")
+            raise ConfigError(
+                f"key {key!r}: final_hidden is the output of the last layer; leave the @{layer} out"
+            )
         location = KeyLocation(_path_of(model, _decoder(model)), "output")
     else:
         part = _find_layer_module(model, key, place, -1 if layer is None else int(layer))
@@ -104,7 +106,7 @@ def _locate_module(model: PreTrainedModel, key: str) -> KeyLocation:
     if not colon:
         path, side = key, "input"
     if side not in ("input", "output"):
-        raise ConfigError(f"key {key!r}: after the colon stands 'input' or 'output', not {side!r}")
+        raise ConfigError(f"key {key!r}: expected 'input' or 'output' after the colon, got {side!r}")
     if not path or path not in dict(model.named_modules()):
         candidates = _describe_candidates(_layers(model)[-1], model)
         raise ConfigError(
@@ -185,8 +187,8 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
         if output.data_ptr() == wanted.data_ptr() and output.numel() == wanted.numel():
             return KeyLocation(path, "input")
     raise ConfigError(
-        f"key {key!r}: what is at {location} comes from no layer normalization in {type(model).__name__}; "
-        "leave _before_norm out"
+        f"key {key!r}: the tensor at {location} is not the output of a layer normalization in "
+        f"{type(model).__name__}; leave _before_norm out"
     )
 
 
