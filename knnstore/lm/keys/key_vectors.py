@@ -11,10 +11,10 @@ to the weighted sum of the squared distances of their states (Sahlgren, Holst & 
 encode the order of words). Positions before a text's first token count as zero vectors.
 
 `Projection` maps keys to fewer dimensions by PCA, which `fit_projection` fits once, on a sample of keys, when
-a store is made. For the metric L2 the directions are eigenvectors of the covariance, which preserve as much as
-possible of the squared distances between keys. For inner products they are eigenvectors of the second moment,
-and no mean is subtracted, because a mean would change the order of the inner products. A projection to as many
-dimensions as the keys have preserves all distances.
+a store is made. For the metric L2 the directions are eigenvectors of the covariance, which preserve as much
+as possible of the squared distances between keys. For inner products they are eigenvectors of the second
+moment, and no mean is subtracted, because a mean would change the order of the inner products. A projection
+to as many dimensions as the keys have preserves all distances.
 """
 
 from collections.abc import Mapping, Sequence
@@ -189,7 +189,8 @@ class Projection:
         mean, matrix = (torch.from_numpy(weights.tensors[name]) for name in ("mean", "matrix"))
         if fitted_for != expected or matrix.shape[1] != identity.dim:
             raise FingerprintMismatchError(
-                f"the projection {identity.projection} was fitted for {fitted_for}, the store's keys are {expected}: "
+                f"the projection {identity.projection} was fitted for {fitted_for}, the store's keys are "
+                f"{expected}: "
                 "restore the home's folder `weights` from a backup"
             )
         return cls(mean, matrix)
