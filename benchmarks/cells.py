@@ -28,11 +28,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from knnstore_research.one_weight import fit_one_weight
 
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.mixing import fit_weight
 from knnstore.lm.scoring.held_out import score
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
@@ -83,7 +83,7 @@ def fitted(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[st
     base, knn = gold_probs(lm, parts["dev"], settings, temperatures)
     best = (math.inf, 0.0, 0.0)
     for column, temperature in enumerate(temperatures):
-        lam = fit_weight(base, knn[:, column].log())
+        lam = fit_one_weight(base, knn[:, column].log())
         loss = -float((lam * knn[:, column] + (1 - lam) * base.exp()).log().mean())
         best = min(best, (loss, temperature, lam))
     _, temperature, lam = best

@@ -6,13 +6,13 @@ Each is mixed with the model by one λ, as p_kNN is in a classic kNN-LM; λ is f
 from collections.abc import Sequence
 
 import torch
+from knnstore_research.one_weight import fit_one_weight, mix_log_probs
 from steps import Step
 from texts import reader_of
 from torch import Tensor
 from training import fine_tune, predictions
 
 from knnstore.documents import TextDocument
-from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.reading import TextReader
 
 CUTS = (1, 4, 16, 64, 256, 1024)
@@ -44,11 +44,11 @@ def controls(
     """
     reader = reader_of(model, device)
     base, judged = log_probs(reader, dev), log_probs(reader, test)
-    tries = [(fit_weight(base[0], column), at) for at, column in enumerate(base)][1:]
+    tries = [(fit_one_weight(base[0], column), at) for at, column in enumerate(base)][1:]
     lam, at = max(tries, key=lambda one: float(mixed(base[0], base[one[1]], one[0]).sum()))
     seconds = fine_tune(reader, store, epochs, rate)
     known, over = log_probs(reader, dev)[0], log_probs(reader, test)[0]
-    weight = fit_weight(base[0], known)
+    weight = fit_one_weight(base[0], known)
     found = {
         AGAIN: judged[0].double(),
         CUT: mixed(judged[0], judged[at], lam),

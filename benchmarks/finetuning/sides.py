@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from knnstore_research.one_weight import mix_log_probs
+from knnstore_research.substitute import add_substitute, fit_alone, train_substitute
 from steps import Floats, Step
 from torch import Tensor
 
@@ -22,13 +24,11 @@ from knnstore.lm.calibration.evidence import evidence_of_cells
 from knnstore.lm.calibration.fits import (
     fit_fixed,
     fit_joint,
-    score_substitute,
 )
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.calibration.text import choose_stored
 from knnstore.lm.components import NGramFitting, RecentFitting
-from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING
 
@@ -93,9 +93,9 @@ class Workshop:
         keys = best(candidates, lambda one: not one.settings.needs_text and one.settings.retrieves)
         chosen = found.settings or ALONE
         probes = sorted({one.probes for one in (gate, fixed, keys, chosen) if one.probes})
-        trained = lm.train_substitute()
+        trained = train_substitute(lm)
         dev, test = (
-            score_substitute(self._scored(lm, text, probes), lm.store, EVERYTHING, lm.device)
+            add_substitute(self._scored(lm, text, probes), lm.store, EVERYTHING, lm.device)
             for text in (self.dev, self.test)
         )
         sides = Fitted(dev, test)
@@ -109,8 +109,8 @@ class Workshop:
             FIXED: fixed, KEYS: keys, STORE: without, f"{STORE}{CACHED}": gate, CHOSEN: chosen,
             NGRAMS: sides.gated(ngrams), f"{NGRAMS}{CACHED}": sides.gated(sides.cached(ngrams)),
             ROWS: rows, f"{ROWS}{CACHED}": sides.gated(sides.cached(rows)),
-            BOTH: sides.gated(replace(without, substitute=rows.substitute)),
-            f"{BOTH}{CACHED}": sides.gated(replace(gate, substitute=rows.substitute)),
+            BOTH: sides.gated(replace(without, others=rows.others)),
+            f"{BOTH}{CACHED}": sides.gated(replace(gate, others=rows.others)),
         }  # fmt: skip
         values: dict[str, Any] = {
             "tokens": seconds["tokens"],
@@ -232,19 +232,13 @@ class Fitted:
         return replace(settings, cache=self._recent.fit(below, self._wanted))
 
     def gated(self, settings: KNNSettings) -> KNNSettings:
-        """With one gate over all components, the model with its trained rows being one of them."""
-        settings, dev, predicted = replace(settings, gate=None), self.dev, self.dev.substitute
-        if settings.substitute is not None and predicted is not None:
-            mixed = mix_log_probs(dev.lm_log_probs, predicted.log_probs, settings.substitute.lam)
-            dev = replace(dev, lm_log_probs=mixed)
-        return replace(settings, gate=fit_joint(dev, settings, self._every))
+        """Return the settings with one gate over all their components; trained rows are one of these."""
+        settings = replace(settings, gate=None)
+        return replace(settings, gate=fit_joint(self.dev, settings, self._every))
 
     def with_rows(self) -> KNNSettings:
-        """Return the model with trained rows for each token, and no store."""
-        predicted = self.dev.substitute
-        assert predicted is not None
-        lam = fit_weight(self.dev.lm_log_probs, predicted.log_probs)
-        return replace(ALONE, substitute=replace(predicted.substitute, lam=lam))
+        """Return settings of the model with trained rows for each token, and no store."""
+        return replace(ALONE, others=fit_alone(self._every, self.dev).others)
 
     def with_ngrams(self) -> KNNSettings:
         """Return the model and n-grams alone."""

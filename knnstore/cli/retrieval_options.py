@@ -116,13 +116,13 @@ class Query:
         Raises:
             ConfigError: if a value is out of range, or k is given with probes.
         """
-        from knnstore.lm import is_substitute_outdated, resolve
+        from knnstore.lm import find_outdated_components, resolve
 
         settings = resolve(store, self._overrides(selection))
-        if self.lam is None and is_substitute_outdated(store, selection):
+        for name in find_outdated_components(store, selection) if self.lam is None else ():
             note(
-                "warning: the substitute in these settings was trained on documents that were removed or "
-                "replaced since, and is left out: run knnstore substitute again"
+                f"warning: the component {printable(name)} in these settings was trained on documents that "
+                "were removed or replaced since, and is left out: train it again"
             )
         if None in (self.k, self.temperature, self.lam):
             self._name_calibration(store, settings)

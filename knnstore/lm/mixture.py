@@ -9,6 +9,8 @@ A host makes a `Batch` of the positions to predict, calls `look_up` once, and mi
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import (
     Citations,
@@ -65,7 +67,9 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
         for component in components:
             if component.name in parts:
                 part = parts[component.name]
-                question = _ask(component, part, reader, settings, batch.contexts, batch.vocabulary)
+                question = _ask(
+                    component, part, reader, settings, batch.contexts, batch.keys, batch.vocabulary
+                )
                 found[component.name] = component.look_up(question, form).to(batch.lm_max.device)
     return Evidence(batch.lm_max, searches, batch.keys, batch.lm_entropy, found)
 
@@ -110,7 +114,7 @@ def cite_places(
     for number, contribution in enumerate(mixture.components):
         name = contribution.name
         component, part = components[name], parts.get(name, settings)
-        question = _ask(component, part, reader, settings, contexts)
+        question = _ask(component, part, reader, settings, contexts, evidence.keys)
         places = component.cite(question, find_by_name(evidence, name), mixture.weights_in(number), most)
         if places is not None:
             cited[name] = places
@@ -123,8 +127,9 @@ def _ask(
     reader: Reader,
     settings: KNNSettings,
     contexts: Contexts,
+    keys: Tensor | None,
     vocabulary: int = 0,
 ) -> Question[Any]:
     """Return the input of a component's look-up at some positions; `part` is the component's settings."""
     of_gate = () if settings.gate is None else settings.gate.factors.get(component.name, ())
-    return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate))
+    return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate), keys)

@@ -5,7 +5,7 @@ the same settings are retrieved together. This module does not depend on the pro
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from knnstore.lm.mixing import Likelihoods, entropy
 from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
-
-if TYPE_CHECKING:
-    from knnstore.lm.substitute import Heads
 
 _CHUNK_VALUES = 1 << 25
 """Number of log-probabilities that are mixed at once: 128 MiB of float32."""
@@ -58,12 +55,10 @@ class RowMixer:
 
     Args:
         store: the store to retrieve from.
-        heads: computes the substitute of the store; None is enough for settings without a substitute.
     """
 
-    def __init__(self, store: Reader, heads: "Heads | None" = None) -> None:
+    def __init__(self, store: Reader) -> None:
         self._store = store
-        self._heads = heads
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, rows: Rows, each: Sequence[KNNSettings]) -> Tensor:
@@ -76,12 +71,12 @@ class RowMixer:
 
         Returns:
             Shape (n, v). For each group of rows: log p of the mixture, float32, if a component found anything
-            for one of its rows or the settings have a substitute; else the model's logits. If all rows are
-            one group without a result, the unchanged tensor ``rows.logits``.
+            for one of its rows; else the model's logits. If all rows are one group without a result, the
+            unchanged tensor ``rows.logits``.
 
         Raises:
             ConfigError: `each` has neither one nor n settings; or the settings need the texts, and the texts
-                are not known; or they need a substitute, and `heads` is None.
+                are not known.
         """
         count = len(rows.logits)
         if len(each) not in (1, count):
@@ -115,14 +110,13 @@ class RowMixer:
             return Likelihoods.of(log_probs, targets, count)
         batch = _batch(rows, log_probs, settings, targets)
         mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-        below = self._mix_substitute(settings, log_probs, batch.keys)
-        return mixture.likelihoods(below, targets, count)
+        return mixture.likelihoods(log_probs, targets, count)
 
     def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
         """Mix rows that have the same settings, in chunks; the result is as for `mix` with one group."""
         if settings.is_model_alone:
             return rows.logits
-        is_anything_found = settings.substitute is not None
+        is_anything_found = False
         parts, step = [], max(1, _CHUNK_VALUES // rows.logits.shape[1])
         for start in range(0, len(rows.logits), step):
             at = slice(start, start + step)
@@ -133,21 +127,10 @@ class RowMixer:
             is_anything_found = is_anything_found or any(
                 bool(one.is_found.any()) for one in mixture.components
             )
-            parts.append(mixture.distribution(self._mix_substitute(settings, log_probs, batch.keys)))
+            parts.append(mixture.distribution(log_probs))
         if not is_anything_found:
             return rows.logits
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _mix_substitute(self, settings: KNNSettings, log_probs: Tensor, keys: Tensor) -> Tensor:
-        """Mix the settings' substitute into log p of the model, shape (n, v).
-
-        Returns `log_probs` unchanged if the settings have no substitute.
-        """
-        if settings.substitute is None:
-            return log_probs
-        if self._heads is None:
-            raise ConfigError("settings with a substitute were given, and no heads to compute it with")
-        return self._heads.mix(settings.substitute, log_probs, keys)
 
 
 def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:

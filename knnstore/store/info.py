@@ -11,9 +11,8 @@ from knnstore.store.view import View
 def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
     """What a store is made for and what is in it, as JSON values."""
     domains, saved = catalog.domains(), list(all_saved(catalog).values())
-    files = {name: lineage for one in saved for name, lineage in one.files().items()}
     with settings_are_sound():
-        fitted = {"substitutes": _substitutes(files, view), "calibrated": _calibrated(saved)}
+        fitted = {"trained": _describe_trained(saved, view), "calibrated": _calibrated(saved)}
     identity, engine = catalog.identity, view.snapshot.engine
     return {
         "home": str(home.path),
@@ -36,13 +35,18 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
     }
 
 
-def _substitutes(files: dict[str, Lineage | None], view: View) -> list[str]:
-    return [
-        f"of {', '.join(lineage.domains) or 'the whole store'}: "
-        + ("outdated, documents of it are gone" if lineage.gone(view.snapshot) else "ready")
-        for lineage in files.values()
-        if lineage is not None
-    ]
+def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
+    """Describe each component that was trained on stored documents: its name, the domains, and its state."""
+    described = dict[tuple[str, str], str]()
+    for one in saved:
+        trained = [(name, record.get(name) or {}) for name, record in one.trained.items()]
+        for name, part in (*one.trained_components().items(), *trained):
+            if "weights" in part and "traces" in part:
+                lineage = Lineage.from_dict(part["traces"])
+                state = "outdated, documents of it are gone" if lineage.gone(view.snapshot) else "ready"
+                where = ", ".join(lineage.domains) or "the whole store"
+                described[name, part["weights"]] = f"{name} of {where}: {state}"
+    return list(described.values())
 
 
 def _calibrated(saved: list[SavedSettings]) -> list[str]:

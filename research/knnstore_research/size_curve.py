@@ -39,7 +39,7 @@ def measure_size_curve(
     """Evaluate with ever smaller parts of the store, each half of the one before.
 
     A part holds whole documents, in a random order that stays the same. The settings are the same for all
-    parts, without a substitute, which was trained on the whole. The model reads the documents once for each
+    parts, without components that were trained on the whole. The model reads the documents once for each
     part.
 
     Args:
@@ -58,7 +58,8 @@ def measure_size_curve(
         InputError: a document is in the store, or there is no token to predict.
     """
     store = lm.store
-    settings = replace(resolve(store, knn or lm.knn), substitute=None)
+    settings = resolve(store, knn or lm.knn)
+    settings = settings.without(*settings.trained_components)
     listed = list(usable_documents(lm.reader, documents, on_bad))
     HeldOut.of(store, lm.reader, listed, settings.selection).refuse_stored()
     alone = evaluate(lm, listed, KNNSettings(lam=0.0, selection=settings.selection), progress=progress)

@@ -571,7 +571,7 @@ def test_a_store_without_keys_knows_its_text_by_n_grams(knnstore, workplace):
     text = Path("letters/first.txt").read_text().split(".")[0]
     assert knnstore("--home", "words", "search", text, "--json").json[0]["document"] == "first.txt"
     assert knnstore("--home words verify").status == 0
-    for line in ("move --store faiss", "substitute", "eval held-out.jsonl --lambda 0.5"):
+    for line in ("move --store faiss", "eval held-out.jsonl --lambda 0.5"):
         refused = knnstore(f"--home words {line}")
         assert (refused.status, refused.out) == (1, "")
         assert refused.err.splitlines()[-1].startswith("error: ")

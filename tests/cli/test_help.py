@@ -32,7 +32,6 @@ def test_every_command_has_help_with_an_example_of_itself(name):
     [
         ("init", create),
         ("calibrate", KNNLMForCausalLM.calibrate),
-        ("substitute", KNNLMForCausalLM.train_substitute),
         ("generate", KNNLMForCausalLM.generate_text),
     ],
 )

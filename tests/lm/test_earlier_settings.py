@@ -1,13 +1,17 @@
 """Settings that an earlier version saved, with fields that this version does not have."""
 
 import logging
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
+from knnstore.errors import ConfigError
 from knnstore.lm import CalibrationRecord, KNNSettings, resolve
+from knnstore.lm.components import registry as components
 from knnstore.lm.mixing import registry
 from knnstore.lm.settings import derive_default, saved
-from knnstore.store import SavedSettings
+from knnstore.store import KNNStore, SavedSettings
 from tests.lm.scored import AllNeighborsLambda
 
 QUERY = {
@@ -68,3 +72,30 @@ def test_settings_that_are_gone_and_had_no_value_are_ignored_silently(store, cap
     with caplog.at_level(logging.WARNING, "knnstore"):
         assert resolve(store) == KNNSettings(8, 4.0, lam=0.5)
     assert not caplog.messages
+
+
+def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store, monkeypatch) -> None:
+    monkeypatch.setattr(components, "_registered", {})
+    monkeypatch.setattr(components, "_installed", dict)
+    weights = store.save_weights({"rows": np.zeros(3, np.float32)}, {})
+    part = {"lam": 0.6, "weights": weights, "traces": {**asdict(store.lineage()), "domains": []}}
+    record = {"substitute": part, "rows": 1, "tokens": 5}
+    unused = {**QUERY, "trained_substitute": record}
+    store.save_settings(SavedSettings.of_payload({**unused, "substitute": part}))
+    with KNNStore.open(store.home.path) as opened:
+        assert opened.info()["trained"] == ["substitute of the whole store: ready"]
+        assert opened.verify() == []
+        with pytest.raises(ConfigError) as former:
+            resolve(opened)
+    store.save_settings(SavedSettings({**QUERY, "others": {"substitute": part}}))
+    with pytest.raises(ConfigError) as now:
+        resolve(store)
+    assert str(former.value) == str(now.value)
+    assert "no component 'substitute' of another package is installed" in str(now.value)
+    # One that is not in use needs no package.
+    store.save_settings(SavedSettings.of_payload(unused))
+    assert resolve(store) == KNNSettings(8, 4.0, lam=0.5)
+    assert store.settings().trained == {"substitute": record}
+    store.remove_document(next(iter(store.documents())).id)
+    assert not list((store.home.path / "weights").iterdir())
+    assert store.settings().trained == {"substitute": record}

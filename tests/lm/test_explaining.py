@@ -122,7 +122,7 @@ def test_a_notebook_shows_the_text_colored_and_runs_none_of_it():
     source = Source(5, "x", 1.0, 0.5, 'd"<b>', "news\u2066", 0, "", "")
     texts, shares = ["The", evil, "\n", ""], [0.0, 0.5, 1.0, 0.25]
     tokens = [
-        TokenExplanation(at, 5, text, 0.5, 0.5, 0.5, 0.5, (source,), None,
+        TokenExplanation(at, 5, text, 0.5, 0.5, 0.5, 0.5, (source,),
                          (Part("model", 1 - share, 0.5), Part("keys", share, 0.5)), (source,))
         for at, (text, share) in enumerate(zip(texts, shares, strict=True))
     ]  # fmt: skip

@@ -15,7 +15,6 @@ from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings
 from knnstore.lm.keys import Joining, locate
 from knnstore.lm.reading import Encoder, TextReader
-from knnstore.lm.substitute.training import _first_rows
 from knnstore.store import KNNStore
 from tests.lm.conftest import FAMILIES
 from tests.lm.phrases import words
@@ -278,7 +277,7 @@ def test_a_text_that_is_stored_finds_itself_by_every_way_of_reading(filled):
         assert written[0, 3:].tolist() == lm.reader.tokens(TEXTS[3]).tolist()[2:22]
 
 
-def test_a_moved_store_and_its_substitute_have_the_same_keys(filled, tmp_path):
+def test_a_moved_store_has_the_same_keys(filled, tmp_path):
     shutil.copytree(filled, tmp_path / "home")
     lm = knnstore.load(tmp_path / "home", "a")
     with lm.store:
@@ -286,12 +285,6 @@ def test_a_moved_store_and_its_substitute_have_the_same_keys(filled, tmp_path):
         before = lm.evaluate([text], KNN).knn_ppl
         lm.store.move("hnswlib", "keys-2")
         assert lm.evaluate([text], KNN).knn_ppl == pytest.approx(before, rel=1e-4)
-        trained = lm.train_substitute(epochs=2)
-        knn = KNNSettings(lam=0.0, substitute=trained.substitute)
-        ids = torch.tensor([[0, *lm.reader.tokens(text).tolist()]])
-        with torch.no_grad():
-            losses = -lm(ids, knn=knn).logits[0, :-1].gather(1, ids[0, 1:, None])
-        assert losses.mean().exp() == pytest.approx(lm.evaluate([text], knn).knn_ppl, rel=1e-4)
 
 
 def test_keys_of_other_states_are_refused(filled, make_lm, tmp_path):
@@ -300,15 +293,6 @@ def test_keys_of_other_states_are_refused(filled, make_lm, tmp_path):
     KNNStore.create(tmp_path / "mixed", identity, projection=foreign).close()
     with pytest.raises(FingerprintMismatchError, match=r"input \+0.5'"):
         knnstore.load(tmp_path / "mixed")
-
-
-def test_the_rows_of_the_output_begin_no_substitute_of_joined_keys(make_model):
-    base = make_model("gpt2")
-    head, tokens = base.get_output_embeddings().weight, torch.arange(101)
-    one = _first_rows(Encoder(base, locate(base)), 32, tokens, 1, torch.Generator())
-    assert torch.equal(one[0], head)
-    joined = _first_rows(Encoder(base, locate(base), JOINING), 32, tokens, 1, torch.Generator())
-    assert joined.abs().max() < 0.2
 
 
 @pytest.mark.slow

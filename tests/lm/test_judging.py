@@ -11,12 +11,11 @@ from knnstore.lm.calibration.candidates import BIN_FITS, Comparison, compare
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed
 from knnstore.lm.calibration.judging import first_half_of
-from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
+from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.components import CacheSettings, RecentFitting, TargetContinuation
 from knnstore.lm.mixing import FixedLambda, distinct_tokens
-from knnstore.lm.settings import KNNSettings, Substitute
-from knnstore.store import Lineage
+from knnstore.lm.settings import KNNSettings
 from tests.lm.scored import scored_text, with_evidence
 
 K, TOKENS, DOCUMENTS = 8, 1200, 12
@@ -35,7 +34,6 @@ def scored() -> ScoredText:
     distances = torch.from_numpy(np.sort(rng.exponential(9, (TOKENS, K)).astype(np.float32)) + 1)
     keys = torch.from_numpy(rng.standard_normal((TOKENS, 6)).astype(np.float32))
     targets = torch.from_numpy(rng.integers(0, 5, TOKENS))
-    substitute = Substitute(f"{'0' * 64}.safetensors", 0.5, Lineage((), 1, 1))
     return scored_text(
         torch.from_numpy(known(0.3)).log(),
         torch.from_numpy(-rng.random(TOKENS).astype(np.float32)),
@@ -47,7 +45,6 @@ def scored() -> ScoredText:
         lm_entropy=torch.from_numpy(rng.random(TOKENS).astype(np.float32)),
         distinct=distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
         fitted_for={},
-        substitute=ScoredSubstitute(substitute, torch.from_numpy(known(0.2)).log()),
         found={
             "n-grams": TargetContinuation(
                 4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, (TOKENS, 3)))
@@ -63,7 +60,7 @@ def found(scored) -> Comparison:
 
 def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
     """The same, but of some tokens everything is other that the token which came decides."""
-    other = scored.lm_log_probs.clone(), scored.substitute.log_probs.clone(), scored.ngrams.probs.clone()
+    other = scored.lm_log_probs.clone(), scored.ngrams.probs.clone()
     for column in other:
         column[tokens] = column[tokens].flip(0)
     hits, targets = scored.sums.hits.clone(), scored.targets.clone()
@@ -72,9 +69,8 @@ def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
         scored,
         lm_log_probs=other[0],
         targets=targets,
-        substitute=scored.substitute._replace(log_probs=other[1]),
     )
-    return with_evidence(changed, hits=hits, found={"n-grams": scored.ngrams._replace(probs=other[2])})
+    return with_evidence(changed, hits=hits, found={"n-grams": scored.ngrams._replace(probs=other[1])})
 
 
 @pytest.mark.slow
@@ -97,7 +93,7 @@ def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> Non
                 compared.add(one.name)
             assert one.by_half[0] != one.by_half[1], "one was fitted on all of the text"
     assert {"fixed", "bins 8x8 + T", "gate"} <= compared
-    assert {"substitute", "n-grams", "cache"} <= compared
+    assert {"n-grams", "cache"} <= compared
     assert any(name.endswith("+ cache") for name in {one.name for one in found.candidates})
 
 
@@ -130,7 +126,7 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
     hits = torch.zeros_like(scored.sums.hits)
     hits[scored.documents == 3] = True
     alone = with_evidence(scored, hits=hits, found={"n-grams": None})
-    alone = replace(alone, targets=None, substitute=None)
+    alone = replace(alone, targets=None)
     none = KNNSettings(k=K, temperature=5.0, lam=0.0)
     compared = compare(alone, none, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
     little = compared.candidates[-1]
@@ -162,18 +158,15 @@ def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
             others = replace(settings, k=1, probes=None, mixer=FixedLambda(0.0))
             alone = scored.log_probs(others).log_probs.double().exp()
             p = scored.lm_log_probs.double().exp()
-            if settings.substitute is not None:
-                lam = settings.substitute.lam
-                p = (1 - lam) * p + lam * scored.substitute.log_probs.double().exp()
             if settings.ngrams is not None:
                 lam = torch.tensor(settings.ngrams.by_length)[scored.ngrams.lengths]
                 p = (1 - lam) * p + lam * scored.ngrams.probs
             if settings.cache is not None:
                 p = with_cache(scored, p, settings.cache)
             torch.testing.assert_close(alone[judged], p[judged], rtol=1e-4, atol=1e-6)
-            in_use = {"substitute": settings.substitute, "n-grams": settings.ngrams, "cache": settings.cache}
+            in_use = {"n-grams": settings.ngrams, "cache": settings.cache}
             parts |= {name for name, part in in_use.items() if part is not None}
-    assert parts == {"substitute", "n-grams", "cache"}
+    assert parts == {"n-grams", "cache"}
 
 
 def with_cache(scored: ScoredText, p: torch.Tensor, cache: CacheSettings) -> torch.Tensor:

@@ -145,7 +145,6 @@ def test_what_needs_keys_is_refused_in_one_line(lm, tmp_path, model_path):
     store = lm.store
     for needs_keys in (
         lambda: lm.evaluate(HELD_OUT[:1], KNNSettings(lam=0.5)),
-        lm.train_substitute,
         lambda: store.move("faiss", "elsewhere"),
     ):
         with pytest.raises(ConfigError, match=r"no keys|keeps none|keys or none") as refused:

@@ -1,7 +1,8 @@
 """`resolve`: which settings are in force, in the order that `knnstore.lm.settings.precedence` states."""
 
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import ClassVar
 
 import pytest
 
@@ -9,15 +10,17 @@ import knnstore
 from knnstore.errors import ConfigError, CorruptWeightsError
 from knnstore.lm import (
     CacheSettings,
+    DistributionComponent,
     FixedLambda,
     KNNSettings,
     NGramSettings,
     Overrides,
     Purpose,
-    Substitute,
+    find_outdated_components,
     resolve,
     save_settings,
 )
+from knnstore.lm.components import registry
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.store import SavedSettings, Selection
 
@@ -69,7 +72,18 @@ def test_asked_values_come_before_saved_ones_and_these_before_the_default(lm) ->
         assert resolve(store, asked) == replace(fill(OF_NEWS, NEWS), k=3)
 
 
-def test_only_selected_counts_nothing_that_other_documents_shaped(lm) -> None:
+class Rows(DistributionComponent):
+    """A component that was trained on stored documents."""
+
+    name = "rows"
+    default_settings: ClassVar = {"lam": 0.1, "weights": "", "traces": None}
+
+    def distribution(self, reader, contexts, settings, vocabulary):
+        raise NotImplementedError
+
+
+def test_only_selected_counts_nothing_that_other_documents_shaped(lm, monkeypatch) -> None:
+    monkeypatch.setitem(registry._registered, "rows", Rows())
     store = lm.store
     alone = {
         selection: resolve(store, KNNSettings(selection=selection), only_selected=True)
@@ -81,9 +95,11 @@ def test_only_selected_counts_nothing_that_other_documents_shaped(lm) -> None:
     assert resolve(store, KNNSettings(selection=LAW), only_selected=True) == alone[LAW]
     assert resolve(store, KNNSettings(selection=NEWS), only_selected=True) == fill(OF_NEWS, NEWS)
     # Saved settings of which nothing is left: the default is that of the domain here too.
-    gone = Substitute(f"{'0' * 64}.safetensors", 0.6, replace(store.lineage(["law"]), documents=9))
-    save_settings(store, KNNSettings(lam=0.0, substitute=gone, selection=LAW), ["law"])
-    assert gone.is_outdated(store)
+    gone = {
+        "weights": f"{'0' * 64}.safetensors", "traces": asdict(replace(store.lineage(["law"]), documents=9))
+    }  # fmt: skip
+    save_settings(store, KNNSettings(lam=0.0, others={"rows": gone}, selection=LAW), ["law"])
+    assert find_outdated_components(store, LAW) == ("rows",)
     assert resolve(store, KNNSettings(selection=LAW), only_selected=True) == alone[LAW]
     assert resolve(store, KNNSettings(selection=LAW)) == replace(alone[LAW], **_scale(resolve_default(store)))
 
@@ -176,3 +192,21 @@ def test_search_takes_the_temperature_of_the_store(lm) -> None:
     found = lm.search("w5 w6 w7", KNNSettings())
     assert found == lm.search("w5 w6 w7", resolve(lm.store))
     assert found != lm.search("w5 w6 w7", replace(resolve(lm.store), temperature=1e-3))
+
+
+def test_a_trained_component_goes_with_the_selections_that_reach_its_documents(lm, monkeypatch) -> None:
+    monkeypatch.setitem(registry._registered, "rows", Rows())
+    rows = {"lam": 0.6, "weights": f"{'0' * 64}.safetensors", "traces": asdict(lm.store.lineage(["law"]))}
+    settings = KNNSettings(lam=0.25, others={"rows": rows}, selection=LAW)
+    assert settings.trained_components == ("rows",)
+    for selection in (NEWS, Selection(tags=("a",)), Selection(documents=("x",))):
+        with pytest.raises(ConfigError, match="leaves out documents that the component 'rows'"):
+            replace(settings, selection=selection)
+    save_settings(lm.store, settings)
+    assert resolve(lm.store, KNNSettings(selection=LAW)).components == ("keys", "rows")
+    assert resolve(lm.store, KNNSettings(selection=BOTH)).components == ("keys", "rows")
+    assert resolve(lm.store, KNNSettings(selection=NEWS)).components == ("keys",)
+    assert find_outdated_components(lm.store) == ()
+    assert lm.store.info()["trained"] == ["rows of law: ready"]
+    with pytest.raises(ConfigError, match="not the documents that a component was trained on"):
+        KNNSettings(others={"rows": {"traces": {"domains": []}}})

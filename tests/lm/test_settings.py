@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -17,21 +16,19 @@ from knnstore.lm import (
     FixedLambda,
     KNNSettings,
     SimpleMixer,
-    Substitute,
     register_mixer,
     settings_from_dict,
     settings_to_dict,
 )
-from knnstore.store import Lineage, SavedSettings, Selection
+from knnstore.store import SavedSettings, Selection
 
 PHRASES = Selection(domains=("phrases",))
-TRAINED = Substitute("0" * 64 + ".safetensors", 0.6, Lineage(("phrases",), 20, 999))
 SETTINGS = [
     KNNSettings(),
     KNNSettings(k=7, temperature=3.5, lam=0.125, selection=Selection(("law", "news"), exclude=("ab12",))),
     KNNSettings(16, 3.0, DomainWeights(("a", "b"), (0.25, 0.5), (1.0, 2.0))),
     KNNSettings(cache=CacheSettings(size=6, temperature=15.0, lam=0.3)),
-    KNNSettings(lam=0.25, selection=PHRASES, substitute=TRAINED),
+    KNNSettings(lam=0.25, selection=PHRASES),
     KNNSettings(cache=CacheSettings(), scoring_only=("cache", "keys")),
 ]
 
@@ -56,7 +53,6 @@ def test_what_was_not_saved_has_its_default():
         (CacheSettings, {"size": 0}, "the cache's size"),
         (CacheSettings, {"temperature": 0.0}, "the cache's temperature"),
         (CacheSettings, {"lam": 1.5}, "the cache's lambda"),
-        (partial(dataclasses.replace, TRAINED), {"lam": 0.0}, "above 0"),
     ],
 )
 def test_values_out_of_range_are_refused(make, values, message):
@@ -75,18 +71,13 @@ def test_values_out_of_range_are_refused(make, values, message):
         ({"mixer": {"name": "fixed", "lam": 0.5, "x": 1}}, "mixer"),
         ({"cache": {"size": 0}}, "the cache's size"),
         ({"cache": {"reach": 3}}, "other settings: .*reach"),
-        ({"substitute": {"weights": "x"}}, "not the settings of a substitute"),
+        ({"rows": {"weights": "x"}}, "unknown setting 'rows'"),
+        ({"rows": {"weights": "x", "traces": {}}}, "no component 'rows' of another package is installed"),
     ],
 )
 def test_what_was_not_saved_by_settings_is_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         settings_from_dict(values)
-
-
-def test_what_does_not_go_together_is_refused():
-    for selection in (Selection(domains=("noise",)), Selection(tags=("a",)), Selection(documents=("s1",))):
-        with pytest.raises(ConfigError, match="leaves out documents that the substitute was trained on"):
-            KNNSettings(selection=selection, substitute=TRAINED)
 
 
 def test_lam_is_short_for_a_fixed_mixer():

@@ -18,7 +18,7 @@ def fitted(store, writer):
         traces = Lineage.of(store.view().snapshot, domains)
         names[domains] = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
         part = {"weights": names[domains], "traces": asdict(traces)}
-        store.save_settings(SavedSettings(query={"substitute": part}), domains)
+        store.save_settings(SavedSettings(query={"others": {"rows": part}}), domains)
     return names
 
 
@@ -41,15 +41,15 @@ def test_what_is_added_leaves_them_as_they_are(store, writer, fitted) -> None:
     writer.add("tax", "d")
     writer.add("law", "empty", n=0)
     assert whole(store) == {("law",), ()}
-    assert store.info()["substitutes"] == ["of law: ready", "of the whole store: ready"]
+    assert store.info()["trained"] == ["rows of law: ready", "rows of the whole store: ready"]
 
 
 def test_a_document_removed_takes_them_with_it(store, writer, fitted) -> None:
     store.remove_document("c")
     assert whole(store) == {("law",)}
-    assert store.info()["substitutes"] == [
-        "of law: ready",
-        "of the whole store: outdated, documents of it are gone",
+    assert store.info()["trained"] == [
+        "rows of law: ready",
+        "rows of the whole store: outdated, documents of it are gone",
     ]
     store.remove_document("a")
     assert whole(store) == set()
@@ -79,7 +79,7 @@ def test_a_killed_removal_is_finished_by_the_next_writer(store, fitted, home, ki
 
     assert killed_at(moment, remove)
     with KNNStore.open(home) as reader:
-        assert reader.info()["substitutes"] == ["of " + name for name in (
+        assert reader.info()["trained"] == ["rows of " + name for name in (
             "law: outdated, documents of it are gone", "the whole store: outdated, documents of it are gone",
         )]  # fmt: skip
     with KNNStore.open(home, "a") as again:
@@ -103,14 +103,14 @@ def test_only_a_selection_that_reaches_all_of_them_may_show_traces(store, fitted
 def test_settings_that_were_derived_go_with_a_document_that_they_were_derived_from(store, writer) -> None:
     writer.add("law", "a", "b")
     derived = asdict(Lineage.of(store.view().snapshot))
-    trained = {"substitute": {}}
-    store.save_settings(SavedSettings({"temperature": 3.0}, derived=derived, trained_substitute=trained))
+    trained = {"rows": {"rows": {}}}
+    store.save_settings(SavedSettings({"temperature": 3.0}, derived=derived, trained=trained))
     writer.add("law", "c")
     assert store.settings().query == {"temperature": 3.0}
     store.remove_document("c")  # which came later
     assert store.settings().query == {"temperature": 3.0}
     store.remove_document("a")
-    assert store.settings() == SavedSettings(trained_substitute=trained)
+    assert store.settings() == SavedSettings(trained=trained)
     store.save_settings(SavedSettings({"temperature": 4.0}))  # somebody's choice stays
     store.remove_document("b")
     assert store.settings().query == {"temperature": 4.0}

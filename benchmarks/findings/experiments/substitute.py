@@ -2,11 +2,11 @@
 
 from finding import Finding, Table, below, count, settle
 from judging import best_fixed, interval, ppl, ratio
+from knnstore_research.substitute import add_substitute, fit_alone, fit_beside, train_substitute
 from lab import Lab
 
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.mixers import fit_fixed
-from knnstore.lm.calibration.fits.substitute import fit_alone, fit_beside, score_substitute
 from knnstore.store import Selection
 
 TITLE = "Part of the gain needs no store: trained rows for each token give it too"
@@ -27,11 +27,11 @@ def run(lab: Lab) -> Finding:
         lm, selection = lab.base.lm, Selection(domains=(domain,))
         dev, test = lab.dev(domain), lab.test(domain)  # which stores the domain first
         lab.say(f"{domain}: training a substitute")
-        trained = lm.train_substitute(domains=[domain])
-        dev, test = (score_substitute(of, lm.store, selection, lm.device) for of in (dev, test))
+        trained = train_substitute(lm, domains=[domain])
+        dev, test = (add_substitute(of, lm.store, selection, lm.device) for of in (dev, test))
         evidence = gather_evidence(dev, [dev.k])[0]
-        only = test.log_probs(fit_alone(evidence, dev, dev.substitute)).log_probs
-        beside = test.log_probs(fit_beside(evidence, dev, dev.substitute, fit_fixed)).log_probs
+        only = test.log_probs(fit_alone(evidence.tokens, dev)).log_probs
+        beside = test.log_probs(fit_beside(evidence, dev, fit_fixed)).log_probs
         store = test.log_probs(best_fixed(dev)).log_probs
         base = ppl(test.lm_log_probs)
         share = (base - ppl(only)) / (base - ppl(store))

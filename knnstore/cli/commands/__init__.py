@@ -9,7 +9,6 @@ from knnstore.cli.commands.evaluating import evaluate
 from knnstore.cli.commands.generating import explain, generate, search
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
 from knnstore.cli.commands.serving import key_add, key_list, key_revoke, serve
-from knnstore.cli.commands.substituting import substitute
 from knnstore.cli.commands.upkeep import erase, move, optimize, remove, repair, tag, upgrade, verify
 
 __all__ = ["COMMANDS", "DATABASE_COMMANDS", "KEY_COMMANDS"]
@@ -20,7 +19,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sync": sync,
     "eval": evaluate,
     "calibrate": calibrate,
-    "substitute": substitute,
     "generate": generate,
     "explain": explain,
     "search": search,

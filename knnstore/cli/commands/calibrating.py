@@ -265,7 +265,8 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
     """Delete the settings that are saved for exactly these domains, and print the result.
 
-    Derived defaults do not count as saved. A trained substitute stays. Damaged settings are deleted too.
+    Derived defaults do not count as saved. What was trained for components of other packages stays.
+    Damaged settings are deleted too.
     """
     import knnstore
     from knnstore.errors import CatalogError
@@ -279,7 +280,7 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
             saved = SavedSettings(query={"damaged": True})
         is_there = saved is not None and bool(saved.query) and saved.derived is None
         if saved is not None and is_there:
-            store.save_settings(SavedSettings(trained_substitute=saved.trained_substitute), chosen)
+            store.save_settings(SavedSettings(trained=saved.trained), chosen)
     where = ", ".join(chosen) or "the whole store"
     said = f"dropped what was saved for {where}" if is_there else f"nothing is saved for {where}"
     print_result({"reset": is_there, "domains": chosen}, printable(said), as_json=as_json)

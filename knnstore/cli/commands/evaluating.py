@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
 from knnstore.cli.inputs import Documents, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
@@ -19,8 +18,7 @@ from knnstore.documents import TextDocument, is_among
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
-    from knnstore import KNNStore, Selection
-    from knnstore.lm import Evaluation, Substitute
+    from knnstore.lm import Evaluation
 
 
 def evaluate(
@@ -28,13 +26,6 @@ def evaluate(
     selected: SelectionOptions,
     query: ScoringQuery,
     leave_out: LeaveOutOption = False,
-    substitute: Annotated[
-        bool,
-        typer.Option(
-            "--substitute",
-            help="Measure beside it the substitute trained for these domains, without any retrieval.",
-        ),
-    ] = False,
     documents: Documents,
     per_token: Annotated[
         Path | None,
@@ -112,7 +103,6 @@ def evaluate(
         found = lm.evaluate(
             texts,
             knn=settings,
-            substitute=trained_substitute(lm.store, selection) if substitute else None,
             leave_out=leave_out,
             table=table,
             on_bad=documents.skipping(bar),
@@ -157,7 +147,7 @@ def summary(result: Mapping[str, Any]) -> str:
     ]
     lam, temperature = result["lambda"], result["temperature"]
     reach = f"k {result['k']:,}" if result["probes"] is None else f"{result['probes']:,} probes"
-    parts = {"store": "the store", "cache": "the cache", "ngram": "n-grams", "substitute": "the substitute"}
+    parts = {"store": "the store", "cache": "the cache", "ngram": "n-grams"}
     alone = {f"{name} alone": result[f"{part}_ppl"] for part, name in parts.items()}
     rest = {
         **{name: ppl for name, ppl in alone.items() if ppl is not None},
@@ -209,20 +199,3 @@ def check_writable(file: Path) -> None:
 def intervals_of(found: "Evaluation") -> dict[str, dict[str, float]]:
     """Return the confidence intervals of an evaluation by name, as dicts."""
     return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}
-
-
-def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
-    """Return the substitute that was trained on exactly these domains.
-
-    Raises:
-        ConfigError: if none was trained on them, or if the selection has tags or a condition.
-    """
-    from knnstore.lm import find_trained_substitute
-
-    if selection.tags or selection.where:
-        raise ConfigError("a substitute is of whole domains: leave out --tag and --where")
-    found = find_trained_substitute(store, selection)
-    if found is None:
-        options = "".join(f" --domain {printable(name)}" for name in selection.domains or ())
-        raise ConfigError(f"no substitute was trained on exactly this: run knnstore substitute{options}")
-    return found

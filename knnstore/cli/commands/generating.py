@@ -216,10 +216,9 @@ def _lines(token: "TokenExplanation") -> Iterator[str]:
     """Yield the output lines of a token: its probabilities, then one line for each neighbor."""
     apart = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
     shares = f" ({', '.join(apart)})" if len(apart) > 1 else ""
-    p_sub = "" if token.p_sub is None else f"  p_sub {_probability(token.p_sub)}"
     yield (
         f"{printable(token.text)!r:<20} p_LM {_probability(token.p_lm)}  p_kNN {_probability(token.p_knn)}  "
-        f"λ {token.lam:.2f}{shares}  p {_probability(token.p)}{p_sub}"
+        f"λ {token.lam:.2f}{shares}  p {_probability(token.p)}"
     )
     for source in token.neighbors:
         place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)

@@ -16,7 +16,7 @@ from knnstore.errors import (
     ReadOnlyError,
 )
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
-from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
+from knnstore.lm.calibration.fits import MOST_DOMAINS
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.scoring_only import find_scoring_only
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
@@ -157,8 +157,6 @@ def calibrate(
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
         if 2 <= len(searched) <= MOST_DOMAINS:
             apart = further.by_domain(searched, scored.k, probes)
-    if not reached:  # which cannot be left out of a substitute
-        scored = score_substitute(scored, store, selection, reader.encoder.model.device)
     between = time.perf_counter()
     # 4) Fit and judge every candidate.
     found = compare(scored, current, wide=wide, domains=apart, networks=networks, ngrams=ngrams)

@@ -62,8 +62,8 @@ class FittableMixer(Protocol):
         """Fit the mixer, with the k or the number of probes of the evidence.
 
         Args:
-            evidence: p_LM and p_kNN of the tokens to fit on. With n-grams or a substitute in use, both are
-                those of mixtures with them.
+            evidence: p_LM and p_kNN of the tokens to fit on. With n-grams in use, both are those
+                of mixtures with them.
             scored: the text, for whatever else the mixer looks at; ``evidence.tokens`` are the indices of the
                 tokens in it.
 
@@ -82,10 +82,9 @@ class Comparison:
     base: Interval
     """The model alone."""
     candidates: tuple[Candidate, ...]
-    """Where there are keys a fixed λ with each k, then the other mixers, then a substitute without the store,
-    and below the best of some of these; then n-grams without the keys, and on top of the best of these; then
-    a continuous cache without the store, and on top of the best of all; then the same for each component of
-    another package; then one gate over all of them."""
+    """Where there are keys a fixed λ with each k, then the other mixers; then n-grams without the keys, and
+    on top of the best of these; then a continuous cache without the store, and on top of the best of all;
+    then the same for each component of another package; then one gate over all of them."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
@@ -155,13 +154,14 @@ def compare(
     candidates, evidence, at_best_k, again, by_probes = of_keys
     if domains is not None:
         candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
-    candidates += trial.with_substitute(candidates, evidence, again)
     candidates += trial.with_ngrams(candidates, evidence, again)
     candidates += trial.with_others(candidates)
     if networks:
         candidates += trial.with_gate(candidates, evidence, fit_fixed)
     before = None
     if current is not None:
+        # A component that was not scored is not judged.
+        current = current.without(*(name for name in current.others if name not in scored.others))
         kept, mix = _as_judged(current, scored, wide, domains)
         before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
     nested = trial.nested(candidates)

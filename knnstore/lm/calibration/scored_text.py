@@ -30,12 +30,11 @@ from knnstore.lm.mixing import (
     NeighborSums,
     TargetSums,
     TokenSums,
-    mix_log_probs,
 )
 from knnstore.lm.mixture import mixture_of
 from knnstore.lm.reading import TextReader
 from knnstore.lm.scoring import ReadTokens, score_held_out
-from knnstore.lm.settings import KNNSettings, Substitute
+from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
@@ -59,14 +58,6 @@ class Mixed(NamedTuple):
     """λ in force, 0 where nothing was found: float32, shape (n,)."""
 
 
-class ScoredSubstitute(NamedTuple):
-    """A substitute, and what it predicts at n tokens."""
-
-    substitute: Substitute
-    log_probs: Tensor
-    """log p_sub of each token, float32, shape (n,)."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredText:
     """n tokens with k neighbors each; no model and no search is needed any more.
@@ -87,8 +78,8 @@ class ScoredText:
     """Measure of distances between keys."""
     fitted_for: Mapping[str, Any] | None = None
     """What weights that are fitted on this text are for; see `described`."""
-    substitute: ScoredSubstitute | None = None
-    """What a substitute predicts; None where the text was not scored with one."""
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The settings with which components of other packages were looked up, by name."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)
     """p_kNN over the probed cells, by their number; the evidence then has only the nearest records."""
 
@@ -162,7 +153,7 @@ class ScoredText:
         return tokens if self.targets is None else self.targets[tokens]
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
-        """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
+        """Mix as `settings` say; their selection does not count.
 
         Args:
             settings: with a k of at most that of the pass or with probes that are known, and a mixer that
@@ -172,11 +163,8 @@ class ScoredText:
         parts = []
         for chunk in self.chunks_for(settings, tokens):
             evidence, targets = self.evidence_for(settings, chunk), self.targets_for(chunk)
-            below = self.lm_log_probs[chunk]
-            if settings.substitute is not None and self.substitute is not None:
-                below = mix_log_probs(below, self.substitute.log_probs[chunk], settings.substitute.lam)
             mixture = mixture_of(settings, evidence)
-            parts.append((mixture.gold(below, targets), mixture.lam))
+            parts.append((mixture.gold(self.lm_log_probs[chunk], targets), mixture.lam))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -200,10 +188,8 @@ def score_once(
         k = DISTINCT_AMONG
     # 1) Score with everything that does not depend on what is fitted.
     mixer = FixedLambda(0.0) if store.is_keyless else _EveryMixer(1.0)
-    settings = KNNSettings(
-        k=k, mixer=mixer, selection=selection, probes=probes, ngrams=ngrams,
-        others={name: {} for name in other_components()},
-    )  # fmt: skip
+    others = _choose_other_components(store, selection, is_left_out=bool(left_out))
+    settings = KNNSettings(k=k, mixer=mixer, selection=selection, probes=probes, ngrams=ngrams, others=others)
     shown = progress or Progress()
     shown.start("scoring", total=reader.count_predicted(documents))
     reads, parts = list[ReadTokens](), list[Evidence]()
@@ -225,4 +211,21 @@ def score_once(
         targets=read.targets,
         metric=store.identity.metric,
         fitted_for=described(store.identity),
+        others=settings.others,
     )
+
+
+def _choose_other_components(
+    store: Reader, selection: Selection, *, is_left_out: bool
+) -> dict[str, Mapping[str, Any]]:
+    """Return the settings with which components of other packages are scored, by name.
+
+    If documents are left out of retrieval (`is_left_out`), components that were trained on stored documents
+    are not scored, since they cannot leave out any.
+    """
+    chosen = {}
+    for name, component in other_components().items():
+        settings = component.settings_to_fit(store, selection)
+        if settings is not None and not (is_left_out and settings.get("traces") is not None):
+            chosen[name] = settings
+    return chosen

@@ -12,8 +12,6 @@ from torch import Tensor
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits import (
     DomainEvidence,
-    fit_alone,
-    fit_beside,
     fit_together,
     fit_with_ngrams,
 )
@@ -109,9 +107,9 @@ class Trial:
             return {}
         own = scored.evidence.found.get(OwnNGrams.name) if self._with_ngrams else None
         others: dict[str, Fitting] = {RecentText.name: RecentFitting.of(scored.reading, own)}
-        for name, component in other_components().items():
-            found = scored.evidence.found[name]
-            others[name] = DistributionFitting(component, found, scored.reading.targets)
+        for name, settings in scored.others.items():
+            component, found = other_components()[name], scored.evidence.found[name]
+            others[name] = DistributionFitting(component, found, scored.reading.targets, settings)
         return others
 
     def nested(self, candidates: Sequence[Candidate]) -> Tensor:
@@ -124,21 +122,6 @@ class Trial:
             sums = [float(one.log_probs[~half].double().sum()) for one in candidates]
             log_probs[half] = candidates[sums.index(max(sums))].log_probs[half]
         return log_probs
-
-    def with_substitute(
-        self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
-    ) -> list[Candidate]:
-        """The substitute alone and below the best of some candidates, if the text was scored with one."""
-        scored, predicted = self._scored, self._scored.substitute
-        if predicted is None:
-            return []
-        best, at_its_k = self._best_fitted_by(fits, candidates, evidence)
-        alone = partial(fit_alone, scored=scored, predicted=predicted)
-        beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fits[best.name])
-        return [
-            self.fitted("substitute", alone, at_its_k),
-            self.fitted(f"{best.name} + substitute", beside, at_its_k),
-        ]
 
     def with_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]

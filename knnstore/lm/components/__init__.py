@@ -12,7 +12,12 @@ from knnstore.lm.components.component import (
     TextComponent,
     find_by_name,
 )
-from knnstore.lm.components.distribution import DistributionComponent, DistributionFitting, Places
+from knnstore.lm.components.distribution import (
+    DistributionComponent,
+    DistributionFitting,
+    OneWeightComponent,
+    Places,
+)
 from knnstore.lm.components.gate import ScoredPart, collect_experts, fit_gate_over, weigh_by_gate
 from knnstore.lm.components.keys import (
     Keys,
@@ -58,6 +63,7 @@ __all__ = [
     "NGramFitting",
     "NGramSettings",
     "NGrams",
+    "OneWeightComponent",
     "OwnNGrams",
     "Place",
     "Places",

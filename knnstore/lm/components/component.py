@@ -98,6 +98,9 @@ class Question(Generic[S]):
     """Number of tokens of the model."""
     factors: tuple[float, ...] = (1.0,)
     """The factors of its temperature with which `Component.contribute` will be called."""
+    keys: Tensor | None = None
+    """The store's query at each position, float32, shape (n, d); d = 0 in a store without keys. None if the
+    question comes from `Component.cite` and the evidence has no keys."""
 
 
 class Component(Protocol):

@@ -12,7 +12,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Question
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, fit_lambdas, mix_gold
-from knnstore.store import Reader
+from knnstore.store import Reader, Selection
 
 
 class Places(NamedTuple):
@@ -47,15 +47,17 @@ class Places(NamedTuple):
 class DistributionFitting(NamedTuple):
     """Fits the settings of a component to its distributions; see `Fitting`."""
 
-    component: "DistributionComponent"
-    found: Places
-    """At n tokens."""
+    component: "OneWeightComponent"
+    found: Any
+    """Result of the component's `look_up` at n tokens, in target form."""
     targets: Tensor
     """The tokens, int64, shape (n,)."""
+    settings: Mapping[str, Any]
+    """The settings with which it was found; see `OneWeightComponent.settings_to_fit`."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Return the settings that the component fits, see `DistributionComponent.fit`."""
-        return self.component.fit(self.found, log_probs, self.targets, wanted)
+        """Return `settings` with the values that the component fits, see `OneWeightComponent.fit`."""
+        return {**self.settings, **self.component.fit(self.found, log_probs, self.targets, wanted)}
 
     def mix(self, log_probs: Tensor, fitted: Mapping[str, Any]) -> Tensor:
         """Mix the distributions into log p of each token, shape (n,)."""
@@ -67,7 +69,101 @@ class DistributionFitting(NamedTuple):
         return float(fitted["lam"])
 
 
-class DistributionComponent(ABC):
+class OneWeightComponent(ABC):
+    """Base of components of other packages that have one λ, with findings of any type.
+
+    `DistributionComponent` is simpler: it needs one method. Use this class for a component that uses the
+    query (`Question.keys`), or whose distributions have too many tokens to keep for a whole text: `look_up`
+    may return findings of another type for each `Form`.
+    """
+
+    name: ClassVar[str]
+    """Its name in settings, gates and explanations; unique."""
+    factors: ClassVar[tuple[float, ...]] = (1.0,)
+    width: ClassVar[int] = 1
+    default_settings: ClassVar[Mapping[str, Any]] = {"lam": 0.1}
+    """Values of JSON; `lam` is λ, its weight over the components before it, between 0 and 1."""
+
+    @abstractmethod
+    def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Any:
+        """Look up the next tokens at some positions; see `TextComponent.look_up`."""
+
+    @abstractmethod
+    def weigh(self, found: Any, settings: Mapping[str, Any]) -> Contribution:
+        """Weigh findings by the λ of the settings."""
+
+    @abstractmethod
+    def features(self, found: Any, unit: float) -> Tensor:
+        """Compute the component's features for a gate; see `Component.features`."""
+
+    def contribute(self, settings: Mapping[str, Any], found: Any, factor: float = 1.0) -> Contribution:
+        """Weigh findings by one λ; there is no temperature."""
+        return self.weigh(found, settings)
+
+    def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:
+        """Return the settings with which `calibrate` looks up findings to fit λ to.
+
+        The default is `default_settings`. A component that must be trained first returns its trained
+        settings; see `knnstore.lm.settings.find_trained_settings`.
+
+        Args:
+            reader: the store.
+            selection: the documents that are retrieved from.
+
+        Returns:
+            The settings; None if `calibrate` shall leave the component out.
+        """
+        return self.default_settings
+
+    def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings if they are valid.
+
+        Settings may name a file of weights under ``weights``, and the documents that it was trained on under
+        ``traces``, a `Lineage` as a dict. The store keeps the file while saved settings name it, and deletes
+        it when one of the documents is removed or replaced. Settings then go on without the component. A
+        selection that leaves out one of the documents refuses it.
+
+        Raises:
+            ConfigError: a name is unknown or a value is out of range.
+        """
+        unknown = sorted(set(settings) - set(self.default_settings))
+        if unknown:
+            known = ", ".join(self.default_settings)
+            raise ConfigError(f"the component {self.name!r} has no setting {unknown[0]!r}; known: {known}")
+        lam = settings["lam"]
+        if isinstance(lam, bool) or not isinstance(lam, int | float) or not 0 <= lam <= 1:
+            raise ConfigError(f"lambda of the component {self.name!r} must be between 0 and 1, got {lam!r}")
+        return dict(settings)
+
+    def cite(
+        self, question: Question[Mapping[str, Any]], found: Any, weights: Tensor, most: int
+    ) -> Citations | None:
+        """Return None: by default a component names no places. See `Component.cite`."""
+        return None
+
+    def fit(self, found: Any, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:
+        """Fit its settings to text that was scored.
+
+        Args:
+            found: result of `look_up` at n tokens, in target form.
+            log_probs: log p of each token without this component, float32, shape (n,).
+            targets: the tokens, int64, shape (n,).
+            wanted: True for the tokens to fit on, bool, shape (n,).
+
+        Returns:
+            The fitted values: by default the likeliest λ as ``lam``, 0 if nothing was found.
+        """
+        contribution = self.weigh(found, self.default_settings)
+        rows = wanted & contribution.is_found
+        if not rows.any():
+            return {"lam": 0.0}
+        below = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
+        probs = contribution.probs(targets)[rows][:, None]
+        lam, _ = fit_lambdas(below, probs, torch.zeros(len(below), dtype=torch.int64), 1)
+        return {"lam": float(lam[0, 0])}
+
+
+class DistributionComponent(OneWeightComponent):
     """A component that knows a distribution over a few tokens at some positions of a text.
 
     A package offers it as an entry point of the group `knnstore.components`. Settings that name it use it:
@@ -79,13 +175,6 @@ class DistributionComponent(ABC):
         [project.entry-points."knnstore.components"]
         title = "my_package:TitleWords"
     """
-
-    name: ClassVar[str]
-    """Its name in settings, gates and explanations; unique."""
-    factors: ClassVar[tuple[float, ...]] = (1.0,)
-    width: ClassVar[int] = 1
-    default_settings: ClassVar[Mapping[str, Any]] = {"lam": 0.1}
-    """Values of JSON; `lam` is λ, its weight over the components before it, between 0 and 1."""
 
     @abstractmethod
     def distribution(
@@ -104,63 +193,17 @@ class DistributionComponent(ABC):
             Weights and tokens, see `Places`.
         """
 
-    def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings if they are valid.
-
-        Raises:
-            ConfigError: a name is unknown or a value is out of range.
-        """
-        unknown = sorted(set(settings) - set(self.default_settings))
-        if unknown:
-            known = ", ".join(self.default_settings)
-            raise ConfigError(f"the component {self.name!r} has no setting {unknown[0]!r}; known: {known}")
-        lam = settings["lam"]
-        if isinstance(lam, bool) or not isinstance(lam, int | float) or not 0 <= lam <= 1:
-            raise ConfigError(f"lambda of the component {self.name!r} must be between 0 and 1, got {lam!r}")
-        return dict(settings)
-
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places:
         """Look up the distributions; they are the same in all forms."""
         return Places(
             *self.distribution(question.reader, question.contexts, question.settings, question.vocabulary)
         )
 
-    def contribute(self, settings: Mapping[str, Any], found: Places, factor: float = 1.0) -> Contribution:
-        """Weigh the distributions by one λ."""
-        return self.weigh(found, settings)
-
     def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
         """Weigh distributions by the λ of the component's settings."""
         lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
         return Contribution(found.weights, lam, found.tokens, name=self.name)
 
-    def cite(
-        self, question: Question[Mapping[str, Any]], found: Places, weights: Tensor, most: int
-    ) -> Citations | None:
-        """Return None: by default a component names no places. See `Component.cite`."""
-        return None
-
     def features(self, found: Places, unit: float) -> Tensor:
         """Return the largest weight of each distribution."""
         return found.weights.amax(1, keepdim=True)
-
-    def fit(self, found: Places, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Fit its settings to text that was scored.
-
-        Args:
-            found: the distributions at n tokens.
-            log_probs: log p of each token without this component, float32, shape (n,).
-            targets: the tokens, int64, shape (n,).
-            wanted: True for the tokens to fit on, bool, shape (n,).
-
-        Returns:
-            Its settings with the likeliest λ; with λ = 0 if it knows nothing at these tokens.
-        """
-        contribution = self.weigh(found, self.default_settings)
-        rows = wanted & contribution.is_found
-        if not rows.any():
-            return {**self.default_settings, "lam": 0.0}
-        below = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
-        probs = contribution.probs(targets)[rows][:, None]
-        lam, _ = fit_lambdas(below, probs, torch.zeros(len(below), dtype=torch.int64), 1)
-        return {**self.default_settings, "lam": float(lam[0, 0])}

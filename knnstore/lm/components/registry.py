@@ -15,7 +15,7 @@ GROUP = "knnstore.components"
 
 C = TypeVar("C", bound=type)
 
-_BUILT_IN = frozenset({"cache", "keys", "n-grams", "own n-grams", "substitute", "model"})
+_BUILT_IN = frozenset({"cache", "keys", "n-grams", "own n-grams", "model"})
 _registered: dict[str, Any] = {}
 
 

@@ -43,7 +43,8 @@ class Part:
     """What one part of the mixture gives to a token."""
 
     name: str
-    """``model``, ``substitute``, ``keys``, ``n-grams`` or ``cache``."""
+    """``model``, ``keys``, ``n-grams``, ``cache``, ``own n-grams`` or the name of another package's
+    component."""
     weight: float
     """Its weight in the mixture, between 0 and 1; those of all parts add up to 1."""
     p: float
@@ -67,8 +68,6 @@ class TokenExplanation:
     neighbors: tuple[Source, ...]
     """The nearest records, nearest first; with a continuous cache or n-grams those of the largest shares. Of
     n-grams there are places of the token itself alone."""
-    p_sub: float | None = None
-    """Of the substitute; None where the settings have none."""
     parts: tuple[Part, ...] = ()
     """Model first, then what is mixed in."""
     causes: tuple[Source, ...] = ()

@@ -17,7 +17,6 @@ from knnstore.lm.mixture import cite_places, mixture_of
 from knnstore.lm.reading import check_tokens
 from knnstore.lm.scoring import ReadTokens, TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
-from knnstore.lm.substitute import Heads
 
 _TURN_TOKENS = 64
 """That are explained in one turn at most; see `explain_in_turns`."""
@@ -109,7 +108,6 @@ def _explain(
     """
     store, reader = lm.store, lm.reader
     check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
-    heads = Heads(store, reader.encoder.model.device)
     whole = Contexts.of_documents([tokens])
     texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
     credits, sources = Credits(store), Sources(store, reader, tokens)
@@ -125,11 +123,8 @@ def _explain(
         targets, positions = read.targets, read.positions.tolist()
         mixture = mixture_of(settings, evidence)
         p_knn = mixture.knn_probs(targets).tolist()
-        below = heads.mix_gold(settings.substitute, read.lm_log_probs, read.keys, targets)
-        p, p_lm = mixture.gold(below, targets).exp(), read.lm_log_probs.exp().tolist()
-        p_sub: list[float | None] = [None] * len(p)
-        if settings.substitute is not None:
-            p_sub = heads(settings.substitute).gold_log_probs(read.keys, targets).exp().tolist()
+        below = read.lm_log_probs
+        p, p_lm = mixture.gold(below, targets).exp(), below.exp().tolist()
         own = [component.probs(targets) for component in mixture.components]
         # 2) Name the places that they come from.
         contexts = whole.at_positions(np.zeros(len(rows), np.int64), read.positions)
@@ -145,7 +140,7 @@ def _explain(
         # 3) Say what each component gives.
         for row, (position, near, giving) in enumerate(zip(positions, nearest, causes, strict=True)):
             lam = float(mixture.lam[row])
-            parts = _below(settings, 1 - lam, p_lm[row], p_sub[row])
+            parts = [Part("model", 1 - lam, p_lm[row])]
             for component, weight, probs in zip(mixture.components, mixture.shares, own, strict=True):
                 parts.append(Part(component.name, float(weight[row]), float(probs[row])))
             of_token = TokenExplanation(
@@ -157,7 +152,6 @@ def _explain(
                 lam=lam,
                 p=float(p[row]),
                 neighbors=near,
-                p_sub=p_sub[row],
                 parts=tuple(parts),
                 causes=giving,
             )
@@ -186,14 +180,6 @@ def _choose_places(
     if settings.needs_text:  # else they are in the order of their distances
         nearest = [sorted(places, key=lambda one: -one.share)[:count] for places in nearest]
     return nearest, [sorted(places, key=lambda one: -one.share)[:count] for places in causes]
-
-
-def _below(settings: KNNSettings, weight: float, p_lm: float, p_sub: float | None) -> list[Part]:
-    """The parts that have what components leave."""
-    if settings.substitute is None or p_sub is None:
-        return [Part("model", weight, p_lm)]
-    lam = settings.substitute.lam
-    return [Part("model", weight * (1 - lam), p_lm), Part("substitute", weight * lam, p_sub)]
 
 
 def _to_credit(

@@ -11,7 +11,6 @@ Shapes: n queries, k neighbors, v tokens in the vocabulary. Distances are float3
 nearer; they may be negative (inner products).
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +35,6 @@ MAX_LAMBDA = 0.999
 PRIOR_TOKENS = 32.0
 """The weight, in tokens, with which all tokens together count in the fit of each bin."""
 
-_LEAST_LAMBDA = 1e-6
 _BISECTIONS = 24
 
 LEAST_TEMPERATURE = 1e-12
@@ -268,21 +266,6 @@ def mix_gold(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:
     return _over(lm_log_probs, lam * probs, lam)
 
 
-def mix_log_probs(below: Tensor, above: Tensor, lam: float) -> Tensor:
-    """Mix the log-probabilities of two distributions.
-
-    Args:
-        below: log-probabilities with the weight 1 - λ, float32, any shape.
-        above: log-probabilities with the weight λ, of the same shape; -inf where a probability is 0.
-        lam: λ, above 0 and at most 1.
-
-    Returns:
-        Log-probabilities, float32, the same shape.
-    """
-    rest = math.log1p(-lam) if lam < 1 else -math.inf
-    return torch.logaddexp(below + rest, above + math.log(lam))
-
-
 def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
     """Mix components side by side: (1 - Σ λ_i) p + Σ λ_i p_i.
 
@@ -338,18 +321,3 @@ def _sums(values: Tensor, bins: Tensor, count: int) -> Tensor:
     if count == 1:
         return values.sum(0, keepdim=True)
     return torch.zeros(count, values.shape[1]).index_add_(0, bins, values)
-
-
-def fit_weight(without: Tensor, only: Tensor) -> float:
-    """Find the weight between two distributions that makes a text likeliest.
-
-    Args:
-        without: log-probability of each token with the weight 0, float32, shape (n,).
-        only: log-probability of each token with the weight 1, shape (n,); -inf where it is impossible.
-
-    Returns:
-        The weight, above 0 and below 1.
-    """
-    one = torch.zeros(len(without), dtype=torch.int64)
-    lam, _ = fit_lambdas(without.exp().clamp(min=LEAST_PROBABILITY)[:, None], only.exp()[:, None], one, 1)
-    return max(float(lam), _LEAST_LAMBDA)

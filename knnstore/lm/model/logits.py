@@ -11,7 +11,6 @@ from knnstore.lm.mixing import Likelihoods
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.row_mixer import RowMixer, Rows
 from knnstore.lm.settings import KNNSettings
-from knnstore.lm.substitute import Heads
 from knnstore.store import Reader
 
 
@@ -20,11 +19,10 @@ class LogitMixer:
 
     Args:
         store: where to retrieve from.
-        heads: substitutes of the store.
     """
 
-    def __init__(self, store: Reader, heads: Heads) -> None:
-        self._rows = RowMixer(store, heads)
+    def __init__(self, store: Reader) -> None:
+        self._rows = RowMixer(store)
 
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
         """Mix with one settings for all texts, or with those of each; see `RowMixer.mix`.

@@ -41,7 +41,6 @@ from knnstore.lm.reading import (
     sync,
 )
 from knnstore.lm.settings import KNNSettings, Purpose, Resolver, resolve, save_default_settings
-from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.lm.text_state import TextBatch, TextState, append_pass
 from knnstore.store import KNNStore
 
@@ -94,7 +93,6 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     generate_text = generate_text
     search = in_full_precision(scoring.search)
     sync = in_full_precision(sync)
-    train_substitute = in_full_precision(train_substitute)
 
     def __init__(
         self,
@@ -117,7 +115,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         of_base: GenerationConfig | None = getattr(base, "generation_config", None)
         self.generation_config = with_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._resolver = Resolver(store)
-        self._mixer = LogitMixer(store, Heads(store, base.device))
+        self._mixer = LogitMixer(store)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         self.training = base.training
 

@@ -109,9 +109,7 @@ def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArra
 def store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings:
     """Return settings in which the store's keys are the only component."""
     settings = resolve(lm.store, knn or lm.knn)
-    return replace(
-        settings, cache=None, ngrams=None, others={}, gate=None, substitute=None, unset=frozenset()
-    )
+    return replace(settings, cache=None, ngrams=None, others={}, gate=None, unset=frozenset())
 
 
 def weighed(

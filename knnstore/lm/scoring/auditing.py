@@ -20,7 +20,6 @@ from knnstore.errors import InputError
 from knnstore.lm.mixture import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
-from knnstore.lm.substitute import Heads
 from knnstore.store import KNOWN
 
 _DOCUMENTS = 8
@@ -180,13 +179,9 @@ def _others(tokens: NDArray[np.uint32], vocabulary: int, rng: np.random.Generato
 
 def _score(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[_Scored]:
     """Score texts as `evaluate` does."""
-    heads, found = (
-        Heads(lm.store, lm.reader.encoder.model.device),
-        [dict[int, tuple[float, float]]() for _ in texts],
-    )
+    found = [dict[int, tuple[float, float]]() for _ in texts]
     for scores in score_texts(lm.store, lm.reader, texts, settings):
-        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.read.keys, scores.targets)
-        mixed = mixture_of(settings, scores.evidence).gold(below, scores.targets)
+        mixed = mixture_of(settings, scores.evidence).gold(scores.lm_log_probs, scores.targets)
         columns = scores.documents, scores.positions, scores.lm_log_probs, mixed
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for document, position, base, log_prob in rows:

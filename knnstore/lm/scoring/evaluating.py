@@ -22,8 +22,7 @@ from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, Group
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable, table_of
-from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, find_saved_settings, resolve
-from knnstore.lm.substitute import Heads
+from knnstore.lm.settings import KNNSettings, ReadingModel, find_saved_settings, resolve
 from knnstore.progress import Progress
 
 
@@ -73,11 +72,6 @@ class Evaluation:
     """Tokens divided by how often the selection holds them."""
     by_distance: tuple[Slice, ...]
     """Tokens divided by the distance to the nearest neighbor, into tenths."""
-    substitute_ppl: float | None
-    """Of the model with a substitute and without any retrieval; None when none was given."""
-    substitute_share: float | None
-    """What part the substitute has of the gain of the store, without cache and substitute: of the difference
-    of the logarithms."""
     intervals: Intervals
     """Of `base_ppl`, of `knn_ppl` and of the second divided by the first, 95 % over documents."""
     by_document: tuple[DocumentScore, ...] = field(repr=False)
@@ -101,7 +95,6 @@ def evaluate(
     documents: Iterable[object],
     knn: KNNSettings | None = None,
     *,
-    substitute: Substitute | None = None,
     leave_out: bool = False,
     table: TokenTable | None = None,
     on_bad: OnBad | None = None,
@@ -113,7 +106,6 @@ def evaluate(
         lm: the model.
         documents: as in `add`.
         knn: settings of this call; default ``lm.knn``.
-        substitute: measured apart, for comparison; that of the settings is part of the mixture.
         leave_out: a document that is itself in the store does not retrieve from itself; else it
             does, and `Evaluation.stored` names it.
         table: takes in a row for each token.
@@ -123,24 +115,23 @@ def evaluate(
 
     Raises:
         InputError: there is not one token to predict, or a document cannot be used and `on_bad` is None.
-        ConfigError: a substitute was trained on a document that is to be left out.
+        ConfigError: a component in use was trained on a document that is to be left out.
     """
     settings, store, reader = resolve(lm.store, knn or lm.knn), lm.store, lm.reader
     listed, stored = HeldOut.of(
         store, reader, usable_documents(reader, documents, on_bad), settings.selection
     )
-    if leave_out and stored and (substitute or settings.substitute):
+    if leave_out and stored and settings.trained_components:
         raise ConfigError(
-            f"{len(stored):,} of the documents are in the store, and the substitute was trained on them: "
-            "they can be left out of retrieval, not of it; give other documents"
+            f"{len(stored):,} of the documents are in the store, and the component "
+            f"{settings.trained_components[0]!r} was trained on stored documents: it cannot leave them "
+            "out, as retrieval can; give other documents, or leave the component out of the settings"
         )
     if progress is not None:  # tokenized twice, for the time left: little against the forward pass
         progress.start("evaluating", total=reader.count_predicted(listed))
     started = time.perf_counter()
-    heads = Heads(store, reader.encoder.model.device)
     # The mixture, its parts, each without the other, and the store alone, with what each is mixed into.
     store_alone = replace(settings, cache=None, ngrams=None, others={})
-    alone = replace(store_alone, substitute=None)
     variants = {"knn": settings}
     if settings.needs_text:
         variants["store"] = store_alone
@@ -152,13 +143,9 @@ def evaluate(
     left_out = stored if leave_out else {}
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
         evidence, gold, lm_log_probs = scores.evidence, scores.targets, scores.lm_log_probs
-        below = heads.mix_gold(settings.substitute, lm_log_probs, scores.read.keys, gold)
         mixtures = {name: mixture_of(variant, evidence) for name, variant in variants.items()}
-        log_probs = {name: mixture.gold(below, gold) for name, mixture in mixtures.items()}
+        log_probs = {name: mixture.gold(lm_log_probs, gold) for name, mixture in mixtures.items()}
         log_probs["base"] = lm_log_probs
-        if substitute is not None:
-            log_probs["substitute"] = heads.mix_gold(substitute, lm_log_probs, scores.read.keys, gold)
-            log_probs["store alone"] = mixture_of(alone, evidence).gold(lm_log_probs, gold)
         mixture = mixtures["knn"]
         knn_probs = mixture.knn_probs(gold)
         better = knn_probs > lm_log_probs.exp()
@@ -188,7 +175,7 @@ def evaluate(
     saved = find_saved_settings(store, settings.selection)
     fitted_on = frozenset[str]() if saved is None else saved.fitted_on
     in_bytes = sum(len(document.text.encode()) for document in listed)
-    base, mixed, gain = totals["base"], totals["knn"], totals["store alone"] - totals["base"]
+    base, mixed = totals["base"], totals["knn"]
     return Evaluation(
         documents=len(listed),
         tokens=tokens,
@@ -214,8 +201,6 @@ def evaluate(
         fitted=tuple(document.id for document in listed if document.content_hash in fitted_on),
         by_frequency=losses.by_frequency(counts),
         by_distance=losses.by_distance(),
-        substitute_ppl=perplexity(totals["substitute"], tokens) if substitute else None,
-        substitute_share=(totals["substitute"] - base) / gain if substitute and gain > 0 else None,
         intervals=of_documents.intervals(),
         by_document=of_documents.scores(listed),
     )

@@ -38,7 +38,7 @@ def export(
         lm: the model.
         documents: as in `add`.
         path: the file, replaced once the new one is whole.
-        knn: settings of this call; default ``lm.knn``. Continuous cache, n-grams and substitute are left out.
+        knn: settings of this call; default ``lm.knn``. Only the store's keys count.
         neighbors: how many sources to name for each token, >= 0.
         progress: is told of each batch.
 

@@ -7,9 +7,8 @@ from knnstore.lazy_imports import attach_lazy_imports
 if TYPE_CHECKING:
     from knnstore.lm.settings.calibration_record import (
         CalibrationRecord,
-        TrainedSubstitute,
         count_records,
-        find_trained_substitute,
+        find_trained_settings,
     )
     from knnstore.lm.settings.former_names import (
         completed,
@@ -18,23 +17,22 @@ if TYPE_CHECKING:
         own_settings_for,
         saved_for,
         settings_for,
-        trained_for,
         usable_settings_for,
     )
     from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
-    from knnstore.lm.settings.parts import Substitute
     from knnstore.lm.settings.precedence import (
         DEFAULT_PROBES,
         Overrides,
         Purpose,
         Resolver,
         derive_default,
+        find_outdated_components,
         find_saved_settings,
-        is_substitute_outdated,
+        is_outdated,
         resolve,
         save_default_settings,
     )
-    from knnstore.lm.settings.query import KNNSettings
+    from knnstore.lm.settings.query import KNNSettings, find_traces
     from knnstore.lm.settings.repetition import Repetition
     from knnstore.lm.settings.saved import (
         save_settings,
@@ -57,16 +55,16 @@ __all__ = [
     "ReadingParts",
     "Repetition",
     "Resolver",
-    "Substitute",
-    "TrainedSubstitute",
     "WritingModel",
     "completed",
     "count_records",
     "default_settings",
     "derive_default",
+    "find_outdated_components",
     "find_saved_settings",
-    "find_trained_substitute",
-    "is_substitute_outdated",
+    "find_traces",
+    "find_trained_settings",
+    "is_outdated",
     "overridden",
     "own_settings_for",
     "resolve",
@@ -76,7 +74,6 @@ __all__ = [
     "settings_for",
     "settings_from_dict",
     "settings_to_dict",
-    "trained_for",
     "usable_settings_for",
     "weights_for",
     "weights_of",

@@ -1,13 +1,12 @@
-"""How saved settings and trained substitutes were found, as it is kept beside them in the store."""
+"""The record of how saved settings were found, and the components that were trained for a selection."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
-from knnstore.lm.settings.parts import Substitute
 from knnstore.lm.settings.precedence import find_saved_settings
+from knnstore.lm.settings.query import find_traces
 from knnstore.lm.settings.repetition import Repetition
-from knnstore.lm.settings.saved import substitute_of
 from knnstore.store import EVERYTHING, Lineage, Reader, Selection
 
 STALE_GROWTH = 1.25
@@ -74,41 +73,21 @@ class CalibrationRecord:
         return grown or self.gone(store) > STALE_GONE
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedSubstitute:
-    """A substitute and how it was made."""
+def find_trained_settings(store: Reader, selection: Selection, component: str) -> Mapping[str, Any] | None:
+    """Return the settings of a component that was trained on exactly the selected domains, in use or not.
 
-    substitute: Substitute
-    rows: int
-    """Rows of each token."""
-    tokens: int
-    """How many tokens of the vocabulary have rows: all that the documents hold."""
-    records: int
-    """Records that it was trained on."""
-    epochs: int
-    """Epochs until the loss of the held-out documents was lowest."""
-    held_out_tokens: int
-    """Tokens in the documents of the store that were kept from training."""
-    held_out_base_ppl: float
-    """Perplexity of the model alone on these documents."""
-    held_out_ppl: float
-    """Perplexity of model and substitute together."""
-    date: str
-    """ISO 8601, UTC."""
-    seconds: float
+    Without domains in the selection they are those of the whole store. See `SavedSettings.trained`.
 
-
-def find_trained_substitute(store: Reader, selection: Selection) -> Substitute | None:
-    """Return the substitute that was trained on exactly the selected domains, whether it is in use or not.
-
-    Without domains in the selection it is that of the whole store. None if there is none, or if the selection
-    is by more than domains, which no substitute can follow.
+    Returns:
+        None if it was not trained on these domains, or if the selection is by more than domains: a component
+        that was trained cannot leave out single documents.
     """
     saved = store.settings(selection.domains or ())
-    if saved is None or saved.trained_substitute is None:
+    if saved is None or component not in saved.trained:
         return None
-    trained = substitute_of(saved.trained_substitute["substitute"])
-    return trained if trained.traces.are_within(selection) else None
+    settings: Mapping[str, Any] = saved.trained[component][component]
+    lineage = find_traces(settings)
+    return settings if lineage is None or lineage.are_within(selection) else None
 
 
 def count_records(store: Reader, domains: Sequence[str]) -> int:

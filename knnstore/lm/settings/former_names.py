@@ -12,13 +12,11 @@ Below, ``asked`` is ``KNNSettings(selection=selection)``.
 | ``settings.for_writing`` | ``resolve(store, settings, Purpose.GENERATION)`` |
 | ``default_settings(store)`` | ``derive_default(store)``; saved settings do not count in it |
 | ``saved_for(store, selection)`` | ``find_saved_settings(store, selection)`` |
-| ``trained_for(store, selection)`` | ``find_trained_substitute(store, selection)`` |
 """
 
 import logging
 
 from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
-from knnstore.lm.settings.calibration_record import find_trained_substitute
 from knnstore.lm.settings.precedence import (
     Overrides,
     derive_default,
@@ -33,7 +31,6 @@ _logger = logging.getLogger(__name__)
 
 default_settings = derive_default
 saved_for = find_saved_settings
-trained_for = find_trained_substitute
 
 
 def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:

@@ -3,9 +3,8 @@
 The order of precedence, for each field of the settings:
 
 1. What the caller asks for: fields of `KNNSettings` that are set, or values of `Overrides`. A λ (or mixer)
-   that is asked for is the only weight in force: cache, n-grams, gate, substitute and components of other
-   packages do not count unless they are asked for too. A cache or n-grams weight that is asked for
-   goes without a gate.
+   that is asked for is the only weight in force: cache, n-grams, gate and components of other packages do not
+   count unless they are asked for too. A cache or n-grams weight that is asked for goes without a gate.
 2. The settings saved for exactly the domains selected.
 3. The settings saved for the whole store. With ``only_selected`` they do not count: other documents shaped
    them.
@@ -14,7 +13,7 @@ The order of precedence, for each field of the settings:
 
 Then two rules leave components out:
 
-5. A saved substitute is left out if it was trained on documents outside the selection, or on documents that
+5. A saved component is left out if it was trained on documents outside the selection, or on documents that
    are gone. If nothing else is saved, the derived default takes its place.
 6. `Purpose.GENERATION` leaves out the components that count in scoring only. A component counts in
    generation after all if the caller asks for one of its values.
@@ -23,7 +22,7 @@ Settings whose network is missing, damaged or fitted for other keys raise an err
 asked for: then no network is needed, and the derived default takes the place of the saved settings.
 
 This module also has `Resolver` (a cache of resolved settings), `find_saved_settings` (the record that steps
-2 and 3 use), `save_default_settings` and `is_substitute_outdated`.
+2 and 3 use), `save_default_settings` and `find_outdated_components`.
 """
 
 import logging
@@ -37,12 +36,11 @@ from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
-from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings.query import KNNSettings, find_traces
 from knnstore.lm.settings.saved import (
     is_mixer_removed,
     save_settings,
     settings_from_dict,
-    substitute_of,
     weights_for,
 )
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
@@ -64,7 +62,7 @@ _TEMPERATURE_SHARE = 0.1
 _SAMPLE_RECORDS = 8192
 
 _KEY_FIELDS = {"mixer", "k", "temperature"}
-_ASKED_BY = {"cache": {"cache"}, "n-grams": {"ngrams"}, "keys": _KEY_FIELDS, "substitute": {"substitute"}}
+_ASKED_BY = {"cache": {"cache"}, "n-grams": {"ngrams"}, "keys": _KEY_FIELDS}
 """Step 6, for `KNNSettings`: the fields that make a component count in generation if one of them is set."""
 
 _CACHED_SETTINGS = 64
@@ -211,11 +209,22 @@ def save_default_settings(store: KNNStore) -> bool:
     return True
 
 
-def is_substitute_outdated(store: Reader, selection: Selection = EVERYTHING) -> bool:
-    """Check whether step 5 leaves a saved substitute out because documents it was trained on are gone."""
+def find_outdated_components(store: Reader, selection: Selection = EVERYTHING) -> tuple[str, ...]:
+    """Return the names of saved components that step 5 leaves out because their documents are gone."""
     saved = find_saved_settings(store, selection)
-    values = saved.query.get("substitute") if saved else None
-    return values is not None and substitute_of(values).is_outdated(store)
+    components = saved.trained_components() if saved else {}
+    return tuple(name for name, values in components.items() if is_outdated(store, values))
+
+
+def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
+    """Check whether a document that a component was trained on was removed or replaced since.
+
+    Args:
+        store: the store.
+        component: settings of the component; False if they name no documents.
+    """
+    lineage = find_traces(component)
+    return lineage is not None and store.gone(lineage) > 0
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
@@ -252,7 +261,7 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
     if values or asked.probes:
         values["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
     if asked.lam is not None:
-        values |= dict.fromkeys(("substitute", "cache", "ngrams", "gate")) | {"others": {}}
+        values |= dict.fromkeys(("cache", "ngrams", "gate")) | {"others": {}}
     if asked.probes is not None or asked.k is not None:
         values["probes"] = asked.probes or None
     return replace(settings, **values)
@@ -277,10 +286,15 @@ def _load_stored(
     # Step 4: the default.
     if settings is None:
         return replace(derive(), selection=selection)
-    # Step 5: no substitute that knows other documents, or documents that are gone.
-    substitute = settings.substitute
-    if substitute and (not substitute.traces.are_within(selection) or substitute.is_outdated(store)):
-        settings = replace(settings, substitute=None)
+    # Step 5: no component that knows other documents, or documents that are gone.
+    lineages = {name: find_traces(values) for name, values in settings.others.items()}
+    left_out = [
+        name
+        for name, lineage in lineages.items()
+        if lineage is not None and not (lineage.are_within(selection) and store.gone(lineage) == 0)
+    ]
+    if left_out:
+        settings = settings.without(*left_out)
         if settings.is_model_alone:
             settings = derive()
     return replace(settings, selection=selection)

@@ -9,14 +9,12 @@ from typing import Any
 from knnstore.errors import ConfigError
 from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, other_components
 from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, JointGate, Mixer
-from knnstore.lm.settings.parts import Substitute
-from knnstore.store import EVERYTHING, Selection
+from knnstore.store import EVERYTHING, Lineage, Selection
 
 _COMPONENTS: dict[str, dict[str, Any]] = {
     "cache": {"cache": None},
     "n-grams": {"ngrams": None},
     "keys": {"mixer": FixedLambda(0.0)},
-    "substitute": {"substitute": None},
 }
 """The built-in components, and the settings with which each is not in use."""
 
@@ -32,10 +30,10 @@ class _Unset(Enum):
 _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
     "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
-    "substitute": None, "probes": None, "scoring_only": (), "others": {},
+    "probes": None, "scoring_only": (), "others": {},
 }  # fmt: skip
 """What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
-_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "substitute", "scoring_only", "others"})
+_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "scoring_only", "others"})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,10 +41,10 @@ class KNNSettings:
     """How a language model uses a store.
 
     Fields that are not given are `unset`: `resolve` fills them with what the store has for the selection. A
-    mixer or λ that is given is the only one in force: cache, n-grams, gate and substitute are none
-    unless they are given too. A cache or n-grams that are given go without a gate. A
-    `k` that is given searches for the k nearest, in a store that has cells too. `dataclasses.replace`
-    leaves unset what is.
+    mixer or λ that is given is the only one in force: cache, n-grams, gate and components of other packages
+    are none unless they are given too. A cache or n-grams that are given go without a gate. A `k` that is
+    given searches for the k nearest, in a store that has cells too. `dataclasses.replace` leaves unset what
+    is.
 
     Raises:
         ConfigError: a value is out of range.
@@ -72,9 +70,6 @@ class KNNSettings:
 
     gate: JointGate | None = _UNSET
     """Chooses the weights of all components for each token, in place of their own; None is each its own."""
-
-    substitute: Substitute | None = _UNSET
-    """A trained substitute, mixed with the model before the store is; alone with ``lam=0``."""
 
     probes: int | None = _UNSET
     """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
@@ -111,12 +106,14 @@ class KNNSettings:
                 f"temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
                 f"got {self.temperature}"
             )
-        if self.substitute is not None and not self.substitute.traces.are_within(self.selection):
-            raise ConfigError(
-                "the selection leaves out documents that the substitute was trained on: train one on the "
-                "domains selected, or use none"
-            )
         object.__setattr__(self, "others", check_others(self.others))
+        for name in self.trained_components:
+            lineage = find_traces(self.others[name])
+            if lineage is not None and not lineage.are_within(self.selection):
+                raise ConfigError(
+                    f"the selection leaves out documents that the component {name!r} was trained on: "
+                    "train it on the domains selected, or leave it out"
+                )
         object.__setattr__(self, "scoring_only", tuple(self.scoring_only))
         for name in self.scoring_only:
             if name not in _COMPONENTS and name not in other_components():
@@ -195,14 +192,18 @@ class KNNSettings:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of what is mixed with the model: "cache", "n-grams", "keys", "substitute", then others."""
+        """Names of what is mixed with the model: "cache", "n-grams", "keys", then others."""
         in_use = {
             "cache": self.cache is not None,
             "n-grams": self.ngrams is not None,
             "keys": self.retrieves,
-            "substitute": self.substitute is not None,
         }
         return (*(name for name, is_used in in_use.items() if is_used), *self.others)
+
+    @property
+    def trained_components(self) -> tuple[str, ...]:
+        """Names of the components in use that were trained on stored documents; see `find_traces`."""
+        return tuple(name for name, values in self.others.items() if find_traces(values) is not None)
 
     @property
     def for_writing(self) -> "KNNSettings":
@@ -224,3 +225,18 @@ class KNNSettings:
         }
         others = {name: values for name, values in self.others.items() if name not in components}
         return replace(self, **given, others=others, scoring_only=left)
+
+
+def find_traces(settings: Mapping[str, Any]) -> Lineage | None:
+    """Return the documents that the weights of a component were trained on; None if its settings name none.
+
+    Raises:
+        ConfigError: ``traces`` in the settings is not a `Lineage`.
+    """
+    traces = settings.get("traces")
+    if traces is None:
+        return None
+    try:
+        return Lineage.from_dict(traces)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"not the documents that a component was trained on: {error}") from error

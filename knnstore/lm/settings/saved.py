@@ -11,7 +11,6 @@ from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import JointGate, is_registered, load_mixer, other_mixers
-from knnstore.lm.settings.parts import Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
     KNNStore,
@@ -62,7 +61,8 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
     """Make settings from what `settings_to_dict` returned; what is absent is unset.
 
     ``lambda`` is short for a fixed mixer. Settings that only earlier versions had are ignored; the first time
-    in a process that one of these has a value, a warning is logged.
+    in a process that one of these has a value, a warning is logged. A trained component that an earlier
+    version had built in is now one of `KNNSettings.others`.
 
     Args:
         values: the settings as values.
@@ -77,13 +77,13 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         "cache": lambda part: part and _made(CacheSettings, part),
         "ngrams": lambda part: part and _made(NGramSettings, part),
         "gate": lambda part: part and _made(JointGate, _loaded(part, load)),
-        "substitute": lambda part: part and substitute_of(part),
     }
     removed = tuple(name for name in _REMOVED if values.get(name) is not None)
     if removed:
         _warn_of_removed(removed)
     values = {name: value for name, value in values.items() if name not in _REMOVED}
     known = [*(field.name for field in fields(KNNSettings) if field.name != "unset"), "lambda"]
+    values = _move_former_components(values, known)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
@@ -165,16 +165,35 @@ def is_mixer_removed(query: Mapping[str, Any]) -> bool:
     return is_removed
 
 
-def substitute_of(values: Mapping[str, Any]) -> Substitute:
-    """Make a substitute from its values.
+def _move_former_components(values: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Move the trained components of an earlier version, each under a name of its own, to ``others``.
 
-    Raises:
-        ConfigError: something is missing or unknown.
+    Names with null, which had no effect, are left out. The first time in a process that a component is moved,
+    a warning is logged.
     """
-    try:
-        return Substitute(**{**values, "traces": Lineage.from_dict(values["traces"])})
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"not the settings of a substitute: {error}") from error
+    former = {name: value for name, value in values.items() if name not in known}
+    moved = {
+        name: value for name, value in former.items() if isinstance(value, Mapping) and "traces" in value
+    }
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name in known or (value is not None and name not in moved)
+    }
+    if moved:
+        kept["others"] = {**moved, **(kept.get("others") or {})}
+        _warn_of_former_components(tuple(moved))
+    return kept
+
+
+@cache
+def _warn_of_former_components(names: tuple[str, ...]) -> None:
+    """Warn once in a process that components of an earlier version are mixed in another order."""
+    _logger.warning(
+        "the saved settings are of an earlier version, which mixed %s with the model before the store; now "
+        "the weight counts over the whole mixture: run knnstore calibrate again",
+        ", ".join(names),
+    )
 
 
 @cache

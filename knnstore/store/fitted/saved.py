@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_CALIBRATION, _DERIVED, _TRAINED = "calibration", "derived", "trained_substitute"
+_CALIBRATION, _DERIVED = "calibration", "derived"
+_TRAINED = "trained_"
+"""Begins the name of a record in `SavedSettings.trained`, before the name of the component."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class SavedSettings:
     derived: Mapping[str, Any] | None = None
     """The `Lineage` from whose keys the values were computed, where nobody chose or fitted them."""
 
-    trained_substitute: Mapping[str, Any] | None = None
-    """The substitute that was trained on these domains: a `TrainedSubstitute`. In use it is only as a part of
+    trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """A record of each component of another package that was trained on these domains, by the component's
+    name. Under the same name the record has the component's settings. They are in use only as a part of
     `query`."""
 
     @classmethod
@@ -40,16 +43,16 @@ class SavedSettings:
         """Read what `payload` returned."""
         with settings_are_sound():
             query = {**payload}
-            return cls(query, *(query.pop(name, None) for name in (_CALIBRATION, _DERIVED, _TRAINED)))
+            calibration, derived = (query.pop(name, None) for name in (_CALIBRATION, _DERIVED))
+            names = [name for name in query if name.startswith(_TRAINED)]
+            trained = {name.removeprefix(_TRAINED): query.pop(name) for name in names}
+            return cls(query, calibration, derived, {name: one for name, one in trained.items() if one})
 
     def payload(self) -> dict[str, Any]:
         """The one JSON object."""
-        parts = {
-            _CALIBRATION: self.calibration,
-            _DERIVED: self.derived,
-            _TRAINED: self.trained_substitute,
-        }
-        return {**self.query, **{name: part for name, part in parts.items() if part is not None}}
+        parts = {_CALIBRATION: self.calibration, _DERIVED: self.derived}
+        trained = {f"{_TRAINED}{name}": record for name, record in self.trained.items()}
+        return {**self.query, **{name: part for name, part in parts.items() if part is not None}, **trained}
 
     @property
     def fitted_on(self) -> frozenset[str]:
@@ -71,17 +74,34 @@ class SavedSettings:
             derived = self.derived and Lineage.from_dict(self.derived)
             if self.fitted_on.isdisjoint(removed) and not (derived and derived.gone(snapshot)):
                 return self
-        return type(self)(trained_substitute=self.trained_substitute)
+        return type(self)(trained=self.trained)
 
     def files(self) -> dict[str, Lineage | None]:
         """The files of weights that are needed, each with the documents whose traces it holds, if any."""
         with settings_are_sound():
-            trained = self.trained_substitute or {}
-            parts = [self.query.get(name) for name in ("mixer", "gate", "substitute")]
+            parts = [
+                *(self.query.get(name) for name in ("mixer", "gate")),
+                *self.trained_components().values(),
+                *(self.query.get("others") or {}).values(),
+                *(record.get(name) for name, record in self.trained.items()),
+            ]
             return {
                 part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
-                for part in (*parts, trained.get("substitute"))
-                if part and "weights" in part
+                for part in parts
+                if isinstance(part, Mapping) and "weights" in part
+            }
+
+    def trained_components(self) -> dict[str, Mapping[str, Any]]:
+        """Return the settings of each component in `query` that was trained on documents, by its name.
+
+        Earlier versions saved such a component as a setting of its own, and not in ``others``.
+        """
+        with settings_are_sound():
+            components = {**self.query, **(self.query.get("others") or {})}
+            return {
+                name: part
+                for name, part in components.items()
+                if isinstance(part, Mapping) and part.get("traces") is not None
             }
 
 

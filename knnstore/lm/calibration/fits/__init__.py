@@ -5,11 +5,9 @@ from knnstore.lm.calibration.fits.gate import fit_gate
 from knnstore.lm.calibration.fits.joint import fit_joint, fit_together
 from knnstore.lm.calibration.fits.mixers import best_fixed, fit_bins, fit_fixed
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
-from knnstore.lm.calibration.fits.substitute import fit_alone, fit_beside, score_substitute
 
 __all__ = [
-    "MOST_DOMAINS", "DomainEvidence", "best_fixed", "fit_alone", "fit_beside", "fit_bins",
+    "MOST_DOMAINS", "DomainEvidence", "best_fixed", "fit_bins",
     "fit_domains", "fit_fixed", "fit_gate", "fit_joint",
     "fit_together", "fit_with_ngrams",
-    "score_substitute",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 // What an answer of /v1/explain says, as it is shown: shares, parts and effects of documents.
 
 // Where the store's share is asked for: all that neither model nor cache gives.
-const OF_STORE = ["substitute", "keys", "n-grams"];
+const OF_STORE = ["keys", "n-grams"];
 
 export function shareOf(token, name) {
   const wanted = name === "store" ? OF_STORE : [name];

@@ -1,0 +1,738 @@
+"""The trainable substitute of a store: what part of its gain needs no retrieval (Xu et al. 2023).
+
+    p_sub(y|x) ∝ Σ_{rows w of y} exp(w · f(x))        p'(y) = λ p_sub(y) + (1 - λ) p(y)
+
+f(x) is the query with which a store would be searched. Every token of the vocabulary that the documents hold
+has n rows, trained on the keys and tokens of these documents while the language model stays as it is
+(https://arxiv.org/abs/2301.02828). p is the model alone, or its mixture with the components that settings
+have in use beside the substitute.
+
+The module has the rows (`SubstituteHead`), the component that mixes them in (`Substitute`), their training
+(`train_substitute`), and what the experiments need: `add_substitute`, `fit_alone`, `fit_beside` and
+`evaluate_substitute`.
+"""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain, islice
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from knnstore.datastore import tokens_of
+from knnstore.documents import OnBad
+from knnstore.errors import (
+    ConfigError,
+    FingerprintMismatchError,
+    InputError,
+    OutdatedWeightsError,
+    ReadOnlyError,
+)
+from knnstore.lm.calibration import GridEvidence, ScoredText
+from knnstore.lm.components import DistributionFitting, Form, OneWeightComponent, Places, Question
+from knnstore.lm.keys import in_full_precision
+from knnstore.lm.mixing import Contribution, FixedLambda
+from knnstore.lm.reading import Encoder, TextReader, usable_documents
+from knnstore.lm.scoring import HeldOut, evaluate
+from knnstore.lm.settings import (
+    KNNModel,
+    KNNSettings,
+    find_traces,
+    find_trained_settings,
+    is_outdated,
+    resolve,
+)
+from knnstore.progress import Progress
+from knnstore.store import Identity, KNNStore, Reader, SavedSettings, Selection
+from knnstore_research.one_weight import fit_one_weight, mix_log_probs
+
+EPOCHS = 4
+LEARNING_RATE = 5e-3
+HELD_OUT_SHARE = 0.05
+HELD_OUT_TOKENS = 20_000
+"""Most tokens that are held out, in whole documents, to stop the training and to fit λ."""
+
+_BATCH = 256
+_SPREAD = 0.02
+"""Standard deviation of the differences between the first rows of one token."""
+_CHUNK_VALUES = 1 << 24
+"""Number of probabilities that are in memory at once: 64 MiB of float32."""
+_BLOCK_VALUES = 1 << 26
+"""Number of key values that are in memory at once and shuffled together: 128 MiB of float16."""
+_CACHED_HEADS = 2
+"""Heads of one store that stay in memory."""
+_ROUNDS = 2
+"""Rounds of fitting the store's settings and the substitute's λ in turn."""
+_MADE_FOR = ("model_fingerprint", "key", "projection", "dim", "vocab_size")
+"""Fields of a store's identity that the rows are trained for."""
+
+# -- the rows
+
+
+class SubstituteHead:
+    """The rows of a substitute in memory.
+
+    Args:
+        rows: n rows of each of s tokens, float32, shape (n, s, d).
+        tokens: the s tokens, each once, int64, shape (s,).
+        vocab_size: number of tokens of the vocabulary, v; tokens without rows have p_sub = 0.
+    """
+
+    def __init__(self, rows: Tensor, tokens: Tensor, vocab_size: int) -> None:
+        self.rows = rows
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+        self._columns = torch.full((vocab_size,), -1, device=tokens.device)
+        self._columns[tokens] = torch.arange(len(tokens), device=tokens.device)
+
+    def find_columns(self, tokens: Tensor) -> Tensor:
+        """Return the index of each token in the head's `tokens`, int64, the same shape; -1 without rows."""
+        return self._columns[tokens.to(self._columns.device)]
+
+    def token_log_probs(self, keys: Tensor) -> Tensor:
+        """Compute log p_sub of the tokens that have rows.
+
+        Args:
+            keys: the queries, float32, shape (m, d), on any device.
+
+        Returns:
+            float32, shape (m, s), on the device of the rows.
+        """
+        keys = keys.to(self.rows.device)
+        log_probs = torch.empty((len(keys), len(self.tokens)), device=keys.device)
+        for at in self._chunks(len(keys)):
+            log_probs[at] = score_tokens(keys[at], self.rows).log_softmax(1)
+        return log_probs
+
+    def log_probs(self, keys: Tensor) -> Tensor:
+        """Compute log p_sub of the whole vocabulary for queries, float32, shape (m, d).
+
+        Returns:
+            float32, shape (m, v), -inf where p_sub is 0; on the device of the rows.
+        """
+        log_probs = torch.full((len(keys), self.vocab_size), -torch.inf, device=self.rows.device)
+        log_probs[:, self.tokens] = self.token_log_probs(keys)
+        return log_probs
+
+    def gold_log_probs(self, keys: Tensor, gold: Tensor) -> Tensor:
+        """Compute log p_sub of one token for each query.
+
+        Args:
+            keys: the queries, float32, shape (m, d), on any device.
+            gold: the tokens, int64, shape (m,).
+
+        Returns:
+            float32, shape (m,), -inf where p_sub is 0; on the device of the queries.
+        """
+        return self.gold_and_largest(keys, gold)[0]
+
+    def gold_and_largest(self, keys: Tensor, gold: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute log p_sub of one token and of the likeliest token; see `gold_log_probs`."""
+        columns = self.find_columns(gold)
+        found, largest = torch.empty(len(keys)), torch.empty(len(keys))
+        for at in self._chunks(len(keys)):
+            scores = score_tokens(keys[at].to(self.rows.device), self.rows)
+            total = scores.logsumexp(1)
+            chosen = scores.gather(1, columns[at, None].clamp(min=0))[:, 0] - total
+            found[at] = torch.where(columns[at] >= 0, chosen, -torch.inf).cpu()
+            largest[at] = (scores.amax(1) - total).cpu()
+        return found.to(keys.device), largest.to(keys.device)
+
+    def save(self, store: KNNStore) -> str:
+        """Save the rows in a store, and return the name of their file."""
+        tensors = {"rows": self.rows.cpu().numpy(), "tokens": self.tokens.cpu().numpy()}
+        return store.save_weights(tensors, _select_made_for(store.identity))
+
+    def _chunks(self, count: int) -> Iterator[slice]:
+        """Yield slices of `count` queries whose probabilities fit into memory."""
+        step = max(1, _CHUNK_VALUES // max(1, len(self.tokens)))
+        return (slice(start, start + step) for start in range(0, count, step))
+
+
+def score_tokens(keys: Tensor, rows: Tensor) -> Tensor:
+    """Compute the logit of each token, shape (m, s), from keys, shape (m, d), and rows, shape (n, s, d)."""
+    return torch.stack([keys @ row.T for row in rows]).logsumexp(0) if len(rows) > 1 else keys @ rows[0].T
+
+
+def load_head(
+    store: Reader, settings: Mapping[str, Any], device: torch.device | str = "cpu"
+) -> SubstituteHead:
+    """Load the rows that settings of the substitute name.
+
+    Raises:
+        OutdatedWeightsError: a document that they were trained on was removed or replaced.
+        FingerprintMismatchError: they were trained for another model or other keys.
+        CorruptWeightsError: their file is missing or damaged.
+    """
+    _refuse_outdated(store, settings)
+    weights = store.load_weights(settings["weights"])
+    for name, needed in _select_made_for(store.identity).items():
+        if weights.metadata.get(name) != needed:
+            raise FingerprintMismatchError(
+                f"the substitute {settings['weights'][:12]} was trained for {name} "
+                f"{weights.metadata.get(name)!r}, the store has {needed!r}: train one for this store "
+                "(knnstore research substitute)"
+            )
+    rows, tokens = (torch.from_numpy(weights.tensors[name]).to(device) for name in ("rows", "tokens"))
+    return SubstituteHead(rows, tokens, store.identity.vocab_size)
+
+
+def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
+    """Raise OutdatedWeightsError if a document that a substitute was trained on is gone."""
+    if is_outdated(store, settings):
+        where = ", ".join(settings["traces"]["domains"]) or "the whole store"
+        raise OutdatedWeightsError(
+            f"the substitute of {where} was trained on documents that were removed or replaced since: train "
+            "it again (knnstore research substitute), or use settings without it"
+        )
+
+
+def _select_made_for(identity: Identity) -> dict[str, Any]:
+    """Return the fields of a store's identity that rows are trained for."""
+    return {name: getattr(identity, name) for name in _MADE_FOR}
+
+
+# -- the component
+
+
+class TargetProbability(NamedTuple):
+    """p_sub of the target token at n positions."""
+
+    probs: Tensor
+    """Probability of the target token, float32, shape (n,); NaN at padding."""
+    largest: Tensor
+    """Probability of the likeliest token, float32, shape (n,); NaN at padding."""
+
+    @property
+    def width(self) -> int:
+        """Values of each position: always 2."""
+        return 2
+
+    def rows(self, rows: slice | Tensor) -> "TargetProbability":
+        """Return the probabilities at some of the positions."""
+        return TargetProbability(self.probs[rows], self.largest[rows])
+
+    def to(self, device: torch.device) -> "TargetProbability":
+        """Return the same on a device."""
+        return TargetProbability(self.probs.to(device), self.largest.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence["TargetProbability"]) -> "TargetProbability":
+        """Put the probabilities at several groups of positions one after another."""
+        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+class Substitute(OneWeightComponent):
+    """The component ``substitute``: trained rows that predict from the query.
+
+    Its settings are λ (``lam``), the file of the rows in the store's home (``weights``), and the documents
+    that they were trained on (``traces``, a `Lineage` as a dict); `train_substitute` returns them.
+    """
+
+    name = "substitute"
+
+    def __init__(self) -> None:
+        self._heads: WeakKeyDictionary[Reader, OrderedDict[tuple[str, str], SubstituteHead]]
+        self._heads = WeakKeyDictionary()
+
+    def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:
+        """Return the settings of the substitute that was trained on exactly the selected domains.
+
+        None if there is none, or a document of its training is gone.
+        """
+        settings = find_trained_settings(reader, selection, self.name)
+        return None if settings is None or is_outdated(reader, settings) else settings
+
+    def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings if they are valid; λ is between 0 and 1.
+
+        Raises:
+            ConfigError: a name is unknown or missing, or a value is out of range.
+        """
+        apart = {name: settings.get(name) for name in ("weights", "traces")}
+        rest = {name: value for name, value in settings.items() if name not in apart}
+        lineage = find_traces(apart)
+        if not isinstance(apart["weights"], str) or lineage is None:
+            raise ConfigError(
+                "the settings of the component 'substitute' name its weights and the documents that these "
+                "were trained on (traces): take them from what knnstore research substitute trained"
+            )
+        return {**super().check_settings(rest), "weights": apart["weights"], "traces": asdict(lineage)}
+
+    def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places | TargetProbability:
+        """Predict from the queries; see `TextComponent.look_up`.
+
+        Raises:
+            OutdatedWeightsError, FingerprintMismatchError, CorruptWeightsError: as `load_head`.
+        """
+        assert question.keys is not None
+        keys, contexts = question.keys.float(), question.contexts
+        head = self._load(question.reader, question.settings, keys.device)
+        is_text = torch.from_numpy(contexts.owners >= 0).to(keys.device)
+        if form is Form.DISTRIBUTION:
+            probs = head.token_log_probs(keys).exp()
+            return Places(probs * is_text[:, None], head.tokens.expand(len(keys), -1))
+        rows = np.flatnonzero(contexts.owners >= 0)
+        found = TargetProbability(
+            *(torch.full((len(keys),), torch.nan, device=keys.device) for _ in range(2))
+        )
+        targets = torch.from_numpy(contexts.targets(rows)).to(keys.device)
+        for column, log_probs in zip(found, head.gold_and_largest(keys[is_text], targets), strict=True):
+            column[is_text] = log_probs.exp()
+        return found
+
+    def weigh(self, found: Places | TargetProbability, settings: Mapping[str, Any]) -> Contribution:
+        """Weigh predictions by the λ of the settings."""
+        if isinstance(found, Places):
+            lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
+            return Contribution(found.weights, lam, found.tokens, name=self.name)
+        probs = found.probs
+        weights = torch.stack([probs, 1 - probs], 1).where(probs.isfinite()[:, None], 0.0)
+        hits = torch.tensor([[True, False]], device=probs.device).expand(len(probs), -1)
+        return Contribution(
+            weights, torch.full_like(probs, float(settings["lam"])), hits=hits, name=self.name
+        )
+
+    def features(self, found: Places | TargetProbability, unit: float) -> Tensor:
+        """Return the probability of the likeliest token, float32, shape (n, 1)."""
+        return found.weights.amax(1, keepdim=True) if isinstance(found, Places) else found.largest[:, None]
+
+    def _load(self, store: Reader, settings: Mapping[str, Any], device: torch.device) -> SubstituteHead:
+        """Return the rows that settings name, cached; see `load_head` for the errors."""
+        _refuse_outdated(store, settings)
+        heads = self._heads.setdefault(store, OrderedDict())
+        key = settings["weights"], str(device)
+        if key not in heads:
+            heads[key] = load_head(store, settings, device)
+            if len(heads) > _CACHED_HEADS:
+                heads.popitem(last=False)
+        return heads[key]
+
+
+# -- training
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSubstitute:
+    """A substitute and how it was trained."""
+
+    substitute: Mapping[str, Any]
+    """Settings of the component, for ``KNNSettings(others={"substitute": ...})``."""
+    rows: int
+    """Rows of each token."""
+    tokens: int
+    """Number of tokens of the vocabulary that have rows: all that the documents hold."""
+    records: int
+    """Records that it was trained on."""
+    epochs: int
+    """Epochs until the loss of the held-out documents was lowest; 0 if the first rows were best."""
+    held_out_tokens: int
+    """Tokens in the documents of the store that were held out."""
+    held_out_base_ppl: float
+    """Perplexity of the model alone on the held-out documents."""
+    held_out_ppl: float
+    """Perplexity of model and substitute together."""
+    date: str
+    """ISO 8601, UTC."""
+    seconds: float
+
+
+@in_full_precision
+def train_substitute(
+    lm: KNNModel,
+    *,
+    domains: Iterable[str] | None = None,
+    rows: int = 1,
+    epochs: int = EPOCHS,
+    learning_rate: float = LEARNING_RATE,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> TrainedSubstitute:
+    """Train a substitute of the store, which needs no retrieval, and save it for these domains.
+
+    The loss is the full softmax over the tokens that the documents hold, minimized by Adam with a falling
+    learning rate on the model's device. The keys are read from the store, so the model runs only over the
+    documents that are held out; on these training stops early, and λ is fitted. `calibrate` tries the saved
+    substitute from then on. If settings saved for these domains use a substitute, the new one takes its
+    place.
+
+    Args:
+        lm: the model, its store opened for writing, so that no document is removed meanwhile.
+        domains: the domains to train on; default the whole store.
+        rows: rows of each token, >= 1.
+        epochs: most epochs, >= 1.
+        learning_rate: learning rate of the first step; it falls linearly to 0.
+        seed: seed of the order of records, of the choice of held-out documents and of random first rows.
+        progress: is told of each batch.
+
+    Raises:
+        ReadOnlyError: the store was opened for reading.
+        ConfigError: a value is out of range, or the store keeps no keys.
+        InputError: there are fewer than two documents.
+        DomainNotFoundError: a domain does not exist.
+    """
+    # 1) Check what is asked for.
+    store, reader = lm.store, lm.reader
+    if store.mode != "a":
+        raise ReadOnlyError('a substitute is saved in the store: open it for writing, mode "a"')
+    if store.is_keyless:
+        raise ConfigError("a substitute is trained on keys, and this store keeps none")
+    if rows < 1 or epochs < 1 or not 0 < learning_rate < math.inf:
+        raise ConfigError("rows and epochs must be at least 1 and the learning rate above 0")
+    started, shown = time.perf_counter(), progress or Progress()
+    # 2) Hold out documents, and score them with the model.
+    names = tuple(sorted(set(domains or ())))
+    generator = torch.Generator().manual_seed(seed)
+    selection = Selection(domains=names or None)
+    held_out = choose_held_out(store, selection, generator)
+    lineage, device = store.lineage(names), reader.encoder.model.device
+    judge = _Judge(reader, [store.text(number) for number in held_out])
+    # 3) Count the tokens of the other documents, and train rows for them.
+    shown.start("training", unit="rec")
+    blocks = RecordBlocks(store, selection, held_out)
+    counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
+    for block in blocks:
+        counts += torch.bincount(block.tokens, minlength=len(counts))
+    seen, records = counts.nonzero()[:, 0], int(counts.sum())
+    shown.expect(records * epochs)
+    beginning = make_first_rows(reader.encoder, store.identity.dim, seen, rows, generator)
+    first = SubstituteHead(beginning.to(device), seen.to(device), len(counts))
+    best, best_epoch = fit_rows(
+        first, blocks, judge.loss,
+        records=records, epochs=epochs, learning_rate=learning_rate, generator=generator, progress=shown,
+    )  # fmt: skip
+    shown.finish()
+    # 4) Fit λ, and save everything.
+    lam, ppl = judge.fit_lambda(best)
+    trained = TrainedSubstitute(
+        substitute={"lam": lam, "weights": best.save(store), "traces": asdict(lineage)},
+        rows=rows,
+        tokens=len(seen),
+        records=records,
+        epochs=best_epoch,
+        held_out_tokens=len(judge.gold),
+        held_out_base_ppl=float(judge.lm.double().mean().neg().exp()),
+        held_out_ppl=ppl,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - started,
+    )
+    _save_trained(store, names, trained)
+    return trained
+
+
+def _save_trained(store: KNNStore, domains: tuple[str, ...], trained: TrainedSubstitute) -> None:
+    """Save a substitute for some domains; one that their settings use keeps its λ and gets the new rows."""
+    name = Substitute.name
+    saved = store.settings(domains) or SavedSettings()
+    query, in_use = dict(saved.query), saved.trained_components().get(name)
+    if in_use is not None:
+        query.pop(name, None)  # where earlier versions saved it
+        query["others"] = {**(query.get("others") or {}), name: {**trained.substitute, "lam": in_use["lam"]}}
+    records = {**saved.trained, name: asdict(trained)}
+    store.save_settings(replace(saved, query=query, trained=records), domains)
+
+
+def fit_rows(
+    head: SubstituteHead,
+    blocks: Iterable["Records"],
+    judge: Callable[[SubstituteHead], float],
+    *,
+    records: int,
+    epochs: int,
+    learning_rate: float,
+    generator: torch.Generator,
+    progress: Progress,
+) -> tuple[SubstituteHead, int]:
+    """Train rows until the loss on other records does not fall; see `train_substitute`.
+
+    Args:
+        head: the rows to begin with.
+        blocks: the records, read once an epoch; each block is shuffled.
+        judge: computes the loss of rows on other records.
+        records: number of records in all blocks.
+        epochs: most epochs.
+        learning_rate: learning rate of the first step.
+        generator: source of the order of records.
+        progress: is told of each batch.
+
+    Returns:
+        The best rows, and the number of epochs until them; 0 if training made nothing better.
+    """
+    rows = head.rows.clone().requires_grad_()
+    optimizer = torch.optim.Adam([rows], lr=learning_rate, betas=(0.9, 0.99))
+    steps = epochs * math.ceil(records / _BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+    best, best_epoch, best_loss = head, 0, judge(head)
+    for epoch in range(1, epochs + 1):
+        for block in blocks:
+            order = torch.randperm(len(block.tokens), generator=generator)
+            for batch in torch.split(order, _BATCH):
+                scores = score_tokens(block.keys[batch].to(rows.device).float(), rows)
+                loss = cross_entropy(scores, head.find_columns(block.tokens[batch]))
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+                progress.advance(len(batch))
+        trained = SubstituteHead(rows.detach().clone(), head.tokens, head.vocab_size)
+        held_out_loss = judge(trained)
+        if held_out_loss >= best_loss:
+            break
+        best, best_epoch, best_loss = trained, epoch, held_out_loss
+    return best, best_epoch
+
+
+class _Judge:
+    """Documents that are held out of training, after one pass of the model."""
+
+    def __init__(self, reader: TextReader, documents: list[NDArray[np.uint32]]) -> None:
+        keys, lm, gold = [], [], []
+        for batch in reader.batches(documents):
+            encoded = reader.encoder.encode(batch.input_ids, batch.at)
+            keys.append(encoded.keys.cpu())
+            lm.append(reader.encoder.gold_log_probs(encoded.states, batch.gold).cpu())
+            gold.append(torch.from_numpy(batch.gold))
+        self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
+
+    def loss(self, head: SubstituteHead) -> float:
+        """Compute the mean of -log p_sub over the held-out tokens that have rows."""
+        found = head.gold_log_probs(self.keys, self.gold)
+        return float(-found[found.isfinite()].double().mean())
+
+    def fit_lambda(self, head: SubstituteHead) -> tuple[float, float]:
+        """Return the likeliest λ, and the perplexity with it."""
+        found = head.gold_log_probs(self.keys, self.gold)
+        lam = fit_one_weight(self.lm, found)
+        mixed = mix_log_probs(self.lm, found, lam)
+        return lam, math.exp(-float(mixed.double().mean()))
+
+
+def make_first_rows(
+    encoder: Encoder, dim: int, tokens: Tensor, rows: int, generator: torch.Generator
+) -> Tensor:
+    """Make the rows that training begins with, float32, shape (rows, tokens, dim).
+
+    They are the rows of the model's output layer if these fit the keys, else small random ones.
+    """
+    spread = _SPREAD * torch.randn((rows, len(tokens), dim), generator=generator)
+    output = getattr(encoder.head, "weight", None)
+    if output is None or output.shape[1] != dim or encoder.joining.discounts or encoder.projection:
+        return spread
+    first: Tensor = output.detach().cpu().float()[tokens].expand_as(spread)
+    return first.clone() if rows == 1 else first + spread
+
+
+# -- the records that it is trained on
+
+
+class Records(NamedTuple):
+    """Keys and the tokens that they predict."""
+
+    keys: Tensor
+    """float16, shape (m, d)."""
+    tokens: Tensor
+    """int64, shape (m,)."""
+
+
+class RecordBlocks:
+    """The records of the selected documents in blocks of bounded size. A single block stays in memory.
+
+    Args:
+        store: the store.
+        selection: the documents.
+        without: numbers of documents that are left out.
+    """
+
+    def __init__(self, store: Reader, selection: Selection, without: Collection[int] = ()) -> None:
+        self._store = store
+        self._selection = selection
+        self._without = without
+        self._only: Records | None = None
+
+    def __iter__(self) -> Iterator[Records]:
+        if self._only is not None:
+            yield self._only
+            return
+        read = list(islice(blocks := self._read(), 2))
+        if len(read) == 1:
+            self._only = read[0]
+        yield from chain(read, blocks)
+
+    def _read(self) -> Iterator[Records]:
+        """Yield the blocks, read from the store."""
+        parts: list[Records] = []
+        room = 0
+        for ids, keys in self._store.records(self._selection, without=self._without):
+            if room < len(ids) and parts:
+                yield _join_records(parts)
+                parts = []
+            if not parts:
+                room = max(1, _BLOCK_VALUES // keys.shape[1])
+            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_of(ids))))
+            room -= len(ids)
+        if parts:
+            yield _join_records(parts)
+
+
+def _join_records(parts: list[Records]) -> Records:
+    """Concatenate records."""
+    return Records(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def choose_held_out(store: Reader, selection: Selection, generator: torch.Generator) -> list[int]:
+    """Choose the documents that are held out of training; returns their numbers, in random order.
+
+    They have at most `HELD_OUT_SHARE` of the tokens and at most `HELD_OUT_TOKENS`; if every document is
+    longer, it is the shortest one.
+
+    Raises:
+        InputError: there are fewer than two documents.
+    """
+    lengths = {number: tokens for number, tokens in store.lengths(selection).items() if tokens}
+    if len(lengths) < 2:
+        raise InputError(
+            f"{len(lengths)} documents are too few to train on: at least 2 are needed, since some are held "
+            "out"
+        )
+    left = min(HELD_OUT_TOKENS, int(HELD_OUT_SHARE * sum(lengths.values())))
+    numbers, held_out = list(lengths), []
+    for at in torch.randperm(len(numbers), generator=generator).tolist():
+        if lengths[numbers[at]] <= left:
+            left -= lengths[numbers[at]]
+            held_out.append(numbers[at])
+    return held_out or [min(lengths, key=lengths.__getitem__)]
+
+
+# -- measuring it
+
+
+def add_substitute(
+    scored: ScoredText, store: Reader, selection: Selection, device: torch.device | str
+) -> ScoredText:
+    """Add the predictions of the substitute trained for a selection to a text that was scored before.
+
+    `score_once` does this itself if the substitute was trained before. Returns the text unchanged if there is
+    no substitute that can be used.
+    """
+    component = Substitute()
+    settings = component.settings_to_fit(store, selection)
+    if settings is None or scored.reading is None:
+        return scored
+    keys, targets = scored.reading.keys, scored.reading.targets
+    gold, largest = load_head(store, settings, device).gold_and_largest(keys, targets)
+    found = {**scored.evidence.found, component.name: TargetProbability(gold.exp(), largest.exp())}
+    evidence = replace(scored.evidence, found=found)
+    return replace(scored, evidence=evidence, others={**scored.others, component.name: settings})
+
+
+def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
+    """Fit the λ of the substitute beside the model, without the store.
+
+    Args:
+        tokens: indices of the tokens to fit on, int64, shape (n,).
+        scored: the text, scored with a substitute.
+    """
+    every = torch.ones(len(tokens), dtype=torch.bool)
+    fitted = _make_fitting(scored, tokens).fit(scored.lm_log_probs[tokens], every)
+    return KNNSettings(1, 1.0, FixedLambda(0.0), others={Substitute.name: fitted})
+
+
+def fit_beside(
+    evidence: GridEvidence, scored: ScoredText, fit: Callable[[GridEvidence], KNNSettings]
+) -> KNNSettings:
+    """Fit the settings of the store by `fit`, and in turn the λ of the substitute on top of it.
+
+    Args:
+        evidence: of the tokens to fit on.
+        scored: the text, scored with a substitute.
+        fit: fits the store's settings.
+    """
+    tokens = evidence.tokens
+    fitting, every = _make_fitting(scored, tokens), torch.ones(len(tokens), dtype=torch.bool)
+    settings, fitted = KNNSettings(), {**fitting.settings, "lam": 0.0}
+    for _ in range(_ROUNDS):
+        # With the substitute on top the store's λ is between two mixtures that have as much of it.
+        lam = fitted["lam"]
+        part = lam * fitting.found.probs[:, None]
+        settings = fit(
+            replace(evidence, lm=(1 - lam) * evidence.lm + part, knn=(1 - lam) * evidence.knn + part)
+        )
+        fitted = fitting.fit(scored.log_probs(settings, tokens).log_probs, every)
+    return settings.with_part(Substitute.name, fitted)
+
+
+def _make_fitting(scored: ScoredText, tokens: Tensor) -> DistributionFitting:
+    """Return the fit of the substitute to some tokens, given by their indices, of a text scored with it."""
+    name = Substitute.name
+    found = scored.evidence.found[name].rows(tokens)
+    return DistributionFitting(Substitute(), found, scored.targets_for(tokens), scored.others[name])
+
+
+class SubstituteEvaluation(NamedTuple):
+    """Perplexities on held-out documents, each of the model with one component."""
+
+    tokens: int
+    """Tokens predicted."""
+    base_ppl: float
+    """Of the model alone."""
+    substitute_ppl: float
+    """Of the model with the substitute, without retrieval."""
+    store_ppl: float
+    """Of the model with the store's keys."""
+    share: float | None
+    """The substitute's gain divided by the store's, in log perplexity; None if the store gains nothing."""
+
+
+def evaluate_substitute(
+    lm: KNNModel,
+    documents: Iterable[object],
+    knn: KNNSettings | None = None,
+    *,
+    on_bad: OnBad | None = None,
+    progress: Progress | None = None,
+) -> SubstituteEvaluation:
+    """Measure how much of the store's gain the substitute recovers. The model reads the documents twice.
+
+    Args:
+        lm: the model.
+        documents: held-out text, as in `add`.
+        knn: settings of the store; default ``lm.knn``. Only the keys of them count. The substitute is the one
+            that was trained on exactly the domains of their selection.
+        on_bad: called for each document that cannot be used; it is then left out. None raises at the first.
+        progress: is told of each batch.
+
+    Raises:
+        ConfigError: no substitute was trained on exactly these domains, or the selection is by more.
+        InputError: a document is in the store, or there is no token to predict.
+        OutdatedWeightsError: a document that the substitute was trained on was removed or replaced.
+    """
+    store = lm.store
+    settings = resolve(store, knn or lm.knn)
+    selection = settings.selection
+    if Selection(domains=selection.domains) != selection:
+        raise ConfigError("a substitute is of whole domains: leave out --tag and --where")
+    trained = find_trained_settings(store, selection, Substitute.name)
+    if trained is None:
+        options = "".join(f" --domain {name}" for name in selection.domains or ())
+        raise ConfigError(
+            f"no substitute was trained on exactly this: run knnstore research substitute{options}"
+        )
+    _refuse_outdated(store, trained)
+    listed = list(usable_documents(lm.reader, documents, on_bad))
+    HeldOut.of(store, lm.reader, listed, selection).refuse_stored()
+    keys = replace(settings, cache=None, ngrams=None, others={})
+    alone = KNNSettings(k=1, lam=0.0, selection=selection, others={Substitute.name: trained})
+    by_store, by_substitute = (evaluate(lm, listed, one, progress=progress) for one in (keys, alone))
+    base, found = by_store.base_ppl, by_substitute.knn_ppl
+    gain = math.log(base / by_store.knn_ppl)
+    share = math.log(base / found) / gain if gain > 0 else None
+    return SubstituteEvaluation(by_store.tokens, base, found, by_store.knn_ppl, share)

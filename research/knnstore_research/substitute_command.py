@@ -1,0 +1,96 @@
+"""The commands ``substitute`` and ``eval-substitute``: train a substitute of the store, and measure it."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from knnstore.cli.query import ScoringQuery, SelectionOptions
+
+from knnstore.cli.inputs import Documents
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import JsonOption, seed_option
+from knnstore.cli.output import Bar, note, pairs, print_result
+
+
+def substitute(
+    *,
+    domains: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--domain",
+            metavar="NAME",
+            show_default="the whole store",
+            help="Train on this domain; repeat for several.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows for each token.")] = 1,
+    epochs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How often to go through all records, at most.")
+    ] = 4,
+    learning_rate: Annotated[
+        float, typer.Option(metavar="R", help="Learning rate of the first step; it falls linearly to 0.")
+    ] = 5e-3,
+    seed: Annotated[int, seed_option("Of all that is random.")] = 0,
+    runtime: StoreRuntime,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a substitute of the store, to see how much of its gain needs no retrieval.
+
+    The substitute has a few rows for each token of the vocabulary. They are trained to predict the stored
+    tokens from their keys; the model itself does not change. Some documents are held out, for early stopping
+    and to fit the weight of the substitute. `eval-substitute` measures how much of the store's gain it
+    recovers, and `knnstore calibrate` tries it alone and together with the store from then on. When a
+    document of its training is removed or replaced, the substitute is deleted too, because it holds traces of
+    the document.
+
+    Examples:
+      knnstore research substitute
+      knnstore research substitute --domain news --rows 3 --epochs 2 --json
+    """
+    with Bar() as bar, runtime.open_model("a", domains=domains) as lm:
+        from knnstore_research.substitute import train_substitute
+
+        trained = train_substitute(
+            lm,
+            domains=domains,
+            rows=rows,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            seed=seed,
+            progress=bar,
+        )
+    found = asdict(trained)
+    found["lambda"] = found.pop("substitute")["lam"]
+    print_result(found, pairs(found), as_json=as_json)
+    if trained.epochs == 0:
+        note("warning: training made nothing better than the model's own rows; try a lower --learning-rate")
+
+
+def eval_substitute(
+    *,
+    selected: SelectionOptions,
+    query: ScoringQuery,
+    documents: Documents,
+    runtime: StoreRuntime,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how much of the store's gain the substitute of the same domains recovers.
+
+    Prints the perplexity of the model alone, with the substitute and with the store's keys, and the share of
+    the store's gain that the substitute has, in log perplexity. The documents must not be in the store.
+
+    Examples:
+      knnstore research eval-substitute held-out.jsonl
+      knnstore research eval-substitute held-out.jsonl --domain news --json
+    """
+    documents.check()
+    with Bar() as bar, runtime.open_model("r", domains=selected.domains) as lm:
+        from knnstore_research.substitute import evaluate_substitute
+
+        settings = query.settings(lm.store, selected.selection())
+        found = evaluate_substitute(
+            lm, documents.read(bar), settings, on_bad=documents.skipping(bar), progress=bar
+        )
+    documents.report()
+    values = found._asdict()
+    print_result({**values, **documents.left_out}, pairs(values), as_json=as_json)
