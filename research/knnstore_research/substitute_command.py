@@ -4,12 +4,12 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from knnstore.cli.query import ScoringQuery, SelectionOptions
 
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import Bar, note, pairs, print_result
+from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 
 
 def substitute(
