@@ -407,9 +407,15 @@ def train_substitute(
     beginning = make_first_rows(reader.encoder, store.identity.dim, seen, rows, generator)
     first = SubstituteHead(beginning.to(device), seen.to(device), len(counts))
     best, best_epoch = fit_rows(
-        first, blocks, judge.loss,
-        records=records, epochs=epochs, learning_rate=learning_rate, generator=generator, progress=shown,
-    )  # fmt: skip
+        first,
+        blocks,
+        judge.loss,
+        records=records,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        generator=generator,
+        progress=shown,
+    )
     shown.finish()
     # 4) Fit λ, and save everything.
     lam, ppl = judge.fit_lambda(best)

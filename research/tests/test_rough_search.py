@@ -31,9 +31,14 @@ def test_the_neighbors_of_a_text_are_replaced_in_order_of_their_distances() -> N
     rows = torch.tensor([[7, 0, 3], [1, 2, -1], [2, 9, 5], [-1, -1, 3], [8, 4, 6]])
     nothing = torch.full((5, 1), torch.inf)
     scored = scored_text(
-        torch.zeros(5), torch.zeros(5), nothing, nothing < 0, torch.zeros(5, dtype=torch.int64),
-        keys=queries, targets=tokens[:5],
-    )  # fmt: skip
+        torch.zeros(5),
+        torch.zeros(5),
+        nothing,
+        nothing < 0,
+        torch.zeros(5, dtype=torch.int64),
+        keys=queries,
+        targets=tokens[:5],
+    )
     found = replace_neighbors(scored, rows, tokens, keys.numpy(), Metric.L2)
     expected = (queries[:, None] - keys[rows]).square().sum(2).where(rows >= 0, torch.inf)
     order = expected.argsort(1)

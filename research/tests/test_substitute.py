@@ -132,10 +132,15 @@ def test_training_finds_the_best_distribution_where_it_is_known() -> None:
         return float(-head.gold_log_probs(block.keys.float(), block.tokens).mean())
 
     best, epochs = fit_rows(
-        first, [block], loss,
-        records=4_000, epochs=12, learning_rate=0.1, generator=torch.Generator().manual_seed(0),
+        first,
+        [block],
+        loss,
+        records=4_000,
+        epochs=12,
+        learning_rate=0.1,
+        generator=torch.Generator().manual_seed(0),
         progress=Progress(),
-    )  # fmt: skip
+    )
     assert epochs > 1
     counts = np.zeros((contexts, vocabulary))
     np.add.at(counts, (at, tokens), 1)
@@ -150,9 +155,15 @@ def test_it_stops_where_held_out_records_find_no_gain() -> None:
     first = SubstituteHead(torch.zeros(1, 2, 1), torch.arange(2), 2)
     other = torch.ones(3, dtype=torch.int64)  # held out: always the token that never came
     best, epochs = fit_rows(
-        first, [block], lambda head: float(-head.gold_log_probs(torch.ones(3, 1), other).mean()),
-        records=300, epochs=3, learning_rate=0.1, generator=torch.Generator(), progress=Progress(),
-    )  # fmt: skip
+        first,
+        [block],
+        lambda head: float(-head.gold_log_probs(torch.ones(3, 1), other).mean()),
+        records=300,
+        epochs=3,
+        learning_rate=0.1,
+        generator=torch.Generator(),
+        progress=Progress(),
+    )
     assert (best, epochs) == (first, 0)
 
 

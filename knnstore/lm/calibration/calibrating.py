@@ -1,4 +1,4 @@
-"""Finding the settings for a user's own model, store and text, and keeping a record of how."""
+"""`calibrate`: fit settings to held-out text, and save the best with a record of the calibration."""
 
 import hashlib
 import logging
@@ -38,31 +38,33 @@ from knnstore.progress import Progress
 from knnstore.store import KNNStore, Lineage, Selection
 
 MAX_K = 4096
-"""Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
+"""Largest k of the search. p_kNN over more neighbors was hardly better, see docs/prediction.md."""
 PASS_K = 1024
-"""Neighbors that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
+"""Neighbors that are kept for each token, for mixers that use them. Of a larger k only p_kNN is kept."""
 PROBES = (4, 8, 16, 32, 64)
-"""Cells that are tried, in a store that has some: of the numbers the smallest that is enough is taken."""
+"""Numbers of probes that are tried in a store with cells; the smallest sufficient number is chosen."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What `calibrate` found."""
+    """The result of `calibrate`."""
 
     comparison: Comparison
     record: CalibrationRecord | None
-    """As it was saved; None when nothing was, because no candidate beats the model alone, or what is in force
-    beyond chance."""
+    """The saved record; None if nothing was saved, because no candidate beats the model alone, or the
+    settings in force, beyond chance."""
     scoring_seconds: float
     fitting_seconds: float
     settings: KNNSettings | None = None
-    """As they were saved, or as they stay in force; None when neither."""
+    """The settings that were saved, or that stay in force; None if neither."""
     kept: bool = False
-    """Whether settings that were chosen before stay in force, which no candidate beats beyond chance."""
+    """True if settings that were chosen before stay in force because no candidate beats them beyond
+    chance."""
     in_store: int = 0
-    """How many of the documents are anywhere in the store: once one is removed, the settings go."""
+    """Number of the documents that are in the store. When one of these is removed, the settings are
+    deleted."""
 
 
 def calibrate(
@@ -94,17 +96,17 @@ def calibrate(
     Args:
         lm: the model, its store opened for writing.
         documents: as in `add`: held-out text of the kind that is to be predicted.
-        domains: what to retrieve from, and what the settings are saved for; default the whole store.
-        stored_tokens: so many of stored documents, chosen at random, are predicted too, each by what is left
-            of the store without it; see `choose_stored`. Not for a model that was trained on them. Once one
-            of them is removed or replaced, the settings go.
+        domains: domains to retrieve from, for which the settings are saved; default is the whole store.
+        stored_tokens: number of tokens of stored documents, chosen at random, that are predicted too, each
+            without its own document in the store; see `choose_stored`. Not for a model that was trained on
+            them. When one of them is removed or replaced, the settings are deleted.
         max_k: neighbors to search for; smaller numbers are tried as well. A store that has cells visits
             `PROBES` of them in its place, and keeps the fewest with which the perplexity of keys, n-grams and
             cache together is at most 0.5 % above the lowest, since time goes with their number.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
             Once what is stored of it is removed or replaced, the settings go.
-        networks: whether a gate is fitted as one more candidate.
-        ngrams: whether n-grams of the stored text are candidates, and with a cache the text's own.
+        networks: True to fit a gate as one more candidate.
+        ngrams: True to try n-grams of the stored text, and with a cache the text's own n-grams.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; it is then left out. None raises at the first.
         progress: is told of each batch.
@@ -114,7 +116,7 @@ def calibrate(
         ConfigError: `max_k` or `stored_tokens` is out of range.
         InputError: a document is in the store or cannot be used, or there is too little text.
     """
-    # 1) Check what is asked for.
+    # 1) Check the arguments.
     store, reader = lm.store, lm.reader
     if store.mode != "a":
         raise ReadOnlyError('calibrated settings are saved in the store: open it for writing, mode "a"')
@@ -140,10 +142,16 @@ def calibrate(
     needed = current and current.ngrams  # to judge them, also where no others are tried
     counted = needed or (NGramSettings() if ngrams else None)
     scored = score_once(
-        store, reader, listed,
-        k=min(max_k, records, PASS_K), selection=selection, probes=probes,
-        ngrams=counted, left_out=reached, progress=progress,
-    )  # fmt: skip
+        store,
+        reader,
+        listed,
+        k=min(max_k, records, PASS_K),
+        selection=selection,
+        probes=probes,
+        ngrams=counted,
+        left_out=reached,
+        progress=progress,
+    )
     wide: list[WideEvidence] = []
     apart = None
     if len(scored.found):
@@ -208,7 +216,11 @@ def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None
 
 
 def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
-    """Settings that were compared again and stay are not stale; returns whether these were calibrated."""
+    """Update the record of settings that were compared again and stay, so that they are not stale.
+
+    Returns:
+        False if the settings were not calibrated; then nothing is changed.
+    """
     domains = selection.domains or ()
     saved, record = store.settings(domains), CalibrationRecord.of(store, selection)
     if saved is None or saved.calibration is None or record is None:
@@ -225,10 +237,10 @@ def _measure_writing(
     reached: Mapping[str, Collection[str]],
     progress: Progress | None,
 ) -> tuple[str, ...]:
-    """Find what counts in scoring only of calibrated settings, and save it beside them.
+    """Find the components of calibrated settings that count in scoring only, and save their names.
 
-    Documents that can be retrieved from are continued where there are no others: those that leave out the
-    same ones as the first of them. `reached` is `HeldOut.stored`.
+    Documents that are not stored are continued. If all are stored, those are continued that leave out the
+    same stored documents as the first. `reached` is `HeldOut.stored`.
     """
     groups = grouped(documents, reached)
     members, left = next((one for one in groups if not one[1]), groups[0])
@@ -244,6 +256,6 @@ def _measure_writing(
 
 
 def _use_saved(lm: WritingModel, domains: Sequence[str]) -> None:
-    """Let the model use what is saved, if it selects these domains."""
+    """Set the model's settings to the saved ones if it selects these domains."""
     if set(domains) == set(lm.knn.selection.domains or ()):
         lm.knn = resolve(lm.store, KNNSettings(selection=lm.knn.selection))

@@ -39,7 +39,7 @@ from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
 WORTH_PROBES = 1.005
-"""Every cell costs time: the fewest are taken with which perplexity is at most so many times the lowest."""
+"""Each cell costs time, so the fewest are chosen whose perplexity is at most this factor above the lowest."""
 
 BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
@@ -89,32 +89,33 @@ class Comparison:
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
     expected: Interval
-    """What to expect of the best: of the tokens of each half by the candidate that is best on the other."""
+    """Expected perplexity of the best: each half is judged by the candidate that is best on the other
+    half."""
     change: Interval
-    """That perplexity divided by that of the model alone."""
+    """Expected perplexity divided by that of the model alone."""
     gain: Interval | None
-    """And divided by that of the settings in force until now."""
+    """Expected perplexity divided by that of the settings in force; None without these."""
     probes: Mapping[int, float] = field(default_factory=dict)
-    """The perplexity with each number of probes, by which one was chosen; see the module's text."""
+    """Perplexity with each number of probes, by which the number was chosen; see the module's docstring."""
 
     @property
     def best(self) -> Candidate:
-        """The one with the lowest held-out perplexity, which flatters it: see `expected`."""
+        """The candidate with the lowest held-out perplexity, which is too optimistic: see `expected`."""
         return best_of(self.candidates)
 
     @property
     def chosen_probes(self) -> int | None:
-        """How many cells all candidates visit; None without cells."""
+        """Number of probes of all candidates; None without cells."""
         return fewest_enough(self.probes) if self.probes else None
 
     @property
     def beats_base(self) -> bool:
-        """Whether the best is better than the model alone, and not by chance."""
+        """True if the best candidate is better than the model alone, beyond chance."""
         return self.change.high < 1
 
     @property
     def beats_current(self) -> bool:
-        """Whether it is better than the settings in force until now, if there are any, and not by chance."""
+        """True if the best candidate is better than the settings in force, if any, beyond chance."""
         return self.gain is None or self.gain.high < 1
 
 
@@ -168,20 +169,27 @@ def compare(
     expected, change = trial.judge(nested)
     gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
     return Comparison(
-        trial.documents, len(scored), trial.judge.base, tuple(candidates), before, expected, change, gain,
+        trial.documents,
+        len(scored),
+        trial.judge.base,
+        tuple(candidates),
+        before,
+        expected,
+        change,
+        gain,
         by_probes,
-    )  # fmt: skip
+    )
 
 
 class _OfKeys(NamedTuple):
-    """What was fitted of the keys alone."""
+    """Candidates of the keys alone."""
 
     candidates: list[Candidate]
     evidence: list[GridEvidence]
-    """With each k, or number of probes."""
+    """Evidence for each k, or for the chosen number of probes."""
     at_best_k: GridEvidence
     fits: Mapping[str, Fit]
-    """What was tried, by name."""
+    """The fits that were tried, by name."""
     by_probes: Mapping[int, float]
     """See `Comparison.probes`."""
 
@@ -232,7 +240,7 @@ def _fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[
 
 
 def fewest_enough(perplexities: Mapping[int, float]) -> int:
-    """The fewest probes with which perplexity is at most `WORTH_PROBES` times the lowest."""
+    """Return the fewest probes with which perplexity is at most `WORTH_PROBES` times the lowest."""
     enough = min(perplexities.values()) * WORTH_PROBES
     return min(probes for probes, ppl in perplexities.items() if ppl <= enough)
 
@@ -243,7 +251,7 @@ def _as_judged(
     wide: Sequence[WideEvidence],
     domains: DomainEvidence | None,
 ) -> tuple[KNNSettings | None, Mix]:
-    """Settings as they can be judged without a search, and by what; None where they cannot."""
+    """Return settings in a form that can be judged without a search, and the judge; None if they cannot."""
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):
         named = {name for one in searches for name in one.domains or ()}
@@ -263,7 +271,7 @@ def _as_judged(
 
 
 def ks_up_to(largest: int) -> list[int]:
-    """The largest k and what is left when it is divided again and again; ascending."""
+    """Return the largest k and its quotients by `_K_STEP`, `_K_STEP`², …, ascending."""
     ks = [largest]
     while ks[0] // _K_STEP >= _K_STEP:
         ks.insert(0, ks[0] // _K_STEP)

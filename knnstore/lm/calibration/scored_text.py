@@ -71,9 +71,9 @@ class ScoredText:
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
     evidence: Evidence
-    """The target form of what one search and all other components found, own n-grams among them."""
+    """Findings of one search and of all other components, own n-grams among them, in target form."""
     targets: Tensor | None = None
-    """The tokens themselves, int64, shape (n,); None where nothing but neighbors is weighed."""
+    """The tokens themselves, int64, shape (n,); None if only neighbors are weighed."""
     metric: Metric | str = Metric.L2
     """Measure of distances between keys."""
     fitted_for: Mapping[str, Any] | None = None
@@ -88,7 +88,7 @@ class ScoredText:
 
     @property
     def reading(self) -> DocumentKeys | None:
-        """The keys of whole documents, for a continuous cache; None where `targets` are not known."""
+        """The keys of whole documents, for a continuous cache; None if `targets` is None."""
         if self.targets is None:
             return None
         assert self.evidence.keys is not None
@@ -108,7 +108,7 @@ class ScoredText:
 
     @property
     def ngrams(self) -> TargetContinuation | None:
-        """Probability of each token by n-grams; None where the text was scored without them."""
+        """Probability of each token by n-grams; None if the text was scored without them."""
         return self.evidence.found.get(NGrams.name)
 
     @property

@@ -96,10 +96,16 @@ class Beginnings:
         """Continue each beginning greedily by `new` tokens; tokens that end a text are not generated."""
         prompts = torch.from_numpy(self.prompts).to(lm.reader.encoder.model.device)
         texts = lm.generate(
-            prompts, attention_mask=torch.ones_like(prompts), knn=settings,
-            min_new_tokens=self.new, max_new_tokens=self.new, do_sample=False, num_beams=1, use_cache=True,
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            knn=settings,
+            min_new_tokens=self.new,
+            max_new_tokens=self.new,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         return list(texts[:, prompts.shape[1] :].tolist())
 
 

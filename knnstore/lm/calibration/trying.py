@@ -38,13 +38,13 @@ E = TypeVar("E", GridEvidence, DomainEvidence)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to mix, fitted and judged."""
+    """A fitted and judged way to mix."""
 
     name: str
     settings: KNNSettings
     """Fitted on all documents."""
     held_out: Interval
-    """Of every token, by settings fitted on the other half of the documents."""
+    """Perplexity of all tokens, each by settings that were fitted on the other half of the documents."""
     lam: float
     """Mean λ over the tokens."""
     change: Interval
@@ -52,11 +52,11 @@ class Candidate:
     log_probs: Tensor = field(repr=False, compare=False)
     """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
     by_half: tuple[KNNSettings, KNNSettings]
-    """Those settings: fitted on the first half, and on the second."""
+    """The settings that were fitted on the first half, and on the second."""
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """The one with the lowest held-out perplexity."""
+    """Return the candidate with the lowest held-out perplexity."""
     return min(candidates, key=lambda candidate: candidate.held_out.ppl)
 
 
@@ -65,7 +65,7 @@ class Trial:
 
     Args:
         scored: the text.
-        ngrams: whether n-grams are tried where it was scored with them, and with a cache own n-grams.
+        ngrams: True to try n-grams, if the text was scored with them, and own n-grams with a cache.
     """
 
     def __init__(self, scored: ScoredText, *, ngrams: bool = True) -> None:
@@ -79,7 +79,7 @@ class Trial:
     def fitted(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
     ) -> Candidate:
-        """A candidate that is fitted on evidence of tokens, judged by `ScoredText.log_probs` or by `mix`."""
+        """Fit a candidate on evidence of tokens, and judge it by `ScoredText.log_probs` or by `mix`."""
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
         by_half = fit(evidence.only(self.first_half)), fit(evidence.only(~self.first_half))
         for settings, judged in zip(by_half, (~self.first_half, self.first_half), strict=True):
@@ -89,7 +89,7 @@ class Trial:
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
     def with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
-        """Return the perplexity of what a fit makes of the keys, with n-grams and a cache on top."""
+        """Return the perplexity of keys fitted by `fit`, with n-grams and a cache on top."""
         if self._ngrams is not None:
             fit = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fit)
         below = self.fitted("keys", fit, evidence).log_probs
@@ -101,7 +101,7 @@ class Trial:
 
     @cached_property
     def _others(self) -> dict[str, Fitting]:
-        """The components that are fitted on top of keys and n-grams, in order, by name; none without keys."""
+        """Components that are fitted on top of keys and n-grams, in order, by name; empty without keys."""
         scored = self._scored
         if scored.reading is None:
             return {}
@@ -126,7 +126,7 @@ class Trial:
     def with_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
-        """Try n-grams without the keys, on top of the best candidate, and of the best that fits make anew.
+        """Try n-grams without the keys, on top of the best candidate, and of the best candidate fitted again.
 
         Returns:
             No candidate if no n-grams are tried; the first alone if there is nothing below them.
@@ -145,7 +145,9 @@ class Trial:
     def _best_fitted_by(
         self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[GridEvidence]
     ) -> tuple[Candidate, GridEvidence]:
-        """The best of those that some fits have made of the pass, and what it was fitted to."""
+        """Return the best candidate of some fits with a k of the first search, and the evidence of its
+        fit.
+        """
         best = best_of([one for one in candidates if one.name in fits and one.settings.k <= self._scored.k])
         reach = best.settings.k, best.settings.probes
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
@@ -160,7 +162,7 @@ class Trial:
     def with_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
     ) -> list[Candidate]:
-        """One gate over all components, with k or probes as of the best that `fit` has made."""
+        """Try one gate over all components, with the k or probes of the best candidate of `fit`."""
         if self._scored.reading is None:
             return []
         at_its_k = evidence[0]

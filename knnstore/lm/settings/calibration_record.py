@@ -17,7 +17,7 @@ STALE_GONE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """How saved settings were found."""
+    """A record of the calibration that found the saved settings."""
 
     date: str
     """ISO 8601, UTC."""
@@ -25,26 +25,27 @@ class CalibrationRecord:
     """Name of the candidate."""
     documents: int
     tokens: int
-    """Of the held-out text."""
+    """Number of tokens of the held-out text; `documents` is the number of its documents."""
     text_hash: str
     """SHA-256 over `held_out`, in order."""
     revision: int
-    """Of the store."""
+    """Revision of the store at the calibration."""
     records: int
-    """How many were retrieved from, when they were found or last compared with others."""
+    """Number of records that were retrieved from, when the settings were found or last compared."""
     base_ppl: float
     knn_ppl: float
-    """Expected: of documents that were neither fitted on nor chosen by; see `Comparison.expected`."""
+    """Expected perplexity, of documents that were used neither to fit nor to choose; see
+    `Comparison.expected`. `base_ppl` is that of the model alone."""
     domains: tuple[str, ...]
-    """What the settings were found for; none is the whole store."""
+    """Domains that the settings were found for; empty for the whole store."""
     stored: Lineage | None = None
     """The documents that were retrieved from; None in records of earlier versions."""
     held_out: tuple[str, ...] = ()
-    """Content hashes of the documents, and of stored ones that have their text: once one of these is
-    removed, the settings go."""
+    """Content hashes of the held-out documents, and of stored documents with the same text. The settings are
+    deleted when one of these is removed."""
     written: tuple[Repetition, ...] = ()
-    """How much continuations of the held-out text repeat themselves: by it `KNNSettings.scoring_only` was
-    chosen. Empty where nothing was measured."""
+    """Measured repetition of continuations of the held-out text, by which `KNNSettings.scoring_only` was
+    chosen. Empty if nothing was measured."""
 
     @classmethod
     def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
@@ -91,6 +92,6 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
 
 
 def count_records(store: Reader, domains: Sequence[str]) -> int:
-    """Count the records of some domains, or of all if none is named; in a store without keys, the tokens."""
+    """Count the records of domains, of all if none is named; in a store without keys, count the tokens."""
     chosen = [domain for domain in store.domains() if not domains or domain.name in domains]
     return sum(domain.tokens if store.is_keyless else domain.records for domain in chosen)

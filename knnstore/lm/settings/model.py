@@ -1,4 +1,4 @@
-"""What a model with a store is to whoever scores, calibrates or explains with it."""
+"""Protocols of a model with a store, for code that scores, calibrates, explains or generates with it."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,41 +9,41 @@ from knnstore.store import KNNStore, Reader
 
 
 class ReadingModel(Protocol):
-    """A model with a store that is only read."""
+    """A model with a store that is opened for reading."""
 
     knn: KNNSettings
-    """The settings of calls that give none."""
+    """Settings of calls without settings."""
 
     @property
     def store(self) -> Reader:
-        """Where it retrieves from."""
+        """The store that it retrieves from."""
 
     @property
     def reader(self) -> TextReader:
-        """The model that reads text."""
+        """The base model with its tokenizer and windows."""
 
 
 class KNNModel(ReadingModel, Protocol):
-    """`KNNLMForCausalLM`, or anything else with these parts."""
+    """A model with a store that may be opened for writing, such as `KNNLMForCausalLM`."""
 
     @property
     def store(self) -> KNNStore:
-        """Where it retrieves from, opened for whatever is to be done."""
+        """The store that it retrieves from, in the mode that the caller needs."""
 
 
 class WritingModel(KNNModel, Protocol):
-    """A model that writes: `KNNLMForCausalLM`."""
+    """A model with a store that generates text: `KNNLMForCausalLM`."""
 
     generation_config: Any
-    """Its options of `generate`, a `GenerationConfig`."""
+    """Its default options of `generate`, a `GenerationConfig`."""
 
     def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
-        """Write tokens as `GenerationMixin.generate` does."""
+        """Generate tokens; see `GenerationMixin.generate`."""
 
 
 @dataclass
 class ReadingParts:
-    """The parts of a `ReadingModel` by themselves."""
+    """A `ReadingModel` made of its parts."""
 
     store: Reader
     reader: TextReader

@@ -52,7 +52,7 @@ _DEFAULT_K = 1024
 _DEFAULT_LAMBDA = 0.25
 """The λ of Khandelwal et al. 2020, used where the distances do not say what is near."""
 _DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
-"""In a store without keys."""
+"""Default of a store without keys."""
 _NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 _LAMBDAS = (0.9, 0.83, 0.7, 0.57, 0.4, 0.28, 0.12, 0.04, 0.005)
 """λ by the distance to the nearest record, in variances of the keys. Text like the stored text finds a
@@ -71,12 +71,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Purpose(Enum):
-    """What settings are used for; some components count in scoring only, see `KNNSettings.scoring_only`."""
+    """Use of settings. Some components count in scoring only; see `KNNSettings.scoring_only`."""
 
     SCORING = "scoring"
     """The text is known: evaluation, scoring, explanation, forward passes."""
     GENERATION = "generation"
-    """The model writes the text."""
+    """The model generates the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Overrides:
     """
 
     selection: Selection = EVERYTHING
-    """Which documents are retrieved from."""
+    """The documents to retrieve from."""
     k: int | None = None
     probes: int | None = None
     """0 searches for the k nearest in a store that has cells, too."""
@@ -130,10 +130,10 @@ def resolve(
 
     Args:
         store: where settings are saved, and whose keys the default is derived from.
-        asked: what the caller gives. ``KNNSettings(selection=...)`` gives nothing but a selection; None
-            stands for the whole store.
-        purpose: what the settings are used for.
-        only_selected: nothing counts that is known of documents outside the selected domains.
+        asked: values that the caller sets. ``KNNSettings(selection=...)`` sets only a selection; None stands
+            for the whole store.
+        purpose: use of the settings.
+        only_selected: True to ignore everything that documents outside the selected domains have shaped.
         default_if_unusable: if a network of the saved settings cannot be used, log a warning and return the
             derived default, instead of raising an error.
 
@@ -270,7 +270,7 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
 def _load_stored(
     store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
 ) -> KNNSettings:
-    """Return what the store has for a selection: steps 2 to 5."""
+    """Return the store's settings for a selection: steps 2 to 5."""
 
     def derive() -> KNNSettings:
         return derive_default(store, Selection(domains=selection.domains) if only_selected else EVERYTHING)
@@ -286,7 +286,7 @@ def _load_stored(
     # Step 4: the default.
     if settings is None:
         return replace(derive(), selection=selection)
-    # Step 5: no component that knows other documents, or documents that are gone.
+    # Step 5: leave out components that were trained on other documents, or on removed ones.
     lineages = {name: find_traces(values) for name, values in settings.others.items()}
     left_out = [
         name

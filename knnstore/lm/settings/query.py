@@ -1,4 +1,4 @@
-"""The settings of a query, values only: how many neighbors, how far they count, how much λ is."""
+"""`KNNSettings`: k or probes, temperature, mixer and the settings of all components. Values only."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ _COMPONENTS: dict[str, dict[str, Any]] = {
     "n-grams": {"ngrams": None},
     "keys": {"mixer": FixedLambda(0.0)},
 }
-"""The built-in components, and the settings with which each is not in use."""
+"""The built-in components, with the values of the fields that switch each off."""
 
 
 _FIELDS = {"cache": "cache", "n-grams": "ngrams"}
-"""The field of each built-in component of the text."""
+"""The field of `KNNSettings` for each built-in component that uses the text."""
 
 
 class _Unset(Enum):
@@ -29,64 +29,71 @@ class _Unset(Enum):
 
 _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
-    "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
-    "probes": None, "scoring_only": (), "others": {},
-}  # fmt: skip
-"""What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
+    "k": 1024,
+    "temperature": 1.0,
+    "mixer": FixedLambda(0.25),
+    "cache": None,
+    "ngrams": None,
+    "gate": None,
+    "probes": None,
+    "scoring_only": (),
+    "others": {},
+}
+"""Values of unset fields until `resolve` fills them: those of Khandelwal et al. 2020."""
 _WITH_MIXER = frozenset({"cache", "ngrams", "gate", "scoring_only", "others"})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KNNSettings:
-    """How a language model uses a store.
+    """Settings of retrieval: how a language model uses a store.
 
-    Fields that are not given are `unset`: `resolve` fills them with what the store has for the selection. A
-    mixer or λ that is given is the only one in force: cache, n-grams, gate and components of other packages
-    are none unless they are given too. A cache or n-grams that are given go without a gate. A `k` that is
-    given searches for the k nearest, in a store that has cells too. `dataclasses.replace` leaves unset what
-    is.
+    Omitted fields are `unset`: `resolve` fills them with the store's values for the selection. If a mixer or
+    λ is set, it is the only weight in force: cache, n-grams, gate and components of other packages are off
+    unless they are set too. If a cache or n-grams are set, the saved gate is not used. If `k` is set, the k
+    nearest records are searched, even in a store with cells. `dataclasses.replace` keeps unset fields unset.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     k: int = _UNSET
-    """Neighbors of each query, >= 1."""
+    """Number of neighbors of each query, >= 1."""
 
     temperature: float = _UNSET
     """T > 0, in the unit of the distances; larger gives far neighbors more weight."""
 
     mixer: Mixer = _UNSET
-    """Chooses λ for each query; some scale T as well."""
+    """Chooses λ for each query; some mixers scale T too."""
 
     selection: Selection = EVERYTHING
-    """Which documents are retrieved from."""
+    """The documents to retrieve from."""
 
     cache: CacheSettings | None = _UNSET
-    """How far the text itself counts that is being read; None is not at all."""
+    """Settings of the recent-text cache; None switches it off."""
 
     ngrams: NGramSettings | None = _UNSET
-    """How much the n-grams of the selected documents count; None is not at all."""
+    """Settings of the n-grams of the selected documents; None switches them off."""
 
     gate: JointGate | None = _UNSET
-    """Chooses the weights of all components for each token, in place of their own; None is each its own."""
+    """Chooses the weights of all components for each token, in place of their own λ; None uses their own
+    λ."""
 
     probes: int | None = _UNSET
-    """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
-    not. None searches for the k nearest there too."""
+    """Number of cells of each query, >= 1, in a store with cells: p_kNN sums over all their records, and `k`
+    is not used. None searches for the k nearest there too."""
 
     scoring_only: tuple[str, ...] = _UNSET
-    """Components that count where given text is scored, and not where text is written: see `components`."""
+    """Names of components that count in scoring and not in generation; see `components`."""
 
     others: Mapping[str, Mapping[str, Any]] = field(default=_UNSET, hash=False)
-    """Settings of components of other packages, by their names; see
+    """Settings of components of other packages, by name; see
     `knnstore.lm.components.DistributionComponent`."""
 
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
 
     unset: frozenset[str] = frozenset()
-    """Names of the fields that mean what the store has."""
+    """Names of the fields that `resolve` fills with the store's values."""
 
     def __post_init__(self, lam: float | None) -> None:
         unset = {name for name in self.unset if getattr(self, name) == _DEFAULTS[name]}
@@ -125,15 +132,15 @@ class KNNSettings:
                 f"a gate over all components does not go with the mixer {self.mixer.name!r}, which makes "
                 "searches of its own: choose another"
             )
-        object.__setattr__(self, "unset", frozenset(self._still(unset)))
+        object.__setattr__(self, "unset", frozenset(self._keep_unset(unset)))
 
-    def _still(self, unset: set[str]) -> set[str]:
-        """Which fields are left unset by what was given."""
+    def _keep_unset(self, unset: set[str]) -> set[str]:
+        """Return the fields that stay unset, given the fields that are set."""
         if "mixer" not in unset:
             unset -= _WITH_MIXER
             if not self.retrieves:
                 return set()
-        if not {"cache", "ngrams"} <= unset:  # the weights that were given are to count
+        if not {"cache", "ngrams"} <= unset:  # their weights shall count, not the gate
             unset -= {"gate"}
         if "k" not in unset:
             unset -= {"probes"}
@@ -152,22 +159,22 @@ class KNNSettings:
 
     @property
     def needs_nearest_only(self) -> bool:
-        """Whether the nearest distance and the model's confidence are enough to choose all weights."""
+        """True if the nearest distance and the model's confidence are enough to choose all weights."""
         return self.mixer.needs_nearest_only and self.gate is None
 
     @property
     def retrieves(self) -> bool:
-        """Whether a search can make any difference: False when λ is 0 everywhere."""
+        """True if a search can change a prediction: λ of the keys is not 0 everywhere."""
         return bool(self.mixer.searches(self.selection))
 
     @property
     def is_model_alone(self) -> bool:
-        """Whether nothing at all is mixed with the model."""
+        """True if no component is mixed with the model."""
         return not self.components
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The own settings of each component in use, by its name; those of the keys are this object."""
+        """Settings of each component in use, by name; the settings of the keys are this object."""
         parts: dict[str, Any] = dict(self.others)
         if self.retrieves:
             parts[KEYS] = self
@@ -180,19 +187,24 @@ class KNNSettings:
         return parts
 
     def with_part(self, name: str, part: Any) -> "KNNSettings":
-        """Return settings that have a component in use, other than the keys, with these own settings."""
+        """Return settings with a component switched on, other than the keys.
+
+        Args:
+            name: name of the component.
+            part: settings of the component.
+        """
         if name in _FIELDS:
             return replace(self, **{_FIELDS[name]: part})
         return replace(self, others={**self.others, name: part})
 
     @property
     def needs_text(self) -> bool:
-        """Whether it counts which tokens come before: the keys do not tell."""
+        """True if a component uses the tokens before a position, so that keys are not enough."""
         return self.cache is not None or self.ngrams is not None or bool(self.others)
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of what is mixed with the model: "cache", "n-grams", "keys", then others."""
+        """Names of the components that are mixed with the model: "cache", "n-grams", "keys", then others."""
         in_use = {
             "cache": self.cache is not None,
             "n-grams": self.ngrams is not None,
@@ -212,19 +224,19 @@ class KNNSettings:
 
     @property
     def writes_alone(self) -> bool:
-        """Check whether the model generates text alone, though something is mixed with it in scoring."""
+        """True if components are mixed with the model in scoring, and none in generation."""
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 
     def without(self, *components: str) -> "KNNSettings":
-        """Leave out some `components`; these very settings where none is named."""
+        """Return settings without some components; the same object if none is named."""
         if not components:
             return self
         left = tuple(name for name in self.scoring_only if name not in components)
-        given = {
+        switched_off = {
             name: value for component in components for name, value in _COMPONENTS.get(component, {}).items()
         }
         others = {name: values for name, values in self.others.items() if name not in components}
-        return replace(self, **given, others=others, scoring_only=left)
+        return replace(self, **switched_off, others=others, scoring_only=left)
 
 
 def find_traces(settings: Mapping[str, Any]) -> Lineage | None:

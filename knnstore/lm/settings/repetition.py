@@ -1,17 +1,17 @@
-"""How much written text repeats itself, as it is kept with saved settings."""
+"""Measured repetition of generated text, saved with calibrated settings."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Means over some continuations; the more text repeats itself, the fewer bigrams are distinct."""
+    """Means over continuations. Text that repeats itself has fewer distinct bigrams."""
 
     of: str
-    """Who wrote them: "text" (the documents themselves), "model" (alone), "all" (every component of the
-    settings), or "all but ..."."""
+    """Source of the continuations: "text" (the documents), "model" (the model alone), "all" (all components
+    of the settings), or "all but ..."."""
     distinct_bigrams: float
-    """Different bigrams of a continuation, as a share of its bigrams."""
+    """Number of different bigrams of a continuation, divided by the number of its bigrams."""
     repeated_4grams: float
-    """The share of its 4-grams that stood earlier in it."""
+    """Share of a continuation's 4-grams that occur earlier in it."""
     continuations: int

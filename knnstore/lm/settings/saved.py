@@ -1,4 +1,4 @@
-"""Settings as values for JSON, and saving them in a store."""
+"""Converting settings to values for JSON and back, and saving them in a store."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from knnstore.store import (
 )
 
 LoadWeights = Callable[[str], Weights]
-"""Reads the weights that settings name."""
+"""A function that loads weights by the name that settings have for them."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
-    """The settings as values for JSON; weights are named by their files.
+    """Convert settings to values for JSON; weights become the names of their files.
 
     Raises:
         ConfigError: the mixer is not registered; see `register_mixer`.
@@ -58,7 +58,7 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
 
 
 def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
-    """Make settings from what `settings_to_dict` returned; what is absent is unset.
+    """Make settings from the values of `settings_to_dict`; absent fields are unset.
 
     ``lambda`` is short for a fixed mixer. Settings that only earlier versions had are ignored; the first time
     in a process that one of these has a value, a warning is logged. A trained component that an earlier
@@ -66,7 +66,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
 
     Args:
         values: the settings as values.
-        load: reads the weights that they name, see `weights_for`; needed by a gate.
+        load: loads the weights that the values name, see `weights_for`; a gate needs it.
 
     Raises:
         ConfigError: a name is unknown or a value is out of range.
@@ -98,14 +98,15 @@ def save_settings(
     calibration: Any = None,
     derived: Lineage | None = None,
 ) -> None:
-    """Save settings, which are in force from then on where exactly these domains are selected.
+    """Save settings for selections of exactly these domains; they are in force from then on.
 
     Args:
-        store: opened for writing.
-        settings: but for their selection.
-        domains: none is the whole store, and every selection for which nothing is saved.
-        calibration: the `CalibrationRecord` that says how they were found, or None.
-        derived: from whose keys they were computed; once one of these is removed, they go.
+        store: a store opened for writing.
+        settings: the settings; their selection is not saved.
+        domains: empty for the whole store, and for every selection without saved settings.
+        calibration: the `CalibrationRecord` of the settings; None if they were not calibrated.
+        derived: the documents from whose keys the settings were computed. When one of these is removed, the
+            settings are deleted.
 
     Raises:
         ConfigError: the mixer is not registered; see `register_mixer`.
@@ -122,21 +123,21 @@ def save_settings(
 
 
 def weights_of(settings: KNNSettings) -> list[Weights]:
-    """What `settings_to_dict` only names: to be saved before its values are."""
+    """Return the weights that `settings_to_dict` only names. Save them before its values."""
     parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.gate))
     return [part for part in parts if isinstance(part, Weights)]
 
 
 def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
-    """Read weights that saved settings name, and refuse what was not fitted for a store's keys.
+    """Return a function that loads weights by name and checks that they fit a store's keys.
 
     Args:
-        store: which keys they are to be used with.
-        folder: where they are; default is the store's home.
+        store: the store whose keys the weights are used with.
+        folder: folder of the weights; default is the store's home.
 
     Returns:
-        A function of their name; it raises `CorruptWeightsError` when their file is missing or damaged,
-        and `FingerprintMismatchError` when they are for another model, place in it, metric or dimension.
+        The function. It raises `CorruptWeightsError` if the file is missing or damaged, and
+        `FingerprintMismatchError` if the weights are for another model, place in it, metric or dimension.
     """
 
     def load(name: str) -> Weights:
@@ -216,7 +217,7 @@ def _warn_of_removed_mixer(name: str) -> None:
 
 
 def _values(part: Any) -> Any:
-    """Settings or a part of them as values: weights as the name of their file."""
+    """Convert settings or a part of them to values; weights become the name of their file."""
     if isinstance(part, Weights):
         return part.name
     if not is_dataclass(part):
@@ -225,7 +226,7 @@ def _values(part: Any) -> Any:
 
 
 def _loaded(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
-    """Undo `_values` for the weights that some values name."""
+    """Return values with the weights that they name loaded."""
     if "weights" not in values:
         return values
     if load is None:

@@ -7,7 +7,14 @@ from knnstore.lm.calibration.fits.mixers import best_fixed, fit_bins, fit_fixed
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 
 __all__ = [
-    "MOST_DOMAINS", "DomainEvidence", "best_fixed", "fit_bins",
-    "fit_domains", "fit_fixed", "fit_gate", "fit_joint",
-    "fit_together", "fit_with_ngrams",
-]  # fmt: skip
+    "MOST_DOMAINS",
+    "DomainEvidence",
+    "best_fixed",
+    "fit_bins",
+    "fit_domains",
+    "fit_fixed",
+    "fit_gate",
+    "fit_joint",
+    "fit_together",
+    "fit_with_ngrams",
+]
