@@ -145,9 +145,7 @@ class Trial:
     def _best_fitted_by(
         self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[GridEvidence]
     ) -> tuple[Candidate, GridEvidence]:
-        """Return the best candidate of some fits with a k of the first search, and the evidence of its
-        fit.
-        """
+        """Return the best candidate of some fits with a k of the first search, and its evidence."""
         best = best_of([one for one in candidates if one.name in fits and one.settings.k <= self._scored.k])
         reach = best.settings.k, best.settings.probes
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
