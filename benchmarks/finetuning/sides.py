@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from knnstore_research.one_weight import mix_log_probs
-from knnstore_research.substitute import add_substitute, fit_alone, train_substitute
+from knnstore_research.substitute import fit_alone, train_substitute
 from steps import Floats, Step
 from torch import Tensor
 
@@ -94,10 +94,7 @@ class Workshop:
         chosen = found.settings or ALONE
         probes = sorted({one.probes for one in (gate, fixed, keys, chosen) if one.probes})
         trained = train_substitute(lm)
-        dev, test = (
-            add_substitute(self._scored(lm, text, probes), lm.store, EVERYTHING, lm.device)
-            for text in (self.dev, self.test)
-        )
+        dev, test = (self._scored(lm, text, probes) for text in (self.dev, self.test))
         sides = Fitted(dev, test)
         _, unfitted, _ = self._unfitted(lm)
         self._close(lm)

@@ -43,6 +43,7 @@ from knnstore.lm import (
     settings_to_dict,
 )
 from knnstore.lm.calibration import score_once
+from knnstore.lm.calibration.candidates import _find_unscored_components
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed
 from knnstore.lm.components import registry
@@ -371,6 +372,12 @@ def test_a_text_scored_before_is_as_one_scored_after_training(lm, trained) -> No
     torch.testing.assert_close(one.probs, other.probs)
     torch.testing.assert_close(one.largest, other.largest)
     assert add_substitute(before, lm.store, Selection(), "cpu") is before, "trained for other domains"
+    for settings, of, missing in (
+        (trained[1].substitute, scored, []),
+        (trained[1].substitute, before, ["substitute"]),
+        ({**trained[1].substitute, "weights": "others"}, scored, ["substitute"]),
+    ):
+        assert _find_unscored_components(using(settings), of) == missing
 
 
 def test_it_is_fitted_alone_and_beside_the_store(lm, trained) -> None:

@@ -161,8 +161,7 @@ def compare(
         candidates += trial.with_gate(candidates, evidence, fit_fixed)
     before = None
     if current is not None:
-        # A component that was not scored is not judged.
-        current = current.without(*(name for name in current.others if name not in scored.others))
+        current = current.without(*_find_unscored_components(current, scored))
         kept, mix = _as_judged(current, scored, wide, domains)
         before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
     nested = trial.nested(candidates)
@@ -237,6 +236,15 @@ def _fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[
         if hasattr(mixer, "fit")
     }
     return {name: fit for name, fit in fits.items() if fit(evidence) is not None}
+
+
+def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list[str]:
+    """Return the components of other packages with which a text was not scored, or with other weights."""
+    return [
+        name
+        for name, values in settings.others.items()
+        if name not in scored.others or values.get("weights") != scored.others[name].get("weights")
+    ]
 
 
 def fewest_enough(perplexities: Mapping[int, float]) -> int:
