@@ -12,7 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import schema
-from knnstore.catalog.conditions import meets, parsed
+from knnstore.catalog.conditions import build_condition_clause, parse_condition
 from knnstore.catalog.connection import (
     connect,
     identify,
@@ -219,7 +219,9 @@ class Catalog:
 
     def rows_where(self, condition: str, groups: Collection[int]) -> list[int]:
         """The primary keys of the live documents of some domains whose metadata meet a condition."""
-        is_met = meets(parsed(condition), DocumentRow.attributes, self.sql.dialect.name)
+        is_met = build_condition_clause(
+            parse_condition(condition), DocumentRow.attributes, self.sql.dialect.name
+        )
         chosen = select(DocumentRow.id).where(IS_LIVE, is_met)
         with reading(self.sql) as current:
             return [row for (row,) in among(current, chosen, DocumentRow.domain_id, groups)]

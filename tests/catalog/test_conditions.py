@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text as sql
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument, check_condition, fields_of
-from knnstore.catalog.conditions import parsed
+from knnstore.catalog.conditions import parse_condition
 from knnstore.errors import ConfigError
 
 Make = Callable[..., NewDocument]
@@ -135,7 +135,7 @@ def test_fields_are_named_as_one_writes_them(condition: Any) -> None:
 
     named = fields_of(written(condition))
     assert len(named) == len(set(named))
-    assert {parsed(f"{field} exists").field for field in named} == looked_at(*condition)
+    assert {parse_condition(f"{field} exists").field for field in named} == looked_at(*condition)
 
 
 LIKE = [

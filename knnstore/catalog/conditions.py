@@ -1,0 +1,410 @@
+"""Conditions on document metadata: data classes, parser, and translation to SQL.
+
+An example is ``year >= 2020 and (author = 'Ida' or not draft = true)``. The grammar::
+
+    condition   a or b, a and b, not a, (a); `not` binds closest, then `and`
+    comparison  FIELD = != < <= > >= VALUE, FIELD [not] in (VALUE, ...), FIELD [not] like STRING, FIELD exists
+    field       names joined by dots for nested objects; double quotes allow any name
+    value       'text', where '' is a quote; a number; true; false
+    like        % matches any characters, _ matches one, a backslash makes the next character literal
+
+A comparison is true if the document has the field, the field's value has the same kind as the compared
+value (string, number or boolean), and the operator holds. It is false for every other document, also if the
+comparison is negated (``!=``, ``not in``, ``not like``). `Not` inverts the result, so it is true for
+documents without the field.
+
+The SQL uses `json_each` in SQLite and the JSON operators in PostgreSQL. Names and values are bound
+parameters, never part of the statement text. Both databases compare text by code points.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache, lru_cache
+from operator import ge, gt, le, lt
+from typing import Any
+
+from sqlalchemy import ColumnElement, Numeric, Text, and_, case, cast, false, func, literal, not_, or_, select
+from sqlalchemy.dialects.postgresql import JSON
+from sqlalchemy.orm import InstrumentedAttribute
+
+from knnstore.errors import ConfigError
+
+Value = str | int | float | bool
+Field = tuple[str, ...]
+"""Path of a field: the top-level name, then the names inside nested objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Comparison of a field with values of one kind."""
+
+    field: Field
+    operator: str
+    """``in`` accepts any of `values`; ``<``, ``<=``, ``>``, ``>=`` and ``like`` use the single value."""
+    values: tuple[Value, ...]
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """True if a document has the field with a value other than null."""
+
+    field: Field
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """True if `part` is false."""
+
+    part: "Condition"
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """True if all conditions are true."""
+
+    parts: "tuple[Condition, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """True if at least one condition is true."""
+
+    parts: "tuple[Condition, ...]"
+
+
+Condition = Comparison | Exists | Not | Every | Some
+
+
+def _collect_fields(condition: Condition) -> tuple[Field, ...]:
+    """Return the fields that a condition uses, without duplicates, in order of first use."""
+    match condition:
+        case Not(part):
+            return _collect_fields(part)
+        case Every(parts) | Some(parts):
+            return tuple(dict.fromkeys(field for part in parts for field in _collect_fields(part)))
+    return (condition.field,)
+
+
+def _nesting_depth(condition: Condition) -> int:
+    """Return the nesting depth of a condition; 1 for a single comparison."""
+    match condition:
+        case Not(part):
+            return 1 + _nesting_depth(part)
+        case Every(parts) | Some(parts):
+            return 1 + max(map(_nesting_depth, parts))
+    return 1
+
+
+EXAMPLE = "year >= 2020 and author = 'Ida'"
+LONGEST = 4096
+"""Maximum length of a condition in characters."""
+DEEPEST = 12
+"""Maximum nesting depth of conditions: SQLite's parser stack has 100 entries."""
+DEEPEST_FIELD = 63
+"""Maximum number of names in a field: SQLite joins at most 64 tables, and each nested object needs one."""
+
+_WORDS = {"or", "and", "not", "in", "like", "exists", "true", "false"}
+_GRAMMAR = r"""
+?start: some
+?some: every ("or"i every)*
+?every: inverse ("and"i inverse)*
+?inverse: "not"i inverse -> negation
+    | "(" some ")"
+    | test
+?test: field COMPARED value -> compared
+    | field "in"i "(" value ("," value)* ")" -> among
+    | field "not"i "in"i "(" value ("," value)* ")" -> not_among
+    | field "like"i text -> like
+    | field "not"i "like"i text -> not_like
+    | field "exists"i -> exists
+field: name ("." name)*
+name: NAME -> plain
+    | QUOTED -> quoted
+?value: text
+    | NUMBER -> number
+    | "true"i -> true
+    | "false"i -> false
+text: STRING
+COMPARED: "=" | "!=" | "<=" | ">=" | "<" | ">"
+NAME: /[^\W\d]\w*/i
+QUOTED: /"(?:[^"]|"")*"/
+STRING: /'(?:[^']|'')*'/
+NUMBER: /[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?/i
+%ignore /[ \t\r\n]+/
+"""
+
+
+def check_condition(text: object) -> None:
+    """Check that a value is a valid condition.
+
+    Raises:
+        ConfigError: `text` is no string, has a syntax error, or exceeds a limit; the message says where.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"a condition is a string such as {EXAMPLE!r}, not {type(text).__name__}")
+    parse_condition(text)
+
+
+def fields_of(text: str) -> tuple[str, ...]:
+    """Return the fields that a condition uses, spelled and quoted as in a condition.
+
+    Raises:
+        ConfigError: see `check_condition`.
+    """
+    return tuple(".".join(map(_quote_field_name, field)) for field in _collect_fields(parse_condition(text)))
+
+
+def _quote_field_name(name: str) -> str:
+    """Return a field name as written in a condition; quoted if it is a keyword or no plain name."""
+    plain = re.fullmatch(r"[^\W\d]\w*", name) and name.lower() not in _WORDS
+    return name if plain else '"{}"'.format(name.replace('"', '""'))
+
+
+@lru_cache(256)
+def parse_condition(text: str) -> Condition:
+    """Parse a condition; the 256 conditions used last are cached.
+
+    Raises:
+        ConfigError: see `check_condition`.
+    """
+    if len(text) > LONGEST:
+        raise ConfigError(f"the condition has {len(text):,} characters, at most {LONGEST:,} are allowed")
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError("the condition holds a NUL or is not valid Unicode")
+    from lark.exceptions import UnexpectedInput
+
+    try:
+        condition: Any = _parser().parse(text)
+    except UnexpectedInput as error:
+        at = error.pos_in_stream
+        is_end = getattr(getattr(error, "token", None), "type", "") == "$END"
+        found = "its end" if at is None or is_end else repr(text[at : at + 20])
+        raise ConfigError(
+            f"the condition cannot be read from {found} on: {text[:200]!r}; write it as {EXAMPLE!r}, "
+            "strings in single quotes"
+        ) from error
+    if _nesting_depth(condition) > DEEPEST:
+        raise ConfigError(f"the condition is nested more than {DEEPEST} deep: write it flatter")
+    return condition  # type: ignore[no-any-return]
+
+
+@cache
+def _parser() -> Any:
+    from lark import Lark, Transformer, v_args  # imported late: most runs parse no condition
+
+    class Conditions(Transformer[Any, Condition]):
+        """Build conditions during parsing, so that no recursive pass over a parse tree is needed."""
+
+        number = v_args(inline=True)(staticmethod(_parse_number))
+        compared = v_args(inline=True)(staticmethod(_make_comparison))
+        exists = v_args(inline=True)(Exists)
+        like = v_args(inline=True)(lambda _, field, text: _make_like(field, text))
+        not_like = v_args(inline=True)(lambda _, field, text: _make_like(field, text, negated=True))
+        negation = v_args(inline=True)(lambda _, part: part.part if isinstance(part, Not) else Not(part))
+
+        def some(self, parts: list[Condition]) -> Condition:
+            return Some(tuple(parts))
+
+        def every(self, parts: list[Condition]) -> Condition:
+            return Every(tuple(parts))
+
+        def among(self, parts: list[Any]) -> Condition:
+            return Comparison(parts[0], "in", _check_same_kind(parts[1:]))
+
+        def not_among(self, parts: list[Any]) -> Condition:
+            return Comparison(parts[0], "in", _check_same_kind(parts[1:]), negated=True)
+
+        def field(self, names: list[str]) -> tuple[str, ...]:
+            if len(names) > DEEPEST_FIELD:
+                raise ConfigError(
+                    f"the field {'.'.join(names)[:40]!r}... has {len(names):,} levels, at most "
+                    f"{DEEPEST_FIELD} are allowed"
+                )
+            return tuple(names)
+
+        def plain(self, parts: list[Any]) -> str:
+            return str(parts[0])
+
+        def quoted(self, parts: list[Any]) -> str:
+            return str(parts[0])[1:-1].replace('""', '"')
+
+        def text(self, parts: list[Any]) -> str:
+            return str(parts[0])[1:-1].replace("''", "'")
+
+        def true(self, _: list[Any]) -> bool:
+            return True
+
+        def false(self, _: list[Any]) -> bool:
+            return False
+
+    return Lark(_GRAMMAR, parser="lalr", transformer=Conditions())
+
+
+def _parse_number(digits: str) -> int | float:
+    """Parse a number; raises ConfigError for an integer beyond 64 bits or an infinite float."""
+    try:
+        whole = int(digits)
+    except ValueError:
+        number = float(digits)
+        if math.isinf(number):
+            raise ConfigError(f"the number {digits} is too large") from None
+        return number
+    if not -(2**63) <= whole < 2**63:
+        raise ConfigError(f"the number {digits[:40]} has more than 64 bits")
+    return whole
+
+
+def _make_comparison(field: tuple[str, ...], operator: str, value: Value) -> Condition:
+    """Build a comparison with one value; raises ConfigError if booleans are compared by order."""
+    if operator in ("=", "!="):
+        return Comparison(field, "in", (value,), negated=operator == "!=")
+    if isinstance(value, bool):
+        raise ConfigError(f"true and false are compared by = and !=, not by {operator}")
+    return Comparison(field, str(operator), (value,))
+
+
+def _make_like(field: tuple[str, ...], pattern: str, *, negated: bool = False) -> Condition:
+    """Build a `like` comparison; raises ConfigError if the pattern ends with an unpaired backslash."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ConfigError(f"the pattern {pattern!r} ends with a backslash that nothing follows: write two")
+    return Comparison(field, "like", (pattern,), negated)
+
+
+def _check_same_kind(values: list[Value]) -> tuple[Value, ...]:
+    """Return the values as a tuple; raises ConfigError if their kinds differ."""
+    if len(set(map(_value_kind, values))) > 1:
+        raise ConfigError("values after `in` must be all strings, all numbers, or all true and false")
+    return tuple(values)
+
+
+Metadata = ColumnElement[Any] | InstrumentedAttribute[Any]
+
+_ORDER_OPERATORS: dict[str, Any] = {"<": lt, "<=": le, ">": gt, ">=": ge}
+_JSON_KINDS: dict[str, dict[type, tuple[str, ...]]] = {  # JSON type names in each database
+    "sqlite": {str: ("text",), float: ("integer", "real"), bool: ("true", "false")},
+    "postgresql": {str: ("string",), float: ("number",), bool: ("boolean",)},
+}
+_LOW, _HIGH = r"\\ud[c-f][0-9a-f]{2}", r"\\ud[89ab][0-9a-f]{2}"
+_INVALID_ESCAPES = rf"\\u0000|{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW}"
+"""Pattern of the JSON escapes that PostgreSQL rejects in text: NUL and unpaired surrogates."""
+
+
+def build_condition_clause(condition: Condition, metadata: Metadata, dialect: str) -> ColumnElement[bool]:
+    """Build the SQL expression that is true if a row's metadata meet a condition; it is never NULL.
+
+    Args:
+        condition: result of `parse_condition`.
+        metadata: JSON column that holds the metadata.
+        dialect: ``sqlite`` or ``postgresql``.
+    """
+    document = _sanitized_text(metadata)
+    if dialect == "sqlite":  # SQLite stores any value in any column: invalid JSON counts as an empty object
+        is_json = func.json_valid(cast(metadata, Text)) == 1
+        document = case((is_json, document), else_=literal("{}"))
+        return _translate_condition(condition, lambda test: _translate_for_sqlite(document, test))
+    whole = cast(document, JSON)
+    return _translate_condition(condition, lambda test: _translate_for_postgresql(whole, test))
+
+
+def _translate_condition(condition: Condition, test: Any) -> ColumnElement[bool]:
+    """Translate a condition to SQL; `test` translates one `Comparison` or `Exists`."""
+    match condition:
+        case Not(part):
+            return not_(_translate_condition(part, test))
+        case Every(parts):
+            return and_(*(_translate_condition(part, test) for part in parts))
+        case Some(parts):
+            return or_(*(_translate_condition(part, test) for part in parts))
+        case _:
+            clause: ColumnElement[bool] = test(condition)
+            return clause
+
+
+def _sanitized_text(metadata: Metadata) -> ColumnElement[str]:
+    """Return the metadata as SQL text, invalid escapes replaced by U+FFFD.
+
+    Without the replacement, one document with an invalid escape would fail the whole query in PostgreSQL.
+    """
+    backslash = "\x01"  # placeholder for an escaped backslash: each remaining backslash starts an escape
+    text = cast(metadata, Text)
+    escaped = func.replace(text, "\\\\", backslash)
+    whole = func.regexp_replace(escaped, _INVALID_ESCAPES, r"\\ufffd", "g")
+    has_escapes = text.contains(
+        r"\u", autoescape=True
+    )  # few documents have escapes; the others skip the regular expression
+    return case((has_escapes, func.replace(whole, backslash, "\\\\")), else_=text)
+
+
+def regexp_replace(text: Any, pattern: str, replacement: str, _global: str) -> Any:
+    """Implement PostgreSQL's `regexp_replace` for SQLite. Returns None for a value that is not text."""
+    return re.sub(pattern, replacement, text) if isinstance(text, str) else None
+
+
+def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exists) -> ColumnElement[bool]:
+    """Build the test of one field for SQLite. Each level of nested objects is one `json_each` table."""
+    levels: list[Any] = []
+    for _ in test.field:
+        inside: Any = document
+        if levels:
+            inside = case((levels[-1].c.type == "object", levels[-1].c.value))
+        levels.append(func.json_each(inside).table_valued("key", "value", "type", joins_implicitly=True))
+    at = levels[-1].c
+    found = select(literal(1)).select_from(*levels)
+    found = found.where(*(level.c.key == name for level, name in zip(levels, test.field, strict=True)))
+    if isinstance(test, Exists):
+        return found.where(at.type != "null").exists()
+    values = [int(value) if isinstance(value, bool) else value for value in test.values]
+    if test.operator == "in":
+        holds = at.value.in_(values)
+    elif test.operator == "like":
+        holds = at.value.op("GLOB", is_comparison=True)(_convert_like_to_glob(str(values[0])))
+    else:
+        holds = _ORDER_OPERATORS[test.operator](at.value, values[0])
+    is_of_kind = at.type.in_(_JSON_KINDS["sqlite"][_value_kind(test.values[0])])
+    return found.where(is_of_kind, not_(holds) if test.negated else holds).exists()
+
+
+def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> ColumnElement[bool]:
+    """Build the test of one field for PostgreSQL. CASE checks the kind before the value is cast."""
+    *above, name = test.field
+    for part in above:
+        document = document[part]
+    kind = func.json_typeof(document[name])
+    if isinstance(test, Exists):
+        return func.coalesce(kind != "null", false())
+    compared = _value_kind(test.values[0])
+    text, values = document[name].astext, list[Any](test.values)
+    if compared is float:
+        values = [Decimal(repr(value)) for value in values]
+        written: Any = cast(text, Numeric)
+    elif compared is bool:
+        written, values = text, [str(value).lower() for value in values]
+    else:
+        written = text.collate("C")
+    if test.operator == "in":
+        holds = written.in_(values)
+    elif test.operator == "like":
+        holds = written.like(values[0], escape="\\")
+    else:
+        holds = _ORDER_OPERATORS[test.operator](written, values[0])
+    is_of_kind = kind.in_(_JSON_KINDS["postgresql"][compared])
+    return case((is_of_kind, not_(holds) if test.negated else holds), else_=false())
+
+
+def _value_kind(value: Value) -> type:
+    """Return the kind of a value: str, bool, or float for every number."""
+    return str if isinstance(value, str) else bool if isinstance(value, bool) else float
+
+
+def _convert_like_to_glob(pattern: str) -> str:
+    """Convert a `like` pattern to a pattern for SQLite's GLOB, which is case-sensitive (LIKE is not)."""
+    parts = re.findall(r"\\?.", pattern, re.DOTALL)  # keep a backslash together with the character it escapes
+    return "".join({"%": "*", "_": "?"}.get(part) or _escape_glob(part[-1]) for part in parts)
+
+
+def _escape_glob(character: str) -> str:
+    """Return a GLOB pattern that matches only this character."""
+    return f"[{character}]" if character in "*?[" else character
