@@ -1,4 +1,4 @@
-"""What tells documents from those that a domain holds."""
+"""Comparison of documents with the stored documents of a domain."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from knnstore.catalog.queries import in_chunks
 from knnstore.catalog.types import StoredVersion
 from knnstore.documents import TextDocument
 
-_TOGETHER = 512  # documents looked up by one statement
+_TOGETHER = 512  # documents per lookup statement
 
 Change = Literal["added", "replaced", "described", "unchanged"]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What would make a domain what some documents are: ids, in the order of these documents."""
+    """Changes that would make a domain equal to a list of documents: ids, in the order of the list."""
 
     added: tuple[str, ...]
-    """Not there."""
+    """Ids that the domain does not hold."""
     replaced: tuple[str, ...]
-    """There with another text."""
+    """Ids that the domain holds with a different text."""
     described: tuple[str, ...]
-    """There with the same text, but other metadata or fewer tags."""
+    """Ids that the domain holds with the same text, but with different metadata or fewer tags."""
     unchanged: tuple[str, ...]
     removed: tuple[str, ...]
-    """There, but not among the documents; sorted."""
+    """Ids that the domain holds and the list does not; sorted."""
     renamed: Mapping[str, str]
-    """Of those to be removed, the ones whose text is to be added under another id: that, by theirs."""
+    """New id by old id, for each removed document whose text is added under another id."""
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Difference:
 
 
 def change_of(document: TextDocument, stored: StoredVersion | None, tags: frozenset[str]) -> Change:
-    """What storing a document with some tags would be, where this is its live version."""
+    """Return the change that storing a document with `tags` makes; `stored` is its live version, if any."""
     if stored is None:
         return "added"
     if stored.content_hash != document.content_hash:
@@ -68,7 +68,10 @@ def change_of(document: TextDocument, stored: StoredVersion | None, tags: frozen
 
 
 def other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-    """Find texts that a domain holds under another id than is given; see `StoreReader.other_ids`."""
+    """Find texts that a domain already holds under another id; see `StoreReader.other_ids`.
+
+    Returns the stored id by new id. `ids` maps content hashes to new ids.
+    """
     rows = catalog.rows_by_content(ids)
     labels = catalog.labels(chain(*rows.values()))
     return {
@@ -80,6 +83,7 @@ def other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str
 
 
 def _groups(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
+    """Yield the documents in lists of at most `_TOGETHER`."""
     remaining = iter(documents)
     while some := list(islice(remaining, _TOGETHER)):
         yield some

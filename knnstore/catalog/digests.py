@@ -1,8 +1,9 @@
-"""Digests of what the catalog stores, kept with it: they tell flipped bits, which a database does not notice.
+"""Digests of the catalog's content. They detect flipped bits, which a database does not notice.
 
-Each is BLAKE2b of 16 bytes, hexadecimal. A document has two. One is of its tokens and is checked whenever
-they are read. The other is of everything else that says what the document is, and of the first, so tokens
-that were exchanged with another document's are noticed; `knnstore verify` checks it.
+A digest is BLAKE2b with 16 bytes, in hexadecimal, and is stored in the catalog. A document has two digests.
+The first covers its tokens and is checked at every read of the tokens. The second covers the document's
+other fields and the first digest, so it also detects tokens that were swapped between two documents;
+`knnstore verify` checks it.
 """
 
 import hashlib
@@ -14,17 +15,17 @@ from typing import Any
 from knnstore.catalog.types import Identity
 
 _NOT_HASHED = {"model"}
-"""Where the model lies; whoever moves it says so."""
+"""Identity fields left out of the digest: the path of the model may change."""
 
 
 def digest_of_bytes(content: bytes) -> str:
-    """Return the digest of bytes, as of a document's tokens."""
+    """Return the digest of bytes, for example of a document's tokens."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def digest_of_values(*values: Any) -> str:
-    """Return the digest of JSON values; the order of an object's names does not count."""
-    read = json.loads(json.dumps(values))  # names that are numbers become text, as in the database
+    """Return the digest of JSON values; the order of an object's keys does not matter."""
+    read = json.loads(json.dumps(values))  # numeric keys become strings, as in the database
     return digest_of_bytes(json.dumps(read, sort_keys=True).encode())
 
 
@@ -44,6 +45,6 @@ def digest_of_document(
 
 
 def digest_of_store(identity: Identity, params: Mapping[str, Any]) -> str:
-    """Return the digest of what a store was made for, and of its engine's parameters."""
+    """Return the digest of a store's identity, without the model's path, and of its engine's parameters."""
     hashed = {name: value for name, value in asdict(identity).items() if name not in _NOT_HASHED}
     return digest_of_values(hashed, dict(params))

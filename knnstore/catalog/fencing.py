@@ -1,7 +1,7 @@
-"""One writer of a catalog: the last one that was made. Whatever an older one commits after that fails.
+"""Fencing of catalog writers: only the newest writer can commit; commits of older writers fail.
 
-The store's own lock keeps a second one from being made, on one machine. So a writer to PostgreSQL holds a
-lock on the server as well. Either lock may be lost unnoticed; the fence is not.
+The store's lock file prevents a second writer on the same machine only, so a writer to PostgreSQL also holds
+an advisory lock on the server. Either lock may be lost without notice; the fence cannot be lost.
 """
 
 import time
@@ -22,7 +22,10 @@ _SECONDS_BETWEEN = 0.1
 
 
 class Fence:
-    """Makes transactions of the newest writer; a lock on PostgreSQL lives until the catalog is closed.
+    """Transactions that fail once a newer writer exists.
+
+    Creating a fence ends the rights of every older writer. On PostgreSQL it also takes the writer's lock,
+    which is released when the catalog is closed.
 
     Raises:
         LockedError: another process writes to this catalog on PostgreSQL.
@@ -38,13 +41,13 @@ class Fence:
 
     @contextmanager
     def transaction(self, name: str) -> Iterator[Session]:
-        """One fenced transaction; the fence is its first statement, so it takes the write lock.
+        """Run one fenced transaction. Its first statement checks the fence and takes the write lock.
 
         Args:
-            name: of the failpoints passed on the way, ``catalog.<name>.…``.
+            name: middle part of the failpoint names, ``catalog.<name>.before``, ``.inside`` and ``.after``.
 
         Raises:
-            FencedError: a newer writer was made.
+            FencedError: a newer writer exists.
         """
         failpoint(f"catalog.{name}.before")
         with session(self._sql) as current:
@@ -58,7 +61,7 @@ class Fence:
 
 
 def _lock(engine: Engine) -> Connection:
-    """Take the writer's lock on PostgreSQL: it lives as long as the connection returned.
+    """Take the writer's lock on PostgreSQL. Returns the connection that holds it until it is closed.
 
     Raises:
         LockedError: another process holds it.
@@ -67,8 +70,8 @@ def _lock(engine: Engine) -> Connection:
     statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
     with translated_errors(engine):
         connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()  # a lock outlives its connection's return to the pool
-        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may still be noticing a killed writer's end
+        connection.detach()  # a pooled connection would keep the lock after its return to the pool
+        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may not yet have noticed that a killed writer is gone
             if connection.scalar(statement, key):
                 return connection
             time.sleep(_SECONDS_BETWEEN)
