@@ -4,7 +4,7 @@ The ``__init__`` of a package imports its names under ``if TYPE_CHECKING``, wher
 find them. At run time `attach_lazy_imports` reads the same lines and imports a name when it is first used::
 
     if TYPE_CHECKING:
-        from knnstore.store.reader import Reader
+        from knnstore.store.reader_protocol import Reader
     else:
         __getattr__, __dir__ = attach_lazy_imports(__name__)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         draft_from,
     )
     from knnstore.store.provenance import Provenance
-    from knnstore.store.reader import Reader
+    from knnstore.store.reader_protocol import Reader
     from knnstore.store.relocation import Moved
     from knnstore.store.selection import EVERYTHING, Selection
     from knnstore.store.store import KNNStore

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from knnstore.catalog import Catalog, Engine
 from knnstore.datastore import Datastore
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
-from knnstore.store.home import Home, Owner, Place, Whose
+from knnstore.store.home import Home, KeyOwner, Owner, Place
 from knnstore.store.view import View
 
 Mode = Literal["r", "a"]
@@ -86,7 +86,7 @@ class Current:
     def problems(self) -> list[str]:
         """What is wrong with what says whose the keys are."""
         try:
-            self.place(self.engine).whose()
+            self.place(self.engine).find_owner()
         except CorruptDatastoreError as error:
             return [str(error)]
         return []
@@ -109,7 +109,7 @@ class Current:
             try:
                 if self._mode == "a":  # which would make a new, empty one where the keys were lost
                     place.open("r").close()
-                self.owned = self._whose(place) is not Whose.A_COPYS
+                self.owned = self._find_owner(place) is not KeyOwner.OTHER_COPY
                 given = replace(engine, params={**engine.params, **self._params})
                 with ExitStack() as failed:
                     mode = self._mode if self.owned else "r"
@@ -122,10 +122,10 @@ class Current:
                 if self._catalog.engine() == engine:
                     raise
 
-    def _whose(self, place: Place) -> Whose:
+    def _find_owner(self, place: Place) -> KeyOwner:
         try:
             return place.check_ours(copied=self._copied)
         except CorruptDatastoreError:
             if self._mode == "a":
                 raise
-            return Whose.NOBODYS  # reading needs not know; `problems` says it
+            return KeyOwner.NOBODY  # reading needs not know; `problems` says it

@@ -12,7 +12,7 @@ from knnstore.datastore import SupportsErase, SupportsVacuum
 from knnstore.progress import Progress
 from knnstore.store.relocation import Relocation
 from knnstore.store.soundness import damaged_parts
-from knnstore.store.writing import Writing
+from knnstore.store.store_writer import Writing
 
 
 @dataclass(frozen=True, slots=True)

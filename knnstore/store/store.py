@@ -18,13 +18,13 @@ from knnstore.store.current import Current, Mode, check_mode
 from knnstore.store.erasing import Erased, erase
 from knnstore.store.fitted import SavedSettings, Weights
 from knnstore.store.home import Home, make_store
-from knnstore.store.info import info_of
 from knnstore.store.ingest import Ingest
-from knnstore.store.reading import StoreReader
 from knnstore.store.relocation import Moved, Relocation
 from knnstore.store.selection import Selection
+from knnstore.store.store_info import info_of
+from knnstore.store.store_reader import StoreReader
+from knnstore.store.store_writer import Writing
 from knnstore.store.verify import problems_of
-from knnstore.store.writing import Writing
 
 Folder = str | os.PathLike[str]
 Params = Mapping[str, Any] | None

@@ -24,7 +24,7 @@ from knnstore.datastore import (
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
 from knnstore.store.ngrams import KNOWN, RUN_LETTERS, Letters, Overlap, Runs
 from knnstore.store.provenance import Tokens
-from knnstore.store.reader import Records
+from knnstore.store.reader_protocol import Records
 from knnstore.store.selection import EVERYTHING, Selection
 
 _SCOPES_KEPT = 64

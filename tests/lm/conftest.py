@@ -41,7 +41,7 @@ from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, tokeni
 from knnstore.lm.reading import Encoder
 from knnstore.store import EVERYTHING, Identity, Reader
 from knnstore.store.home import Home
-from knnstore.store.reader import Records
+from knnstore.store.reader_protocol import Records
 
 scoring_only.PROMPTS = 16  # enough for texts as short as these, and quick
 

@@ -13,7 +13,7 @@ from knnstore.catalog import NewDocument
 from knnstore.errors import DomainNotFoundError
 from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, counting
 from knnstore.store.ngrams import DEPTH, SortedText
-from knnstore.store.ngrams.ranks import RankedBits
+from knnstore.store.ngrams.ranked_bits import RankedBits
 from tests.kneser_ney import KneserNey
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=8)

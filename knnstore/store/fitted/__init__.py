@@ -14,8 +14,7 @@ if TYPE_CHECKING:
         files_in_use,
         settings_are_sound,
     )
-    from knnstore.store.fitted.weight_files import load_weights, problem_of, save_weights, sweep
-    from knnstore.store.fitted.weights import Weights
+    from knnstore.store.fitted.weight_files import Weights, load_weights, problem_of, save_weights, sweep
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 

@@ -1,22 +1,81 @@
-"""Files of fitted weights, which are too large for SQL.
+"""Fitted weights, and the files that hold them because they are too large for SQL.
 
 ::
 
     HOME/weights/<SHA-256 of the file>.safetensors
 
-Saved settings name the files that they need. A file is durable before the settings that name it are
-saved, and removed when settings are saved and none names it any more, so a crash leaves at most a
-file too many.
+`Weights` are tensors with JSON metadata. Saved settings name the files that they need. A file is written and
+fsynced before the settings that name it are saved. It is removed when settings are saved and none of them
+names it, so a crash leaves at most one unused file.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from knnstore.durable import publish, read_file, remove, sync_directory
 from knnstore.errors import ConfigError, CorruptWeightsError
 from knnstore.space import medium_errors
-from knnstore.store.fitted.weights import Weights, name_file
+
+_METADATA = "knnstore"  # one entry, since the order of several would not be the same each time
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Weights:
+    """Tensors and metadata. Weights with the same content are equal."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    metadata: Mapping[str, Any]
+    """JSON values, e.g. the fingerprint of the model that they were fitted for."""
+
+    def __repr__(self) -> str:
+        return f"Weights({', '.join(f'{name} {tensor.shape}' for name, tensor in self.tensors.items())})"
+
+    def encode(self) -> bytes:
+        """Return the content of their file; the same weights give the same bytes."""
+        dense = {name: np.ascontiguousarray(tensor) for name, tensor in self.tensors.items()}
+        described = json.dumps(dict(self.metadata), sort_keys=True, ensure_ascii=False)
+        return save(dense, {_METADATA: described})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file with the content that `encode` returned.
+
+        Raises:
+            ValueError: the file has other content.
+        """
+        try:
+            with safe_open(path, framework="np") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return cls(tensors, json.loads(file.metadata()[_METADATA]))
+        except (SafetensorError, KeyError, TypeError) as error:
+            raise ValueError(f"not a file of weights: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """The name of their file."""
+        return name_file(self.encode())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Weights) and self.encode() == other.encode())
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def name_file(content: bytes) -> str:
+    """Return the name of the file with this content."""
+    return f"{hashlib.sha256(content).hexdigest()}.safetensors"
+
 
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 

@@ -3,9 +3,9 @@
 What is outside knows whose it is: see `Owner`.
 """
 
-from knnstore.store.home.creation import check_new, make_store
 from knnstore.store.home.home import Home
-from knnstore.store.home.owners import Owner, Whose
-from knnstore.store.home.places import Place, holds_something
+from knnstore.store.home.key_owners import KeyOwner, Owner
+from knnstore.store.home.key_places import Place, holds_something
+from knnstore.store.home.store_creation import check_new, make_store
 
-__all__ = ["Home", "Owner", "Place", "Whose", "check_new", "holds_something", "make_store"]
+__all__ = ["Home", "KeyOwner", "Owner", "Place", "check_new", "holds_something", "make_store"]

@@ -24,7 +24,7 @@ from knnstore.durable import NoFileError, WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.secret_files import read_secret
 from knnstore.space import Reserve
-from knnstore.store.home.following import (
+from knnstore.store.home.path_safety import (
     CATALOG_VARIABLE,
     DESCRIPTION,
     check_catalog,
@@ -98,7 +98,7 @@ class Home:
         Raises:
             StoreNotFoundError: the folder is no home.
             ConfigError: its description is damaged or of a newer format, or the home leads where only the
-                user may send us; see `knnstore.store.home.following`.
+                user may send us; see `knnstore.store.home.path_safety`.
         """
         folder = Path(path)
         if folder.is_file():

@@ -10,13 +10,14 @@ it; the beginning of a document has nothing before it, so there each occurrence 
 what comes after h, n(h) how many different tokens do, D of each length is n1 / (n1 + 2 n2) of the n-grams
 that count once and twice. Single tokens, the unigrams, have the share of their counts.
 
-What is kept. Documents are laid out one after another, and their places sorted by the `DEPTH` symbols that
-follow (`sorting`). So an n-gram is a range of this order, found by bisection, and what comes after it are
-the ranges in it. For each length one bit a place says that an n-gram comes first here, and one that it
-comes first with the symbol before it (`counts`); bits before a place are counted at once (`ranks`). All of
-the formula are such counts in a range: n(h) is of the first kind, c of the second, or the length of the
-range. So a context that occurs a million times costs what another costs, and nothing is listed but what a
-distribution consists of (`matches`).
+Data structure. Documents are laid out one after another, and their places are sorted by the next `DEPTH`
+symbols (`suffix_array`). An n-gram is therefore a range of the suffix array, found by bisection, and its
+continuations are ranges inside that range. For each n-gram length, one bit for each place marks the first
+occurrence of an n-gram, and another bit marks its first occurrence with the preceding symbol
+(`ngram_counts`). The number of bits that are set before a place is looked up in constant time
+(`ranked_bits`). Every count of the formula is a count of bits in a range: n(h) counts bits of the first kind,
+c counts bits of the second kind or is the length of the range. A context that occurs a million times
+therefore costs as much as a rare one, and only the tokens of a distribution are listed (`matches`).
 
 Exact for every selection. Documents that are not selected, or not live, are taken out of the order, what is
 left is in order, and the bits are made of that: counts and discounts are those of a store that never held
@@ -28,12 +29,11 @@ less than a second for a million tokens, a tenth of what loading a model does. S
 to move and to erase, and a reader needs no writer.
 """
 
-from knnstore.store.ngrams.counts import NGramCounts
-from knnstore.store.ngrams.drafts import Draft, draft_from
-from knnstore.store.ngrams.letters import Letters
 from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes
-from knnstore.store.ngrams.runs import KNOWN, RUN, RUN_LETTERS, Overlap, Runs
-from knnstore.store.ngrams.sorting import DEPTH, MOST, SortedText
+from knnstore.store.ngrams.ngram_counts import NGramCounts
+from knnstore.store.ngrams.ngram_drafts import Draft, draft_from
+from knnstore.store.ngrams.suffix_array import DEPTH, MOST, SortedText
+from knnstore.store.ngrams.text_overlap import KNOWN, RUN, RUN_LETTERS, Letters, Overlap, Runs
 
 __all__ = [
     "DEPTH", "KNOWN", "MOST", "RUN", "RUN_LETTERS", "Distribution", "Draft", "Letters", "Matches",

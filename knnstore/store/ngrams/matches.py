@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.store.ngrams.counts import NGramCounts
-from knnstore.store.ngrams.ranks import Places
-from knnstore.store.ngrams.sorting import DEPTH, END, Symbols, laid_out
+from knnstore.store.ngrams.ngram_counts import NGramCounts
+from knnstore.store.ngrams.ranked_bits import Places
+from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, laid_out
 
 _TOGETHER = 1 << 13
 """Places that are looked up at once: what stays in a CPU's cache."""

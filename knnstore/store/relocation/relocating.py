@@ -35,7 +35,7 @@ from knnstore.errors import (
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store.current import Current
-from knnstore.store.home import Home, Place, Whose, holds_something
+from knnstore.store.home import Home, KeyOwner, Place, holds_something
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
 from knnstore.store.relocation.moving import Moved, Plan, engine_beside
 from knnstore.store.soundness import check_undamaged, checking, named, naming_damage, taking
@@ -166,10 +166,10 @@ class Relocation:
                 Plan.forget(self._home)
                 raise
         else:
-            whose = place.whose()
-            if whose in (Whose.ANOTHERS, Whose.A_COPYS):
+            key_owner = place.find_owner()
+            if key_owner in (KeyOwner.OTHER_STORE, KeyOwner.OTHER_COPY):
                 raise place.taken()
-            known = whose is Whose.OURS or (plan.made and not place.remembers)
+            known = key_owner is KeyOwner.THIS_STORE or (plan.made and not place.remembers)
             opened = place.open("a")
         with ExitStack() as failed:
             failed.callback(opened.close)

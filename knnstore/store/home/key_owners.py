@@ -13,16 +13,18 @@ from typing import Self
 from knnstore.catalog import Catalog, identify_file
 
 
-class Whose(Enum):
-    """Who owns the keys that a store finds at a place."""
+class KeyOwner(Enum):
+    """Owner of the keys that a store finds at a place."""
 
-    OURS = auto()
-    """This store's own: it may write them, and claim them where a copy was made with its home."""
-    NOBODYS = auto()
-    """Nobody claimed them and this store may: in its home, empty, or of an adapter without claims."""
-    A_COPYS = auto()
-    """A store that this one is a copy of, or that is a copy of this one; or nobody can tell."""
-    ANOTHERS = auto()
+    THIS_STORE = auto()
+    """This store. It may write the keys, and claim them if they were copied together with its home."""
+    NOBODY = auto()
+    """No store has claimed the keys, and this store may.
+
+    They are in its home, empty, or kept by an adapter without claims."""
+    OTHER_COPY = auto()
+    """Another copy of this store: its original or its duplicate. Also if the owner cannot be determined."""
+    OTHER_STORE = auto()
     """A store with another id."""
 
 

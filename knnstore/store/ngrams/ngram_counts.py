@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.store.ngrams.ranks import Places, RankedBits
-from knnstore.store.ngrams.sorting import DEPTH, END, SortedText, Symbols
+from knnstore.store.ngrams.ranked_bits import Places, RankedBits
+from knnstore.store.ngrams.suffix_array import DEPTH, END, SortedText, Symbols
 
 Flags = NDArray[np.bool_]
 

@@ -20,7 +20,7 @@ from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights
 from knnstore.store.home import Home
 from knnstore.store.ngrams import Letters, NGramCounts, Overlap
 from knnstore.store.provenance import Provenance, Tokens, Tracer
-from knnstore.store.reader import Records
+from knnstore.store.reader_protocol import Records
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 

@@ -1,21 +1,24 @@
-"""Making a store, in steps that may each be interrupted: the same call goes through afterwards.
+"""Create a store in steps, each of which may be interrupted; the same call then finishes the creation.
 
 ::
 
-    1 look      what is to be outside the home is free
-    2 begin     .NAME.unfinished/creation.json, beside the home, says what is being made outside
-    3 make      the datastore, then the catalog with its one row
-    4 appear    the folder gets the home's name                                <- a store is there
+    1 check     the places outside the home are free
+    2 note      .NAME.unfinished/creation.json, next to the home, lists what is being created outside
+    3 create    the datastore, then the catalog with its single row
+    4 rename    the folder gets the name of the home                           <- the store exists
 
-A crash before 4 leaves no home. What it left in the folder goes with the next try. What it left outside
-is known again by creation.json: a datastore by its place, where it must still be empty, and the
-catalog by the store's id that stands in its row. Anything else found outside is somebody's, and refused.
-Of several processes that make the same home, one has the folder to itself; the others are refused.
+A crash before step 4 leaves no home. The next call removes what the crash left in the unfinished folder. It
+recognizes what the crash left outside by creation.json: a datastore by its place, where it must still be
+empty, and the catalog by the store id in its row. Anything else outside belongs to somebody else, and is
+refused. If several processes create the same home, one locks the unfinished folder and the others fail.
 """
 
+import fcntl
 import json
 import os
-from contextlib import closing
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -25,14 +28,91 @@ from knnstore.catalog import KEYLESS, Catalog, Engine, Identity
 from knnstore.catalog import place as place_of
 from knnstore.datastore import TOKEN_LIMIT, checked_kind, registry
 from knnstore.durable import NoFileError, publish, read_file, sync_directory
-from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
+from knnstore.errors import ConfigError, LockedError, StoreExistsError, StoreNotFoundError
 from knnstore.space import medium_errors
 from knnstore.store.fitted import Weights, save_weights
-from knnstore.store.home.following import DESCRIPTION
 from knnstore.store.home.home import Home
-from knnstore.store.home.owners import Owner, Whose
-from knnstore.store.home.places import Place, holds_something
-from knnstore.store.home.unfinished import LOCK, NOTE, alone_in
+from knnstore.store.home.key_owners import KeyOwner, Owner
+from knnstore.store.home.key_places import Place, holds_something
+from knnstore.store.home.path_safety import DESCRIPTION
+
+LOCK = "creation.lock"
+_TRIES = 1000
+"""To make and lock the folder: more than other processes that come and go can spoil."""
+NOTE = "creation.json"
+"""What a creation that was interrupted must know again; stays until one goes through."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Have the folder to make a home in, empty but for the note.
+
+    In the end it was renamed, or what was made goes, with the folders above it that were not there before.
+
+    Raises:
+        LockedError: another process makes the same home.
+        ConfigError: something is there that no creation has left.
+    """
+    absent = [parent for parent in folder.parents if not parent.exists()]
+    lock = _taken(folder)
+    try:
+        _clear(folder)
+        try:
+            yield
+        except BaseException:
+            _clear(folder)
+            # From here on it is the next one's, who may be there already.
+            (folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+                for parent in absent:
+                    parent.rmdir()
+            raise
+    finally:
+        os.close(lock)
+
+
+def _taken(folder: Path) -> int:
+    """Make and lock the folder; the kernel drops the lock when its holder dies."""
+    for _ in range(_TRIES):
+        _check(folder)
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # whoever had it has just finished or given up
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):
+                return lock
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(lock)
+            raise LockedError(f"another process is just making a store, in {folder}: wait for it") from None
+        os.close(lock)
+    raise ConfigError(f"no folder can be made in {folder.parent}: choose another --home")
+
+
+def _check(folder: Path) -> None:
+    """Make the folder, or look that what is there was left by a creation."""
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        left = set(os.listdir(folder))
+    except FileNotFoundError:  # see above
+        return
+    except (FileExistsError, NotADirectoryError):
+        left = {"a file"}
+    if folder.is_symlink() or (left and left.isdisjoint({LOCK, NOTE})):
+        raise ConfigError(
+            f"{folder}, where the store is to be made, holds what knnstore did not leave there: move it away"
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an interrupted creation left, but for what it knows of things outside."""
+    for path in folder.iterdir():
+        if path.name not in (LOCK, NOTE):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +172,9 @@ def make_store(
         creation = Creation.read(unfinished)
         begun = outside in creation.datastores
         place = Place(home, identity, engine, Owner(creation.store_id))
-        whose = place.whose()  # or the error that this engine keeps nothing there, before anything is made
+        key_owner = (
+            place.find_owner()
+        )  # or the error that this engine keeps nothing there, before anything is made
         if catalog is not None:
             _check_catalog(home, creation.store_id)
         if outside is not None and not begun:
@@ -100,7 +182,7 @@ def make_store(
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        if begun and whose is Whose.ANOTHERS:
+        if begun and key_owner is KeyOwner.OTHER_STORE:
             raise place.taken()
         try:
             opened = place.open("a" if begun else "x")

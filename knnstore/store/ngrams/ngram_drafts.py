@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.store.ngrams.sorting import DEPTH, END, Places, SortedText, Symbols
+from knnstore.store.ngrams.suffix_array import DEPTH, END, Places, SortedText, Symbols
 
 _LONGEST_END = DEPTH - 1  # so that the order says what follows
 _PLACES_COMPARED = 64

@@ -1,9 +1,10 @@
-"""Recognizing text by its symbols, tokens or letters: which runs of so many stand in other text too.
+"""Find stored text in other text: compare runs of tokens, or runs of letters.
 
-Another document around it, a part left out: the symbols between are the same. So are the letters where
-spaces and ends of lines differ, of which the tokens are others. Each run
-has a polynomial hash modulo 2^64, and all of a text are differences of one running sum; so stored text is
-looked through once, at the speed of reading it, and nothing is kept.
+Two documents that contain the same passage share its symbols, whatever stands before and after it. Tokens of
+the same passage differ where spaces or line breaks differ, but its letters do not, so `Letters` converts
+tokens to letters without spaces. `Runs` indexes every run of `RUN` symbols by a polynomial hash modulo 2^64.
+All hashes of a text are differences of one cumulative sum, so a document is compared about as fast as it is
+read, and nothing is stored.
 """
 
 from collections import defaultdict
@@ -13,6 +14,29 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Letters:
+    """What each token is spelled with.
+
+    Args:
+        spellings: of each token of the vocabulary, spaces left out.
+    """
+
+    def __init__(self, spellings: Sequence[str]) -> None:
+        self._letters = np.frombuffer("".join(spellings).encode("utf-32-le", "surrogatepass"), "<u4")
+        self._ends = np.cumsum([0, *map(len, spellings)])
+
+    def of(self, tokens: NDArray[np.unsignedinteger]) -> NDArray[np.uint32]:
+        """The letters of a text, given by its tokens, uint32, shape (n,)."""
+        known = np.minimum(tokens.astype(np.int64), len(self._ends) - 2)
+        starts = self._ends[known]
+        lengths = self._ends[known + 1] - starts
+        before = np.cumsum(lengths) - lengths
+        at = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+        found: NDArray[np.uint32] = self._letters[at]
+        return found
+
 
 RUN_LETTERS = 128
 """What 32 tokens have in English."""

@@ -25,7 +25,9 @@ from knnstore.errors import (
 )
 from knnstore.failpoints import failpoint
 from knnstore.space import check_space
-from knnstore.store.home.following import (
+from knnstore.store.home.home import Home
+from knnstore.store.home.key_owners import KeyOwner, Owner
+from knnstore.store.home.path_safety import (
     check_folder,
     find_hard_link,
     find_home_around,
@@ -33,8 +35,6 @@ from knnstore.store.home.following import (
     find_mount,
     is_part_of,
 )
-from knnstore.store.home.home import Home
-from knnstore.store.home.owners import Owner, Whose
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class Place:
         """Whether the adapter remembers whose keys it keeps."""
         return issubclass(self._adapter, SupportsOwner)
 
-    def whose(self) -> Whose:
-        """Find out who owns the keys there; see "Whose keys these are" in docs/architecture.md."""
+    def find_owner(self) -> KeyOwner:
+        """Find out who owns the keys there; see "KeyOwner keys these are" in docs/architecture.md."""
         return self._compare(self._read_claim())
 
-    def check_ours(self, *, copied: bool = False) -> Whose:
+    def check_ours(self, *, copied: bool = False) -> KeyOwner:
         """Refuse keys of another store, and unless `copied` those that a copy of this store may own.
 
         Raises:
@@ -97,7 +97,7 @@ class Place:
             NotOwnerError: they are; names the home. Or a part of them is mounted from elsewhere.
         """
         folder, claim = self.folder, self._read_claim()
-        if folder is None or self._compare(claim) is not Whose.A_COPYS:
+        if folder is None or self._compare(claim) is not KeyOwner.OTHER_COPY:
             return
         mount = find_mount(folder)
         if mount is not None:
@@ -114,33 +114,33 @@ class Place:
                 "keys of its own with `knnstore move`"
             )
 
-    def _compare(self, claim: Owner | None) -> Whose:
+    def _compare(self, claim: Owner | None) -> KeyOwner:
         """Find out whose the keys are by what their claim says and where they are."""
         if claim is not None and claim.store_id != self.owner.store_id:
-            return Whose.ANOTHERS
+            return KeyOwner.OTHER_STORE
         if claim is not None and self.owner.wrote(claim):
-            return Whose.OURS
+            return KeyOwner.THIS_STORE
         folder = self.folder
         if folder is not None and is_part_of(
             folder, self.home.path
         ):  # copied with the home, if copied at all
-            return Whose.NOBODYS if claim is None else Whose.OURS
+            return KeyOwner.NOBODY if claim is None else KeyOwner.THIS_STORE
         if claim is not None:
-            return Whose.A_COPYS
+            return KeyOwner.OTHER_COPY
         if folder is None or not self.remembers:
-            return Whose.NOBODYS
+            return KeyOwner.NOBODY
         try:
-            return Whose.NOBODYS if self.is_empty() else Whose.A_COPYS
+            return KeyOwner.NOBODY if self.is_empty() else KeyOwner.OTHER_COPY
         except DatastoreError:  # damaged, so not empty
-            return Whose.A_COPYS
+            return KeyOwner.OTHER_COPY
 
-    def _check(self, claim: Owner | None, whose: Whose, copied: bool) -> Whose:
-        if whose is Whose.ANOTHERS:
+    def _check(self, claim: Owner | None, key_owner: KeyOwner, copied: bool) -> KeyOwner:
+        if key_owner is KeyOwner.OTHER_STORE:
             raise NotOwnerError(
                 f"the keys at {self.location} belong to another store: give this one its own back from a "
                 "backup, or make a new one with `knnstore init`"
             )
-        if whose is Whose.A_COPYS and not copied:
+        if key_owner is KeyOwner.OTHER_COPY and not copied:
             advice = (
                 "take the keys over with `knnstore repair --take-over`, else give this one keys of its own "
                 "with `knnstore move`"
@@ -154,7 +154,7 @@ class Place:
                 f"the keys at {self.location} are written by {claim.shown!r}, and {self.owner.shown!r} is "
                 f"another copy of that store, or was moved: if the first is gone, {advice}"
             )
-        return whose
+        return key_owner
 
     def _check_not_shared(self) -> None:
         """Refuse to write keys of a copy whose files are also the original's, as hard links are.
@@ -259,10 +259,10 @@ class Place:
         Where nobody claimed it, the caller knows that it is.
         """
         adapter = self._adapter
-        whose = self.whose()
-        if whose in (Whose.ANOTHERS, Whose.A_COPYS):
+        key_owner = self.find_owner()
+        if key_owner in (KeyOwner.OTHER_STORE, KeyOwner.OTHER_COPY):
             return f"the keys there are not this home's; {self} stays as it is"
-        if whose is Whose.NOBODYS and self.remembers and not self.is_empty():
+        if key_owner is KeyOwner.NOBODY and self.remembers and not self.is_empty():
             return f"no store has claimed the keys there; {self} is yours to delete"
         if not issubclass(adapter, SupportsErase):
             return f"the adapter {self.engine.adapter} removes nothing; {self} is yours to delete"
