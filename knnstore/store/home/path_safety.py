@@ -1,6 +1,7 @@
-"""How far a home is followed: what it names may come from anybody, so nothing leads out of it unasked.
+"""Guard against symbolic links, hard links, mounts and URLs that lead out of a home.
 
-Keys may lie elsewhere, on another disk or on a server, and be read there.
+A home may come from an untrusted sender, so its files and its catalog are not followed out of its folder
+without the user's consent. Keys are the exception: they may be read on another disk or on a server.
 """
 
 import os
@@ -35,17 +36,17 @@ _FILES = [
 ]
 
 _OCTAL = re.compile(rb"\\([0-7]{3})")
-"""How the kernel's list of mounts writes a space and other special bytes."""
+"""Escape of a space or another special byte in the kernel's list of mounts."""
 
 _OPTIONS = {"host", "port", "sslmode", "connect_timeout", "application_name", "options", "client_encoding"}
 """Options of a PostgreSQL URL that name no file of this machine and no secret."""
 
 
 def check_files(home: Path) -> None:
-    """Refuse a home whose own files could lead a reader or a writer away.
+    """Check that no file of a home leads a reader or a writer out of the home. Missing files are accepted.
 
     Raises:
-        ConfigError: one is a link, a folder, a pipe or a device; names it.
+        ConfigError: a file is a link that leads out, a folder, a pipe or a device; the error names it.
     """
     for name in _FILES:
         _check(home / name, home, folders=False)
@@ -53,14 +54,14 @@ def check_files(home: Path) -> None:
 
 
 def check_folder(folder: Path, home: Path | None = None) -> None:
-    """Refuse a folder in which anything leads out of it; that it is a link itself is for the user to say.
+    """Check that nothing in a folder leads out of the folder, at any depth.
 
     Args:
-        folder: the folder; it need not exist.
-        home: where it must be, if it must not be a link.
+        folder: folder to check; a missing folder is accepted. The folder itself may be a link.
+        home: if set, the folder must not be a link that leads out of this home.
 
     Raises:
-        ConfigError: it holds a link that leads out, a pipe or a device; names it.
+        ConfigError: the folder holds a link that leads out, a pipe or a device; the error names it.
     """
     if home is not None:
         _check(folder, home)
@@ -69,7 +70,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
         try:
             with os.scandir(folders.pop()) as found:
                 entries = list(found)
-        except OSError:  # not there, removed by a writer meanwhile, or to be reported by whoever needs it
+        except OSError:  # missing, just removed by a writer, or reported by the caller that opens it
             continue
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -97,7 +98,7 @@ def is_part_of(folder: Path, home: Path) -> bool:
 
 
 def find_mount(folder: Path) -> Path | None:
-    """Return a mount point below a folder, if any."""
+    """Return a mount point below a folder; None if there is none."""
     folder = folder.resolve()
     below = (point for point in _mount_points() if point.is_relative_to(folder) and point != folder)
     return next(below, None)
@@ -117,7 +118,7 @@ def _from_octal(escaped: re.Match[bytes]) -> bytes:
 
 
 def find_home_around(folder: Path, home: Path) -> Path | None:
-    """Return the home that a folder lies in, if it is another than `home`."""
+    """Return the home that contains a folder; None if no home other than `home` contains it."""
     for parent in folder.resolve().parents:
         if (parent / DESCRIPTION).is_file() and not parent.samefile(home):
             return parent
@@ -125,25 +126,28 @@ def find_home_around(folder: Path, home: Path) -> Path | None:
 
 
 def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
-    """Return the home `other` if it is another than `home` and shows the same folder among its own."""
+    """Return `other` if it is a home, differs from `home` and contains the same folder; else None.
+
+    Compares inodes, so it also finds a folder that a bind mount shows at another path.
+    """
     try:
         known = folder.stat()
         if (other / DESCRIPTION).is_file() and not other.samefile(home):
             for path in other.iterdir():
                 if path.is_dir() and os.path.samestat(path.stat(), known):
                     return other
-    except OSError:  # not there, or not ours to look at
+    except OSError:  # missing, or not readable by this user
         pass
     return None
 
 
 def find_hard_link(folder: Path) -> Path | None:
-    """Return a file below a folder that has a second name, if any; links are not followed."""
+    """Return a file below a folder that has several hard links, or None. Symbolic links are not followed."""
     for inner, _, names in os.walk(folder):
         for path in (Path(inner) / name for name in names):
             try:
                 known = path.lstat()
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # removed since the folder was listed
                 continue
             if stat.S_ISREG(known.st_mode) and known.st_nlink > 1:
                 return path
@@ -151,11 +155,13 @@ def find_hard_link(folder: Path) -> Path | None:
 
 
 def check_catalog_is_single(home: Path, url: URL) -> None:
-    """Refuse to write to a SQLite catalog that has a second name: it would be another store's catalog too.
+    """Check that a SQLite catalog has no second hard link: another store might share the file.
+
+    Other databases and missing files are accepted.
 
     Args:
-        home: the folder, for the message.
-        url: the catalog's.
+        home: folder of the store, for the message.
+        url: URL of the catalog.
 
     Raises:
         ConfigError: the file is hard-linked.
@@ -166,7 +172,7 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
         path = Path(url.database + end)
         try:
             links = path.stat().st_nlink
-        except OSError:  # absent, or to be reported by whoever opens it
+        except OSError:  # missing, or reported by the caller that opens it
             continue
         if links > 1:
             raise ConfigError(
@@ -176,7 +182,7 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
 
 
 def _check(path: Path, within: Path, *, folders: bool = True) -> None:
-    """Refuse what is there and neither a file nor a folder, if one may be, nor a link to one in its place."""
+    """Check that a path is missing, a file inside `within`, or, if `folders`, a folder inside `within`."""
     try:
         known = path.stat()
     except FileNotFoundError:
@@ -195,13 +201,13 @@ def _check(path: Path, within: Path, *, folders: bool = True) -> None:
 
 
 def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writing: bool) -> None:
-    """Refuse to write to a file that could be another store's catalog, or to hand a server a password.
+    """Check that a catalog URL from a home neither leads to another store's file nor leaks a password.
 
     Args:
-        home: the folder.
-        url: the catalog as the home names it; the user has named none.
-        environment: the user's variables.
-        writing: whether the store is opened to be changed.
+        home: folder of the store.
+        url: URL of the catalog that the home names. The user has named none.
+        environment: environment variables of the user.
+        writing: True if the store is opened for writing.
 
     Raises:
         ConfigError: the catalog is a file outside the home that would be written, a URL that names other

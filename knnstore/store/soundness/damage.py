@@ -1,4 +1,4 @@
-"""Which documents a damaged part of the keys costs, and giving it up when they are gone."""
+"""Find the documents that lost records with a damaged part of the keys, and abandon parts nobody needs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,18 +11,22 @@ from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import DamagedPart, Datastore, SupportsDamage, positions_of, ranges_of
 from knnstore.errors import CorruptDatastoreError
 
-_NAMED = 5  # documents in one line
+_NAMED = 5  # documents named in one message
 
 T = TypeVar("T")
 
 
 def damaged_parts(datastore: Datastore) -> list[DamagedPart]:
-    """The damage that is known of a datastore."""
+    """Return the known damaged parts of a datastore; empty if the adapter does not report damage."""
     return datastore.damaged() if isinstance(datastore, SupportsDamage) else []
 
 
 def reading_on(datastore: Datastore, read: Callable[[], T]) -> T:
-    """Read, and again whenever damage is found that was not known: it is left out then."""
+    """Call `read` until it finds no new damage, and return its result.
+
+    A part that is found damaged is skipped at the next call. Raises CorruptDatastoreError if `read` fails
+    without reporting a new damaged part.
+    """
     while True:
         known = len(damaged_parts(datastore))
         try:
@@ -33,7 +37,7 @@ def reading_on(datastore: Datastore, read: Callable[[], T]) -> T:
 
 
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
-    """Give up the damaged parts of which no live document has a record."""
+    """Abandon each damaged part that holds no record of a live document."""
     parts = damaged_parts(datastore)
     if parts and isinstance(datastore, SupportsDamage):
         snapshot = catalog.snapshot()
@@ -43,10 +47,15 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
 
 
 def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None:
-    """Refuse a datastore with damage that is known.
+    """Check that no live document lost records with a known damaged part.
+
+    Args:
+        catalog: catalog of the store.
+        datastore: datastore to check.
+        undone: what was not done, as the beginning of the message.
 
     Raises:
-        CorruptDatastoreError: there is some; names the documents.
+        CorruptDatastoreError: documents lost records; the error names the documents.
     """
     parts, snapshot = damaged_parts(datastore), catalog.snapshot()
     lost = [documents_of(part, snapshot, datastore) for part in parts]
@@ -61,7 +70,7 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
 
 @contextmanager
 def naming_damage(catalog: Catalog, datastore: Datastore, undone: str) -> Iterator[None]:
-    """Name the documents where damage is found in between; see `check_undamaged`."""
+    """Name the affected documents in a CorruptDatastoreError of the block; see `check_undamaged`."""
     try:
         yield
     except CorruptDatastoreError:
@@ -70,7 +79,7 @@ def naming_damage(catalog: Catalog, datastore: Datastore, undone: str) -> Iterat
 
 
 def documents_of(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) -> NDArray[np.int64]:
-    """The live documents that lost records with a damaged part, as indices into the snapshot."""
+    """Return the live documents that lost records with a damaged part, as indices into the snapshot."""
     first, last = positions_of(np.array([part.ids.starts[0], part.ids.stops[-1] - 1]))
     near = (snapshot.groups == part.group) & (snapshot.starts <= last) & (snapshot.stops > first)
     at = np.flatnonzero(near)
@@ -78,7 +87,7 @@ def documents_of(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) ->
         return at
 
     def count() -> NDArray[np.int64]:
-        # Other parts may hold documents in between.
+        # Other parts may hold documents whose positions lie in the same range.
         there = np.zeros(len(snapshot.rows), np.int64)
         for ids, _, _ in datastore.iterate(ids=ranges_of(snapshot.starts[at], snapshot.stops[at])):
             there += np.bincount(snapshot.documents_at(positions_of(ids)), minlength=len(there))
@@ -88,7 +97,7 @@ def documents_of(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) ->
 
 
 def named(catalog: Catalog, rows: Sequence[int]) -> str:
-    """Some documents by name, the first few where they are many."""
+    """Return the names of documents as one phrase; of more than five, the first five and a count."""
     labels = sorted(catalog.labels(rows).values())
     names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_NAMED])
     more = f" and {len(labels) - _NAMED:,} more" if len(labels) > _NAMED else ""
