@@ -2,7 +2,7 @@
 #
 # For a GPU, with a driver for CUDA 13: --build-arg TORCH=cuda
 # All packages have their hashes in requirements/, which `make lock` writes; the base image can have a digest,
-# see docs/operations.md.
+# see docs/how-to/pin-images-and-packages.md.
 
 ARG PYTHON_DIGEST=
 FROM python:3.11-slim-trixie${PYTHON_DIGEST} AS build

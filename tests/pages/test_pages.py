@@ -11,7 +11,7 @@ from knnstore.cli import app
 from knnstore.cli.root import add_installed_groups
 from tests.pages.transcripts import ROOT, differences, run, steps
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])

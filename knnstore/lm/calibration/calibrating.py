@@ -38,7 +38,7 @@ from knnstore.progress import Progress
 from knnstore.store import KNNStore, Lineage, Selection
 
 MAX_K = 4096
-"""Largest k of the search. p_kNN over more neighbors was hardly better, see docs/prediction.md."""
+"""Largest k of the search. p_kNN over more neighbors was hardly better, see docs/findings.md."""
 PASS_K = 1024
 """Neighbors that are kept for each token, for mixers that use them. Of a larger k only p_kNN is kept."""
 PROBES = (4, 8, 16, 32, 64)

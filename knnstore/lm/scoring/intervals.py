@@ -4,7 +4,7 @@ A perplexity is a ratio, of all losses and all tokens, and the lengths of docume
 standard error is that of the jackknife over documents, of the logarithm; Student's t stands for the normal
 distribution, with as many degrees of freedom as there are documents by the squares of their lengths
 (Satterthwaite), so that few long documents count as few. Percentiles of a bootstrap are too narrow here;
-what each way covers was simulated: docs/prediction.md.
+what each way covers was simulated: docs/how-to/evaluate-and-audit.md.
 """
 
 import math
