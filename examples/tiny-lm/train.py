@@ -66,7 +66,7 @@ def loss_of(model: GPT2LMHeadModel, batch: Tensor) -> Tensor:
 
 
 def learning_rate(done: float) -> float:
-    """The learning rate when this share of the time is over."""
+    """Return the learning rate when this share of the time is over."""
     return PEAK_LEARNING_RATE * min(1.0, done / WARMUP, max(0.0, 2 * (1 - done)))
 
 

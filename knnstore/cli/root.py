@@ -150,7 +150,7 @@ def _root(
     verbose: VerboseOption = False,
     log_format: LogFormatOption = None,
 ) -> None:
-    """A memory that you can edit, for any Hugging Face language model.
+    """Give any Hugging Face language model a memory that you can edit.
 
     Make a store for a model with `init`, add documents to a domain with `add`; then `eval`,
     `generate` and `explain` use them. Nothing is trained, and what is removed is gone.

@@ -103,7 +103,7 @@ class ScoredText:
 
     @property
     def distances(self) -> Tensor:
-        """To the neighbors, float32, shape (n, k), ascending, +inf where one is missing."""
+        """Distances to the neighbors, float32, shape (n, k), ascending, +inf where one is missing."""
         return self.sums.distances
 
     @property
