@@ -1,4 +1,8 @@
-"""Statements and queries that reading and writing the catalog are made of."""
+"""Queries of the catalog that `Catalog` and `CatalogWriter` share.
+
+The `read_` functions run queries in the caller's session and check the rows. The others build statements, or
+convert values.
+"""
 
 import hashlib
 import json
@@ -26,14 +30,14 @@ from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
 from knnstore.errors import CatalogError
 
 MANY = 500
-"""Values of one statement at most: far below SQLite's limit of bound values."""
+"""Maximum number of values bound in one statement, far below SQLite's limit."""
 
 DOCUMENTS = select(DocumentRow, DomainRow.name).join(DomainRow).order_by(DocumentRow.start)
-"""Documents and the names of their domains, in the order in which they were added."""
+"""Statement that selects documents with the names of their domains, in the order of their positions."""
 
 
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Cut values into lists short enough for one SQL statement."""
+    """Split values into lists of at most `MANY`; empty input gives no list."""
     listed = list(values)
     return (listed[at : at + MANY] for at in range(0, len(listed), MANY))
 
@@ -44,13 +48,13 @@ def among(
     column: InstrumentedAttribute[Any],
     values: Iterable[Any],
 ) -> Iterator[Row[*tuple[Any, ...]]]:
-    """The rows of a statement whose column has one of these values, however many these are."""
+    """Yield the rows of a statement where `column` has one of `values`; runs it once per `MANY` values."""
     for chunk in in_chunks(values):
         yield from current.execute(chosen.where(column.in_(chunk)))
 
 
 def by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
-    """Pairs of a value and a primary key, the keys by value."""
+    """Group primary keys by value. Each row is a pair of a value and a primary key."""
     found: dict[str, list[int]] = {}
     for value, row in rows:
         found.setdefault(value, []).append(row)
@@ -58,7 +62,11 @@ def by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
 
 
 def checked_names(names: Iterable[str], what: str) -> list[str]:
-    """Return names, or raise InputError for the first that nothing can have; see `check_name`."""
+    """Return the names as a list.
+
+    Raises:
+        InputError: a name is not valid, see `check_name`; the message calls it `what`.
+    """
     listed = list(names)
     for name in listed:
         check_name(name, what)
@@ -66,12 +74,15 @@ def checked_names(names: Iterable[str], what: str) -> list[str]:
 
 
 def utc(moment: datetime) -> datetime:
-    """A moment as it was stored, in UTC: SQLite drops the zone."""
+    """Convert a stored time to UTC. SQLite drops the time zone, so a time without one is taken as UTC."""
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def scope_of(domains: Iterable[str]) -> tuple[str, list[str]]:
-    """The key under which settings for a set of domains are saved, and their names in order."""
+    """Return the key of the settings for a set of domains, and the names of the domains, sorted.
+
+    The key is the SHA-256 of the sorted names. No domains stand for the whole store.
+    """
     names = sorted(set(domains))
     return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names
 
@@ -83,7 +94,17 @@ def live_documents(
     id: str | None = None,
     tag: str | None = None,
 ) -> Select[*tuple[Any, ...]]:
-    """Restrict a statement over documents and their domains to live ones, of one domain, id or tag."""
+    """Restrict a statement over documents and domains to live documents.
+
+    Args:
+        chosen: statement to restrict.
+        domain: name of the documents' domain; None allows all.
+        id: external id of the documents; None allows all.
+        tag: tag that the documents carry; None allows all.
+
+    Raises:
+        InputError: a name is not valid, see `check_name`.
+    """
     chosen = chosen.where(IS_LIVE)
     if domain is not None:
         check_name(domain, "the domain's name")
@@ -98,7 +119,7 @@ def live_documents(
 
 
 def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
-    """The tags of these documents, by primary key; nothing for those without."""
+    """Return the tags of documents by primary key; documents without tags are left out."""
     tags: dict[int, list[str]] = {}
     for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
@@ -106,16 +127,17 @@ def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
 
 
 def read_rows_by_content(current: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
-    """The primary keys of the live documents with these content hashes, by hash."""
+    """Return the primary keys of the live documents with each content hash; absent hashes are left out."""
     wanted = set(hashes)
     chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
-    if len(wanted) > MANY:  # no index has them: all documents are read once, not for each statement
+    # Content hashes have no index, so each statement scans all documents. Many hashes share one scan.
+    if len(wanted) > MANY:
         return by_value(row for row in current.execute(chosen) if row[0] in wanted)
     return by_value(among(current, chosen, DocumentRow.content_hash, wanted))
 
 
 def read_documents(current: Session, rows: Iterable[Any]) -> dict[int, Document]:
-    """Documents by primary key, of rows of a statement over documents and the names of their domains."""
+    """Return documents by primary key. Each row is a pair of a document and its domain's name."""
     listed = list(rows)
     tags = read_tags(current, [row.id for row, _ in listed])
     return {
@@ -133,7 +155,7 @@ def read_documents(current: Session, rows: Iterable[Any]) -> dict[int, Document]
 
 
 def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
-    """Every domain that has a live document, by name."""
+    """Return the domains that have a live document, sorted by name."""
     tokens = func.sum(DocumentRow.stop - DocumentRow.start)
     records = func.sum(records_of_document(has_prefix=has_prefix))
     chosen = (
@@ -147,11 +169,15 @@ def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
     domains = [Domain(name, *map(int, sums)) for name, *sums in rows]
     if read_engine(current).is_keyless:
         domains = [replace(domain, records=0) for domain in domains]
-    return sorted(domains, key=attrgetter("name"))  # here: databases order text differently
+    return sorted(domains, key=attrgetter("name"))  # not in SQL: databases order text differently
 
 
 def read_engine(current: Session) -> Engine:
-    """Which adapter holds the keys."""
+    """Return the adapter that holds the keys, with its location and parameters.
+
+    Raises:
+        CatalogError: the stored values are damaged.
+    """
     row = current.get_one(StoreRow, 1)
     texts = all(isinstance(text, str) and "\0" not in text for text in (row.adapter, row.location))
     if not (texts and isinstance(row.params, dict)):
@@ -162,7 +188,13 @@ def read_engine(current: Session) -> Engine:
 
 
 def read_identity(row: StoreRow) -> Identity:
-    """What the store was made for; SQLite takes any value in any column."""
+    """Return the store's identity.
+
+    The type and range of each value are checked, because SQLite stores any value in any column.
+
+    Raises:
+        CatalogError: a value is invalid, or the digest of the identity and the engine's parameters differs.
+    """
     values = {name: getattr(row, name) for name in Identity.__slots__}
     for name, kind in get_type_hints(Identity).items():
         if not isinstance(values[name], kind) or (kind is int and not 0 < values[name] <= TOKEN_LIMIT):
@@ -179,12 +211,16 @@ def read_identity(row: StoreRow) -> Identity:
 
 
 def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
-    """Which documents are live, in a transaction that sees one moment."""
+    """Return the live documents at one revision. The session must be one of `reading`.
+
+    Raises:
+        CatalogError: the positions of documents overlap or are out of range.
+    """
     records = records_of_document(has_prefix=has_prefix)
     documents = (
         select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
         .where(IS_LIVE)
-        .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbor
+        .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document precedes one with the same start
     )
     domains = select(DomainRow.name, DomainRow.id).where(
         DomainRow.id.in_(select(DocumentRow.domain_id).where(IS_LIVE))
@@ -205,14 +241,17 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
 
 
 def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
-    """Return the number of records of a document, as an expression of SQL."""
+    """Build the SQL expression for a document's number of records."""
     tokens = DocumentRow.stop - DocumentRow.start
-    # Without a prefix nothing predicts a document's first token.
+    # Without a prefix, the first token has no predecessor and so no record.
     return tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
 
 
 def read_problems(current: Session) -> list[str]:
-    """What SQLite's own check says, and whether positions would be given twice; one line each."""
+    """Check the database. Returns one message per problem; none if the database is sound.
+
+    Runs SQLite's integrity check, and checks that the position counter is beyond every used position.
+    """
     found = []
     if current.get_bind().dialect.name == "sqlite":
         said = "\n".join(current.scalars(text("PRAGMA integrity_check(5)")))
@@ -225,7 +264,11 @@ def read_problems(current: Session) -> list[str]:
 
 
 def unpacked(blob: bytes, digest: str) -> NDArray[np.uint32]:
-    """Return the tokens of a document, or raise CatalogError if they are not those that were stored."""
+    """Decode a document's tokens to uint32, shape (n,).
+
+    Raises:
+        CatalogError: the stored bytes do not match their digest.
+    """
     if not isinstance(blob, bytes) or digest_of_bytes(blob) != digest:
         raise CatalogError(
             "the tokens of a document are damaged: `knnstore verify` names it; remove it and add it again"
@@ -234,16 +277,16 @@ def unpacked(blob: bytes, digest: str) -> NDArray[np.uint32]:
 
 
 def read_altered(current: Session, first: int, last: int) -> set[int]:
-    """Return which live documents are not what was stored, among the primary keys from `first` to `last`.
+    """Find live documents whose digests do not match, with primary keys from `first` to `last`.
 
-    Their keys are not read.
+    Returns their primary keys. The digests cover tokens, tags and the other fields, not the vector keys.
     """
     chosen = (
         select(DocumentRow, DomainRow.name, TokensRow)
         .outerjoin(DomainRow, DomainRow.id == DocumentRow.domain_id)
         .outerjoin(TokensRow, TokensRow.document_id == DocumentRow.id)
         .where(IS_LIVE, DocumentRow.id.between(first, last))
-        .execution_options(yield_per=100)  # few texts in memory at once
+        .execution_options(yield_per=100)  # limits how many texts are in memory
     )
     tags: dict[int, list[str]] = {}
     chosen_tags = select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.between(first, last))
@@ -262,7 +305,7 @@ def read_altered(current: Session, first: int, last: int) -> set[int]:
 
 
 def document_digest(row: DocumentRow, domain: str, tags: Iterable[str], tokens: str) -> str:
-    """Return the digest that a document should have, with these tags and this digest of its tokens."""
+    """Compute the digest of a document from its row, domain name, tags and the digest of its tokens."""
     return digest_of_document(
         id=row.external_id,
         domain=domain,
