@@ -1,4 +1,7 @@
-"""Connecting to the catalog's database: SQLite in a file or in memory, PostgreSQL by URL."""
+"""Connections to the catalog's database: SQLite in a file or in memory, or PostgreSQL by URL.
+
+The module parses and renders URLs, makes engines, runs transactions and translates the drivers' errors.
+"""
 
 import json
 import re
@@ -24,13 +27,13 @@ from knnstore.secret_files import read_secret
 _DRIVERS = {
     "sqlite": "sqlite",
     "sqlite+pysqlite": "sqlite",
-    "postgresql": "postgresql+psycopg",  # what the bare name stands for depends on SQLAlchemy's version
+    "postgresql": "postgresql+psycopg",  # the default driver depends on SQLAlchemy's version
     "postgresql+psycopg": "postgresql+psycopg",
 }
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
 
 _DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zlib.error)
-"""What a value of a wrong kind leads to, wherever it is read."""
+"""Exceptions that reading a stored value of a wrong type can raise."""
 
 _TOO_COMPLEX = re.compile(
     r"at most \d+ tables|too many|tree is too large|stack overflow|too complex|too big|stack depth limit"
@@ -41,10 +44,10 @@ _UNREACHABLE_SQLITE = (
     "SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT",
     "SQLITE_NOMEM", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM", "SQLITE_AUTH",
 )  # fmt: skip
-"""Errors of SQLite that come from outside of the statement and the data."""
+"""Names of SQLite errors whose cause is neither the statement nor the data."""
 
-PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # its name
-"""Environment variable of PostgreSQL's own clients with the password; that with a file's path is ours."""
+PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # the variable's name, not a password
+"""Environment variable with the password, as for PostgreSQL's clients; with suffix _FILE, a path to a file."""
 
 _POSTGRESQL = {
     "connect_timeout": 10,
@@ -53,23 +56,24 @@ _POSTGRESQL = {
     "keepalives_count": 3,
     "tcp_user_timeout": 60_000,
 }
-"""Options of libpq, unless the URL has others: where a network loses the server without a word, a command
-ends after a minute, not after two hours. The last one is in milliseconds, the times before it in seconds."""
+"""Options of libpq that apply unless the URL sets them. With them a command fails after one minute, not after
+two hours, if the connection is lost silently. `tcp_user_timeout` is in milliseconds, the others in seconds."""
 
 _BEGIN = "knnstore_begin"
+"""Name of the execution option with the statement that begins a transaction on SQLite."""
 
 SECONDS_TO_WAIT = 30
-"""For what others lock or read."""
+"""How long a statement waits for locks and readers of other connections."""
 
 LOCK = 0x6B6E6E73
-"""The first half of our advisory locks' keys on PostgreSQL; the second is the schema's hash."""
+"""First half of the keys of advisory locks on PostgreSQL; the second half is a hash of the schema's name."""
 
 
 def parse_url(url: str) -> URL:
-    """Read a SQLAlchemy URL and refuse databases that the catalog does not support.
+    """Parse a SQLAlchemy URL. Returns it with the driver that the catalog uses.
 
     Raises:
-        ConfigError: the URL cannot be read or names another database.
+        ConfigError: the URL is not valid, names an unsupported database, or has its password as an option.
     """
     try:
         parsed = make_url(url)
@@ -85,33 +89,33 @@ def parse_url(url: str) -> URL:
 
 
 def sqlite_url(path: Path) -> URL:
-    """The URL of a database in a file."""
+    """Return the URL of a SQLite database in a file."""
     return URL.create("sqlite", database=str(path))
 
 
 def without_password(url: URL) -> str:
-    """The same URL, fit to be written down and to be compared with another."""
+    """Render the URL without its password, to store the URL or to compare it with another."""
     return url._replace(password=None).render_as_string()
 
 
 def shown(url: URL) -> str:
-    """The same URL, fit to be shown: a password as ***."""
+    """Render the URL for messages, with *** in place of the password."""
     return url.render_as_string(hide_password=True)
 
 
 def is_sqlite_file(url: URL) -> bool:
-    """Whether the database is a file, and not in memory or on a server."""
+    """Check whether the database is a file, not in memory or on a server."""
     return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
 
 
 def connect(url: URL) -> Engine:
     """Make an engine with the durability settings that the commit protocol relies on.
 
-    The password of PostgreSQL is the URL's, else that of PGPASSWORD, or of the file that PGPASSWORD_FILE
-    names.
+    The password of PostgreSQL comes from the URL, else from PGPASSWORD or the file named by PGPASSWORD_FILE.
+    A database in memory has one connection, which threads use in turn.
 
     Raises:
-        ConfigError: the database driver is not installed, or the file of the password cannot be read.
+        ConfigError: the database driver is not installed, or the password file cannot be read.
     """
     options: dict[str, Any] = {}
     if url.get_backend_name() == "postgresql":
@@ -124,13 +128,13 @@ def connect(url: URL) -> Engine:
         options["connect_args"] = arguments
     elif is_sqlite_file(url):
         options["connect_args"] = {"timeout": SECONDS_TO_WAIT}
-    else:  # a second connection would have a database of its own, so threads take turns
+    else:  # a second connection to :memory: would open another database
         options |= {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
         options["connect_args"] = {"check_same_thread": False}
     try:
         engine = create_engine(
             url,
-            hide_parameters=True,  # documents stay out of messages
+            hide_parameters=True,  # error messages must not contain documents
             json_serializer=partial(json.dumps, allow_nan=False),  # PostgreSQL refuses NaN
             json_deserializer=_from_json,
             **options,
@@ -143,11 +147,12 @@ def connect(url: URL) -> Engine:
         sqlite.prepare(engine)
         event.listen(engine, "begin", _begin)
     else:
-        event.listen(engine, "connect", _check_encoding, insert=True)  # before SQLAlchemy asks for text
+        event.listen(engine, "connect", _check_encoding, insert=True)  # runs before SQLAlchemy reads text
     return engine
 
 
 def _from_json(text: str) -> Any:
+    """Parse JSON; returns `TOO_DEEP` for a value that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -155,8 +160,9 @@ def _from_json(text: str) -> Any:
 
 
 def _check_encoding(connection: Any, _record: object) -> None:
+    """Raise ConfigError, and close the connection, if a PostgreSQL database has the encoding SQL_ASCII."""
     info = connection.info
-    if info.parameter_status("server_encoding") == "SQL_ASCII":  # then the driver gives bytes for text
+    if info.parameter_status("server_encoding") == "SQL_ASCII":  # the driver would return bytes as text
         database = info.dbname
         connection.close()
         raise ConfigError(
@@ -166,18 +172,19 @@ def _check_encoding(connection: Any, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
+    """Begin a transaction on SQLite with the statement in the execution option `_BEGIN`."""
     connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
 
 @contextmanager
 def translated_errors(engine: Engine) -> Iterator[None]:
-    """Turn the driver's exceptions into ours, the original chained.
+    """Convert the exceptions of drivers and SQLAlchemy in the block to subclasses of KnnstoreError.
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
-        DiskFullError, ReadOnlyError: its medium takes no more, or nothing at all.
-        ConfigError: the statement is too complex for the database, as a condition can make it.
-        CatalogError: it refused a statement, or what it holds makes no sense.
+        DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
+        ConfigError: the statement is too complex for the database, for example because of a condition.
+        CatalogError: the database refused a statement, or a stored value is damaged.
     """
     try:
         yield
@@ -187,10 +194,10 @@ def translated_errors(engine: Engine) -> Iterator[None]:
         medium = sqlite.medium_error(error.orig, place(engine.url))
         if medium is not None:
             raise medium from error
-        lines = str(error.orig).strip().splitlines()  # the first has no values, later ones may
+        lines = str(error.orig).strip().splitlines()  # lines after the first may quote stored values
         reason = lines[0] if lines else type(error.orig).__name__
-        undecoded = _NO_TEXT.match(reason)  # quotes the value, which may be a secret
-        if undecoded is not None:
+        undecoded = _NO_TEXT.match(reason)
+        if undecoded is not None:  # not chained: SQLite's message quotes the value, which may be a secret
             raise CatalogError(
                 f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: "
                 f"the column {undecoded[1]!r} holds bytes that are not UTF-8"
@@ -201,7 +208,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
                 "it smaller"
             ) from error
         kind = StoreUnavailableError if _is_unreachable(error) else CatalogError
-        if error.connection_invalidated:  # where it was lost in a commit, nobody knows whether that was made
+        if error.connection_invalidated:  # a commit during which the connection was lost may have succeeded
             reason += "; try again: nothing is half done"
         raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
     except KnnstoreError:
@@ -214,7 +221,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
 
 
 def _is_too_complex(error: DBAPIError, reason: str) -> bool:
-    """Check whether a smaller statement would have been run."""
+    """Check whether the database refused a statement because of its size or depth."""
     state = str(getattr(error.orig, "sqlstate", None) or "")
     if state:
         return state.startswith("54")  # program limit exceeded
@@ -223,29 +230,29 @@ def _is_too_complex(error: DBAPIError, reason: str) -> bool:
 
 
 def _is_unreachable(error: DBAPIError) -> bool:
-    """Check whether the database may answer later; otherwise the statement or the data are at fault."""
+    """Check whether a retry can succeed; otherwise the statement or the data cause the error."""
     if error.connection_invalidated:
         return True
     if not isinstance(error, OperationalError):
         return False
     if isinstance(error.orig, sqlite3.Error):
         name = str(getattr(error.orig, "sqlite_errorname", ""))
-        return not name or name.startswith(_UNREACHABLE_SQLITE)  # without a name: from `sqlite._connect`
+        return not name or name.startswith(_UNREACHABLE_SQLITE)  # errors of `sqlite._connect` have no name
     return True
 
 
 def place(url: URL) -> str:
-    """Where the database is, for messages: without a password or options."""
+    """Render the location of the database for messages: a path, or a URL without password and options."""
     if url.get_backend_name() == "sqlite":
         return url.database or ":memory:"
-    return url.set(query={}).render_as_string()  # a password as ***
+    return url.set(query={}).render_as_string()  # renders the password as ***
 
 
 def identify(engine: Engine) -> str:
-    """What tells a database from a copy of it, one word.
+    """Return an identifier of the database that a copy does not share.
 
-    Of a file the number (inode) that the file system gave it, and its folder's: both stay when the folder
-    is renamed. On PostgreSQL the numbers of the server's data and of the database in them.
+    For a file, it consists of the inode numbers of the folder and the file, which a renamed folder keeps. On
+    PostgreSQL, it consists of the system identifier, "-" if not readable, and the database's OID.
     """
     if is_sqlite_file(engine.url):
         return identify_file(Path(str(engine.url.database)))
@@ -261,13 +268,18 @@ def identify(engine: Engine) -> str:
 
 
 def identify_file(path: Path) -> str:
-    """Return what `identify` gives for a SQLite database in a file; raises OSError if there is none."""
+    """Return the identifier of a SQLite file, see `identify`; raises OSError if the file does not exist."""
     return f"{path.parent.stat().st_ino}-{path.stat().st_ino}"
 
 
 @contextmanager
 def session(engine: Engine) -> Iterator[Session]:
-    """Run one transaction: committed at the end of the block, rolled back on an exception."""
+    """Run one transaction: commit at the end of the block, roll back on an exception.
+
+    Raises:
+        StoreUnavailableError: also if the file changed during the block, see `sqlite.unchanged`.
+        KnnstoreError: for the errors of the database, see `translated_errors`.
+    """
     with (
         translated_errors(engine),
         Session(engine, expire_on_commit=False) as current,
@@ -278,15 +290,15 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def reading(engine: Engine) -> AbstractContextManager[Session]:
-    """Run several queries that all see the database as it was at one moment."""
-    if engine.dialect.name == "postgresql":  # on SQLite every transaction is so
+    """Run one transaction whose queries all see the same snapshot of the database."""
+    if engine.dialect.name == "postgresql":  # SQLite isolates every transaction in this way
         engine = engine.execution_options(isolation_level="REPEATABLE READ")
     return session(engine)
 
 
 @contextmanager
 def exclusive(engine: Engine) -> Iterator[Connection]:
-    """Run one transaction that may change the schema; others of its kind wait for its end."""
+    """Run one transaction that may change the schema. Concurrent exclusive transactions wait for its end."""
     with translated_errors(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             with connection.begin():
@@ -296,8 +308,8 @@ def exclusive(engine: Engine) -> Iterator[Connection]:
             return
         connection.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
         driver: Any = connection.connection.driver_connection
-        # To alter a table SQLite must drop it, which would cascade; inside a transaction the
-        # switch does nothing.
+        # Migrations on SQLite drop and rebuild tables, which would cascade to other tables. The pragma has no
+        # effect inside a transaction, so it is set before.
         driver.execute("PRAGMA foreign_keys=OFF")
         try:
             with connection.begin():

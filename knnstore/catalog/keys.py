@@ -1,7 +1,7 @@
-"""Keys of a server: who may do what with the store. A key itself is kept nowhere, only its hash.
+"""API keys of a server: rights, domains and limits. The catalog stores only the hash of a key.
 
-These rows are no part of what readers of the store see, so whoever may write the database changes them beside
-its writer, in transactions of their own.
+Readers of the store do not see the rows of keys. So keys are changed in separate transactions, without the
+catalog's writer and its fence.
 """
 
 import hashlib
@@ -26,47 +26,48 @@ _FORM = re.compile(r"knn_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 
 
 class Right(StrEnum):
-    """What a key may allow."""
+    """Right that an API key grants."""
 
     PREDICT = "predict"
-    """Have text written and scored."""
+    """Generate and score text."""
     READ = "read"
-    """See documents, and where predictions come from."""
+    """See documents and the provenance of predictions."""
     WRITE = "write"
     """Add and remove documents."""
     ADMIN = "admin"
-    """All of these, and the server's metrics."""
+    """All other rights, and the server's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """What is known of a key."""
+    """Description of an API key, without its secret."""
 
     id: str
-    """The part of it that is no secret."""
+    """Public part of the key."""
     name: str
     rights: frozenset[Right]
     domains: tuple[str, ...] | None
-    """The only domains that there are for it; None is all."""
+    """Names of the domains that the key can access; None is all."""
     created_at: str
     """ISO 8601, UTC."""
     expires_at: str | None
+    """ISO 8601, UTC; None is never."""
     requests: int | None = None
-    """That it may have at once; None is any number."""
+    """Maximum number of concurrent requests; None is unlimited."""
     tokens: int | None = None
-    """That it may have read and written in a minute; None is any number."""
+    """Maximum number of tokens a minute, prompt and generated; None is unlimited."""
 
     @property
     def has_expired(self) -> bool:
-        """Whether it is of no use any more."""
+        """Whether the time of expiry has passed."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 
 class AccessKeys:
-    """The keys of one store.
+    """API keys of one store.
 
     Args:
-        catalog: an open catalog; never closed here.
+        catalog: open catalog; the caller closes it.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -82,22 +83,22 @@ class AccessKeys:
         requests: int | None = None,
         tokens: int | None = None,
     ) -> tuple[AccessKey, str]:
-        """Make a key.
+        """Create a random key and store its hash.
 
         Args:
-            rights: what it allows; at least one.
-            name: whatever it is to be known by.
-            domains: the only ones that it is for, also such as are not there yet; None is all.
-            expires_at: when it ends, with a time zone; None is never.
-            requests: at once, >= 1; None is any number.
-            tokens: a minute, read and written, >= 1; None is any number.
+            rights: rights that the key grants; at least one.
+            name: name for people, which need not be unique; may be empty.
+            domains: names of the domains that the key can access, which need not exist yet; None is all.
+            expires_at: time of expiry, with a time zone; None is never.
+            requests: maximum number of concurrent requests, >= 1; None is unlimited.
+            tokens: maximum number of tokens a minute, prompt and generated, >= 1; None is unlimited.
 
         Returns:
-            What is known of it, and the key itself, which nobody can read again.
+            The key's description and the key itself, which cannot be read again.
 
         Raises:
-            ConfigError: no right or no domain is given, a limit is below 1, or it would have ended already.
-            InputError: a name cannot be stored.
+            ConfigError: `rights` or `domains` is empty, a limit is out of range, or the expiry has passed.
+            InputError: a name is not valid, see `check_name`.
         """
         given, named = sorted(set(rights)), None if domains is None else sorted(set(domains))
         if not given:
@@ -130,16 +131,16 @@ class AccessKeys:
             return _read(row), f"knn_{id}_{secret}"
 
     def all(self) -> list[AccessKey]:
-        """Every key, in the order in which they were made."""
+        """Return all keys in the order of their creation, expired keys included."""
         with reading(self._sql) as current:
             rows = current.scalars(select(KeyRow).order_by(KeyRow.created_at, KeyRow.id))
             return [_read(row) for row in rows]
 
     def revoke(self, id: str) -> AccessKey:
-        """Make a key useless from now on, and return what it was.
+        """Delete a key, and return its description.
 
         Raises:
-            KeyNotFoundError: there is none of this id.
+            KeyNotFoundError: no key has this id.
         """
         with session(self._sql) as current:
             row = current.get(KeyRow, id)
@@ -151,11 +152,14 @@ class AccessKeys:
 
     @staticmethod
     def is_one(text: str) -> bool:
-        """Whether a text has the form of a key."""
+        """Check whether a text has the format of a key."""
         return _FORM.fullmatch(text) is not None
 
     def find(self, text: str) -> AccessKey | None:
-        """The key that a text is; None where it is none, or has expired. Takes as long for a wrong one."""
+        """Look up a key. Returns None for an unknown or expired key.
+
+        The secret is compared in constant time, also if no key has the id.
+        """
         found = _FORM.fullmatch(text)
         id, secret = (found[1], found[2]) if found else ("", "")
         with reading(self._sql) as current:
@@ -166,11 +170,12 @@ class AccessKeys:
 
 
 def _hashed(secret: str) -> str:
-    """256 random bits need no slow hash."""
+    """Return the SHA-256 of a secret; secrets have 256 random bits, so a slow hash is not needed."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def _read(row: KeyRow) -> AccessKey:
+    """Convert a row to a description of the key."""
     return AccessKey(
         id=row.id,
         name=row.name,

@@ -1,9 +1,10 @@
-"""A catalog in a file: opening it where nothing can be written, and what its errors mean.
+"""SQLite files: connections, also to files that cannot be written, and the meaning of SQLite's errors.
 
-SQLite's log needs two files beside the database, also for reading. Where they cannot be made, on a
-read-only medium or a full disk, the database is read as it is. That is right only as long as nobody
-changes it, and somebody may: another machine, or a writer that found some space. So such a connection
-knows what the files looked like, and whatever was read while they changed is read again.
+SQLite's write-ahead log needs two more files next to the database, even for reading. If they cannot be
+created, on a read-only or full disk, the database is opened as immutable, without the log. Reads are then
+right only while the file does not change, but another machine or a writer that finds free space can still
+change it. So an `UnloggedConnection` records the state of the files when it opens them. If the state changes,
+reads fail with StoreUnavailableError, and the pool replaces the connection.
 """
 
 import os
@@ -30,25 +31,28 @@ _PRAGMAS = (
     "wal_autocheckpoint=128",
 )
 _MAY_BE_READ = "SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_FULL"
+"""Errors at opening after which the database may be readable without its log."""
 _SECONDS_FOR_READERS = 1
+"""How long `take_in_log` waits for readers."""
 
 
 class UnloggedConnection(sqlite3.Connection):
-    """A connection without a log, to a file that nobody is to change meanwhile."""
+    """Read-only connection that does not use the write-ahead log; see the module's docstring."""
 
     path: Path
     seen: tuple[int, ...]
+    """State of the files when the connection was opened; see `_state`."""
 
     def is_stale(self) -> bool:
-        """Whether the database was changed since this connection was made."""
+        """Check whether the database has changed since the connection was opened."""
         return _state(self.path) != self.seen
 
 
 class Commits:
-    """Tells whether anything was committed to a file since, at a hundredth of what a query costs.
+    """Detects commits to a SQLite file, at a hundredth of the cost of a query. Thread-safe.
 
-    It has a connection of its own that never writes, for which SQLite counts the commits of all others, in
-    whatever process. May be used by several threads.
+    Uses a separate connection that never writes. SQLite counts the commits of all other connections for it,
+    including connections of other processes.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -57,7 +61,10 @@ class Commits:
         self._connection: PoolProxiedConnection | None = None
 
     def version(self) -> int | None:
-        """A number that is another one after each commit; None where there is no telling, without a log."""
+        """Return a number that differs after each commit.
+
+        Returns None if commits cannot be detected: without a log, or if the database cannot be read.
+        """
         with self._lock:
             try:
                 if self._connection is None:
@@ -68,40 +75,48 @@ class Commits:
                     return None
                 ((version,),) = driver.execute("PRAGMA data_version").fetchall()
                 return int(version)
-            except (sqlite3.Error, SQLAlchemyError):  # whoever queries meets it, and says it
+            except (sqlite3.Error, SQLAlchemyError):  # the caller's query will raise the error
                 self._release()
                 return None
 
     def close(self) -> None:
-        """Release the connection."""
+        """Close the connection; the next call of `version` opens another."""
         with self._lock:
             self._release()
 
     def _release(self) -> None:
+        """Close the connection if one is open. The caller holds the lock."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
 
 
 def prepare(engine: Engine) -> None:
-    """Let an engine of a file make its connections here, with the function that conditions need."""
+    """Register this module's connection handling with an engine of SQLite.
+
+    Connections are opened by `_connect`, have the function `regexp_replace`, and are checked for stale files
+    at checkout.
+    """
     event.listen(engine, "do_connect", _connect)
     event.listen(engine, "connect", _add_function)
     event.listen(engine, "checkout", _check)
 
 
 def make_private(path: Path) -> None:
-    """Make an empty database that nobody but its owner can read; the files beside it get the same mode."""
-    with suppress(OSError):  # SQLite says what is wrong
+    """Create an empty file with mode 600 if none exists; SQLite copies the mode to the log's files.
+
+    Ignores errors.
+    """
+    with suppress(OSError):  # SQLite reports the error when it opens the file
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
 
 @contextmanager
 def unchanged(connection: Any) -> Iterator[None]:
-    """Answer for what is read within the block.
+    """Check at the end of the block that the database did not change, if the connection has no log.
 
     Raises:
-        StoreUnavailableError: the database was changed meanwhile, where no log can be had.
+        StoreUnavailableError: the database changed, so the block's reads may be inconsistent.
     """
     try:
         yield
@@ -111,9 +126,10 @@ def unchanged(connection: Any) -> Iterator[None]:
 
 
 def take_in_log(engine: Engine) -> None:
-    """Write what is in the log to the database and empty the log, so that the one file is the catalog.
+    """Copy the write-ahead log into the database file and empty the log.
 
-    Where a reader is in the way, or the disk is full, the log stays for the next connection.
+    The database file is then complete by itself. If a reader blocks this for a second, or the disk is full,
+    the log stays for the next connection, and no error is raised.
     """
     with suppress(sqlite3.Error):
         connection = engine.raw_connection()
@@ -122,13 +138,13 @@ def take_in_log(engine: Engine) -> None:
             driver.execute(f"PRAGMA busy_timeout={_SECONDS_FOR_READERS * 1000}").close()
             driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
         finally:
-            connection.invalidate()  # its timeout is not the others'
+            connection.invalidate()  # its busy_timeout differs, so it must not return to the pool
 
 
 def medium_error(error: object, path: str) -> KnnstoreError | None:
-    """What an error of SQLite says of the medium, if it does."""
+    """Convert a SQLite error about the disk to ReadOnlyError or DiskFullError; returns None for others."""
     name = str(getattr(error, "sqlite_errorname", ""))
-    # Without its log, as on a full disk, a database can only be read.
+    # An immutable connection on a full disk also reports SQLITE_READONLY.
     if name.startswith("SQLITE_READONLY") and is_read_only(Path(path).parent):
         return ReadOnlyError(f"{path} is on a read-only medium or not yours to write: nothing can be changed")
     if name.startswith(("SQLITE_READONLY", "SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")):
@@ -137,9 +153,14 @@ def medium_error(error: object, path: str) -> KnnstoreError | None:
 
 
 def _connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
+    """Open a connection with a log, or an `UnloggedConnection` if the log cannot be used.
+
+    Raises:
+        sqlite3.OperationalError: the database cannot be read, or its log holds changes and cannot be used.
+    """
     path = Path(arguments[0])
     connection = sqlite3.connect(*arguments, **options)
-    connection.isolation_level = None  # we say BEGIN ourselves, so that DDL is transactional too
+    connection.isolation_level = None  # `connection._begin` runs BEGIN, so that DDL is transactional too
     try:
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").close()
@@ -163,16 +184,18 @@ def _connect(_dialect: object, _record: object, arguments: list[Any], options: d
 
 
 def _add_function(connection: Any, _record: object) -> None:
+    """Register `regexp_replace`, which conditions use, with a connection."""
     connection.create_function("regexp_replace", 4, regexp_replace, deterministic=True)
 
 
 def _check(connection: Any, _record: object, _proxy: object) -> None:
+    """Raise DisconnectionError for a stale connection, so that the pool opens another in its place."""
     if isinstance(connection, UnloggedConnection) and connection.is_stale():
-        raise DisconnectionError  # the pool makes another connection, which may find a log now
+        raise DisconnectionError
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """What changes with every change of the database; at last the size of its log."""
+    """Return inode, size and time of change of the database file, and the size of its log, 0 without one."""
     status, log = path.stat(), 0
     with suppress(FileNotFoundError):
         log = Path(f"{path}-wal").stat().st_size
