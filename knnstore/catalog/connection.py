@@ -47,7 +47,7 @@ _UNREACHABLE_SQLITE = (
 """Names of SQLite errors whose cause is neither the statement nor the data."""
 
 PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # the variable's name, not a password
-"""Environment variable with the password, as for PostgreSQL's clients; with suffix _FILE, a path to a file."""
+"""Environment variable with the password, as for PostgreSQL's clients; PGPASSWORD_FILE names its file."""
 
 _POSTGRESQL = {
     "connect_timeout": 10,
@@ -57,7 +57,7 @@ _POSTGRESQL = {
     "tcp_user_timeout": 60_000,
 }
 """Options of libpq that apply unless the URL sets them. With them a command fails after one minute, not after
-two hours, if the connection is lost silently. `tcp_user_timeout` is in milliseconds, the others in seconds."""
+two hours, if the connection is lost silently. `tcp_user_timeout` is in milliseconds, the rest in seconds."""
 
 _BEGIN = "knnstore_begin"
 """Name of the execution option with the statement that begins a transaction on SQLite."""

@@ -1,4 +1,4 @@
-"""Making a catalog, bringing it to this package's schema, and refusing one that does not fit."""
+"""Schema of the catalog's database: creation, check of the version, and upgrade by Alembic."""
 
 from dataclasses import asdict
 from importlib.resources import files
@@ -26,11 +26,11 @@ from knnstore.errors import (
 from knnstore.failpoints import failpoint
 
 VERSION_TABLE = "knnstore_alembic_version"
-"""Not Alembic's default, which another application in the same database may hold."""
+"""Table of Alembic's version; another application in the same database may use the default name."""
 
 
 def script_location() -> Path:
-    """The folder of the migrations: inside the wheel, or beside the package in a checkout.
+    """Return the folder of the migrations: inside the package if installed, next to it in a checkout.
 
     Raises:
         CatalogError: the folder is missing; the installation is broken.
@@ -44,26 +44,36 @@ def script_location() -> Path:
 
 
 def is_empty(connection: Connection) -> bool:
-    """Whether the database has no catalog yet."""
+    """Check whether the database has no catalog yet."""
     return not inspect(connection).has_table(VERSION_TABLE)
 
 
 def not_found(url: URL) -> StoreNotFoundError:
-    """The error that a database holds no catalog."""
+    """Make the error for a database that holds no catalog."""
     return StoreNotFoundError(
         f"there is no catalog in {place(url)}; restore it from a backup, or make a store with `knnstore init`"
     )
 
 
 def connect_existing(url: URL) -> SqlEngine:
-    """Make an engine for a database that is there; see `connect`."""
-    if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would make the file
+    """Make an engine for an existing database; see `connect`.
+
+    Raises:
+        StoreNotFoundError: the SQLite file does not exist.
+        ConfigError: see `connect`.
+    """
+    if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would create the file
         raise not_found(url)
     return connect(url)
 
 
 def check(connection: Connection) -> None:
-    """Refuse a database without a catalog, or whose schema is not this package's; see `Catalog.open`."""
+    """Check that the database holds a catalog with this package's schema.
+
+    Raises:
+        StoreNotFoundError: the database holds no catalog.
+        SchemaOutdatedError, SchemaTooNewError: the schema differs from this package's.
+    """
     if is_empty(connection):
         raise not_found(connection.engine.url)
     if not _is_newest(connection):
@@ -73,11 +83,11 @@ def check(connection: Connection) -> None:
 
 
 def upgrade_catalog(url: URL) -> None:
-    """Bring an existing catalog to this package's schema; nothing happens when it is there.
+    """Upgrade an existing catalog to this package's schema; does nothing if it has this schema.
 
     Raises:
         StoreNotFoundError: the database holds no store.
-        SchemaTooNewError: its schema is newer than this package.
+        SchemaTooNewError: the schema is newer than this package.
     """
     sql = connect_existing(url)
     try:
@@ -90,13 +100,17 @@ def upgrade_catalog(url: URL) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the database to the newest schema, in a transaction; see `connection.exclusive`."""
+    """Create the tables, or upgrade them to the newest schema, in the caller's `exclusive` transaction."""
     if not _is_newest(connection):
         command.upgrade(_config(connection), "head")
 
 
 def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | None) -> None:
-    """Make the tables and the store's row, in one transaction; see `Catalog.create`."""
+    """Create the tables and the store's row in one transaction; see `Catalog.create`.
+
+    Raises:
+        StoreExistsError: the database holds another store, or this store and it was written to.
+    """
     with exclusive(sql) as connection:
         if not is_empty(connection):
             check(connection)
@@ -118,6 +132,7 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | Non
 
 
 def _is_newest(connection: Connection) -> bool:
+    """Check whether the schema is the newest; raises SchemaTooNewError for an unknown version."""
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
     scripts = ScriptDirectory.from_config(_config())
@@ -130,6 +145,7 @@ def _is_newest(connection: Connection) -> bool:
 
 
 def _config(connection: Connection | None = None) -> Config:
+    """Build the configuration of Alembic; migrations run on `connection`."""
     config = Config()
     config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
     config.attributes["connection"] = connection

@@ -1,8 +1,7 @@
-"""The tables of the catalog.
+"""Tables of the catalog.
 
-One row per document and none per token: the value of a record rides in its id, so the vector
-engine needs nothing from SQL to answer a search. Every name begins with ``knnstore_``: the
-database may be shared with other applications.
+Documents have rows, tokens have none: a record's value is encoded in its id, so the vector engine answers a
+search without SQL. All names begin with ``knnstore_``, because other applications may share the database.
 """
 
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-# Without names, Alembic's batch mode cannot drop a constraint on SQLite.
+# Alembic's batch mode on SQLite can only drop constraints that have names.
 _NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -33,10 +32,10 @@ _NAMES = {
     "pk": "pk_%(table_name)s",
 }
 
-# SQLite numbers rows by itself only for a primary key of type INTEGER.
+# SQLite assigns row ids only for a primary key of type INTEGER.
 _RowId = BigInteger().with_variant(Integer, "sqlite")
 
-# Of a row that goes with its document.
+# Primary key of a row that is deleted together with its document.
 _DocumentId = Annotated[
     int,
     mapped_column(
@@ -45,31 +44,32 @@ _DocumentId = Annotated[
 ]
 
 PENDING, LIVE, DELETING = "pending", "live", "deleting"
-"""The states of a document; only the records of a live one count as neighbors."""
+"""States of a document; only records of live documents are returned as neighbors."""
 
 
 def _now() -> datetime:
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 
 class Base(DeclarativeBase):
-    """The declarative base; its metadata is what the migrations build."""
+    """Declarative base; the migrations must produce the schema in its metadata."""
 
     metadata = MetaData(naming_convention=_NAMES)
 
 
 class StoreRow(Base):
-    """The store itself: one row, whose identity never changes."""
+    """The store: a single row. Its identity never changes."""
 
     __tablename__ = "knnstore_store"
     __table_args__ = (CheckConstraint("id = 1", name="single_row"),)
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     store_id: Mapped[str] = mapped_column(String(32))
-    """Random, made once: a copy of the store has the same, another store never."""
+    """Random id, assigned at creation; copies of the store share it."""
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
-    # Identity: what a model must match to use the store.
+    # Identity: a model must match these values to use the store.
     model: Mapped[str] = mapped_column(String)
     model_fingerprint: Mapped[str] = mapped_column(String)
     tokenizer_fingerprint: Mapped[str] = mapped_column(String(64))
@@ -84,23 +84,23 @@ class StoreRow(Base):
     digest: Mapped[str] = mapped_column(String(32), server_default="")
     """Digest (BLAKE2b) of the identity and `params`; see `knnstore.catalog.digests`."""
 
-    # Where the keys are; `knnstore move` changes these three in one transaction.
+    # Engine: adapter and location of the keys; `knnstore move` changes the three columns in one transaction.
     adapter: Mapped[str] = mapped_column(String)
     location: Mapped[str] = mapped_column(String)
     params: Mapped[dict[str, Any]] = mapped_column(JSON)
 
     next_position: Mapped[int] = mapped_column(BigInteger, default=0)
-    """The 43-bit counter of token positions; only ever grows, so no record id is used twice."""
+    """Next free token position, 43 bits. Never decreases, so no record id is used twice."""
 
     revision: Mapped[int] = mapped_column(BigInteger, default=0)
-    """Grows in every transaction that changes what readers may see."""
+    """Incremented in every transaction that changes what readers see."""
 
     writer_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
-    """The fencing number: grows when a writer opens; a commit of an older writer fails."""
+    """Fencing number, incremented when a writer opens; commits of older writers fail."""
 
 
 class DomainRow(Base):
-    """A domain; its id is the group of its records and is never used again."""
+    """Domain. Its id is the group of its records, and is never reused."""
 
     __tablename__ = "knnstore_domains"
     __table_args__ = ({"sqlite_autoincrement": True},)
@@ -111,11 +111,11 @@ class DomainRow(Base):
 
 
 class DocumentRow(Base):
-    """A document: its state is the commit point of everything that is stored for it."""
+    """Document. Changing its state commits everything that is stored for it."""
 
     __tablename__ = "knnstore_documents"
     __table_args__ = (
-        # A replacement is pending beside the version it replaces, so only live ids are unique.
+        # A pending replacement has the same id as the live version, so ids are unique among live rows only.
         Index(
             "uq_knnstore_documents_live",
             "external_id",
@@ -124,7 +124,7 @@ class DocumentRow(Base):
             sqlite_where=text("state = 'live'"),
             postgresql_where=text("state = 'live'"),
         ),
-        # Recovery and purging look only for the few that are not live.
+        # Recovery and purging select rows that are not live, which are few.
         Index(
             "ix_knnstore_documents_unsettled",
             "state",
@@ -149,13 +149,13 @@ class DocumentRow(Base):
     added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
 
-# Written out in the statement: only then can the planner use the partial indexes.
+# The value is a literal in the statement, because the planner cannot match a parameter with a partial index.
 IS_LIVE = DocumentRow.state == literal(LIVE, literal_execute=True)
 IS_UNSETTLED = DocumentRow.state != literal(LIVE, literal_execute=True)
 
 
 class TokensRow(Base):
-    """The tokens of one document, apart so that no scan of the documents reads them."""
+    """Tokens of one document, in a separate table so that scans of documents do not read them."""
 
     __tablename__ = "knnstore_document_tokens"
 
@@ -167,17 +167,17 @@ class TokensRow(Base):
 
 
 class ChecksumRow(Base):
-    """What the keys of one document are, where the engine does not check them itself."""
+    """Checksum of the vector keys of one document, for an engine that does not check its keys itself."""
 
     __tablename__ = "knnstore_document_checksums"
 
     document_id: Mapped[_DocumentId]
     keys: Mapped[str] = mapped_column(String(80))
-    """A precision, a colon, a hash; see `knnstore.store.soundness`."""
+    """Precision, a colon and a hash; see `knnstore.store.soundness`."""
 
 
 class TagRow(Base):
-    """One tag of one document."""
+    """Tag of a document."""
 
     __tablename__ = "knnstore_document_tags"
 
@@ -191,9 +191,9 @@ class SettingRow(Base):
     __tablename__ = "knnstore_settings"
 
     scope: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """SHA-256 of the domains' names, so that any number of them has one short key."""
+    """SHA-256 of the sorted names of the domains: a short key for any number of domains."""
     domains: Mapped[list[str]] = mapped_column(JSON)
-    """The names, sorted; none stands for the whole store."""
+    """Names of the domains, sorted; an empty list stands for the whole store."""
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
     """Digest of the domains and the payload; see `knnstore.catalog.digests`."""
@@ -201,21 +201,21 @@ class SettingRow(Base):
 
 
 class KeyRow(Base):
-    """A key of a server; see `knnstore.catalog.keys`."""
+    """API key of a server; see `knnstore.catalog.keys`."""
 
     __tablename__ = "knnstore_keys"
 
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    """The part of the key that is no secret."""
+    """Public part of the key."""
     name: Mapped[str] = mapped_column(String)
     hash: Mapped[str] = mapped_column(String(64))
-    """SHA-256 of the part that is."""
+    """SHA-256 of the secret part of the key."""
     rights: Mapped[list[str]] = mapped_column(JSON)
     domains: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    """None is all."""
+    """Names of the domains that the key can access; None is all."""
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
     expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     requests: Mapped[int | None]
-    """At once; None is any number."""
+    """Maximum number of concurrent requests; None is unlimited."""
     tokens: Mapped[int | None]
-    """A minute; None is any number."""
+    """Maximum number of tokens a minute; None is unlimited."""

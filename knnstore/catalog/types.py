@@ -1,4 +1,4 @@
-"""What the catalog hands out and takes in, free of SQL."""
+"""Data classes that the catalog returns and accepts; they do not depend on SQL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,79 +10,81 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a store was made for; fixed at creation, and a model must match it."""
+    """Model and parameters that a store was created for. Never changes; a model must match it."""
 
     model: str
-    """Path or hub id of the model, to load it again."""
+    """Path or hub id from which the model is loaded."""
     model_fingerprint: str
     """A hash, a colon, and a sample of the weights."""
     tokenizer_fingerprint: str
     key: str
-    """Where in the model the keys are taken, as a canonical location, and how states are joined."""
+    """Canonical location in the model where keys are taken, and how several hidden states are joined."""
     dim: int
+    """Number of components of a key."""
     metric: str
     vocab_size: int
     max_length: int
-    """Tokens in a window, the prefix included."""
+    """Number of tokens in a window, including the prefix."""
     stride: int
-    """Tokens by which a window moves on."""
+    """Number of tokens between the starts of successive windows."""
     has_prefix: bool = True
-    """Whether a token comes before every document, so that its first token has a record too."""
+    """True if a prefix token precedes every document, so that the document's first token has a record."""
     projection: str | None = None
-    """File of the weights that project the keys to `dim` components; None keeps them as they are."""
+    """File of the weights that project keys to `dim` components; None if keys are not projected."""
 
 
 KEYLESS = "none"
-"""Stands in the place of an adapter's name where a store keeps no keys."""
+"""Value of `Engine.adapter` for a store that keeps no keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Which adapter holds the keys, and where."""
+    """Adapter that holds the keys, with its location and parameters."""
 
     adapter: str
-    """Its name, or `KEYLESS`."""
+    """Name of the adapter, or `KEYLESS`."""
     location: str
-    """A URL, or a directory; a relative one is inside the store's home."""
+    """URL or directory; a relative directory is inside the store's home."""
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_keyless(self) -> bool:
-        """Whether no keys are kept: documents have no records."""
+        """Whether the store keeps no keys, so that documents have no records."""
         return self.adapter == KEYLESS
 
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document about to be stored."""
+    """Document to store."""
 
     id: str
-    """The user's own id, unique within its domain."""
+    """External id, chosen by the user; unique among the live documents of a domain."""
     domain: str
     content_hash: str
     """SHA-256 of the text, hexadecimal."""
     tokens: NDArray[np.unsignedinteger[Any]]
-    """Its token ids, shape (n,)."""
+    """Token ids, shape (n,)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedDocument:
-    """A pending document with the positions that were allocated to it."""
+    """Document that is not live, with the positions that are allocated to it."""
 
     row: int
-    """Its primary key in SQL."""
+    """Primary key in SQL."""
     group: int
-    """Its domain's id."""
+    """Id of the domain."""
     start: int
-    """The position of its first token."""
+    """Position of the first token."""
     stop: int
+    """Position after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """The live version of a document, as far as deciding whether to store it anew needs."""
+    """Fields of a live document that decide whether a document with the same id replaces it."""
 
     row: int
     content_hash: str
@@ -92,7 +94,7 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A domain and what is live in it."""
+    """Domain with the totals of its live documents."""
 
     name: str
     documents: int
@@ -103,21 +105,25 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A live document."""
+    """Live document."""
 
     id: str
+    """External id."""
     domain: str
     tokens: int
+    """Number of tokens."""
     tags: tuple[str, ...]
+    """Tags, sorted."""
     metadata: Mapping[str, Any]
     content_hash: str
+    """SHA-256 of the text, hexadecimal."""
     added_at: str
     """ISO 8601, UTC."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which documents are live at one revision, sorted by position. The arrays are read-only."""
+    """Documents that are live at one revision, sorted by position. The arrays are read-only."""
 
     revision: int
     engine: Engine
@@ -128,19 +134,21 @@ class Snapshot:
     starts: NDArray[np.int64]
     """First position of each document, shape (n,), ascending."""
     stops: NDArray[np.int64]
+    """Position after the last token of each document, shape (n,)."""
     records: NDArray[np.int64]
-    """How many records each document has, shape (n,)."""
+    """Number of records of each document, shape (n,)."""
     domains: Mapping[str, int]
-    """Id of each domain that has a live document, by name."""
+    """Ids of the domains that have a live document, by name."""
 
     def documents_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which document holds each position.
+        """Find the document that contains each position.
 
         Args:
             positions: int64, any shape.
 
         Returns:
-            Index into this snapshot's arrays, -1 where no live document holds the position.
+            Indices into this snapshot's arrays, int64, same shape as `positions`; -1 where no live document
+            contains the position.
         """
         if not len(self.starts):
             return np.full(positions.shape, -1, np.int64)

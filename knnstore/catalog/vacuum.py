@@ -1,7 +1,7 @@
-"""Freeing the database's own files of deleted rows: free pages, dead rows, statistics and logs.
+"""Erasure of deleted rows from the database's files: free pages, dead rows, statistics and logs.
 
-A database marks rows deleted and keeps their bytes, in the pages and in the log of every change. SQLite
-writes zeros over them (``secure_delete``), but not in its log; PostgreSQL keeps them until it needs the room.
+A database only marks rows as deleted; their bytes stay in its pages and logs. SQLite overwrites them with
+zeros (``secure_delete``), but not in its log. PostgreSQL keeps them until it needs the space.
 """
 
 import os
@@ -21,17 +21,20 @@ from knnstore.errors import StoreUnavailableError
 from knnstore.space import check_space
 
 _PAUSE = 0.1
-_FRAME = 24  # bytes that a page takes more in the log
+"""Seconds between attempts to rewrite a table."""
+_FRAME = 24
+"""Size of the header of a page in SQLite's log, in bytes."""
 
 
 def vacuum(sql: Engine) -> list[str]:
     """Rewrite the tables without deleted rows and empty the logs.
 
     Returns:
-        What still holds deleted rows and why, one line each; nothing when nothing does.
+        One message for each place that still holds deleted rows, with the reason; empty if all are erased.
 
     Raises:
-        StoreUnavailableError: others kept the database in use for all of half a minute.
+        StoreUnavailableError: other connections used the database during `SECONDS_TO_WAIT`.
+        DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
     """
     if sql.dialect.name == "sqlite":
         _vacuum_sqlite(sql)
@@ -40,12 +43,12 @@ def vacuum(sql: Engine) -> list[str]:
 
 
 def check_room(sql: Engine) -> None:
-    """Refuse to `vacuum` a database in a file that has no room beside it; a server's disk is its own matter.
+    """Check that the disk has enough free space to `vacuum` a SQLite file; does nothing on PostgreSQL.
 
-    SQLite makes the new database among its temporary files, and takes it over by way of the log.
+    SQLite builds the new database in its temporary folder, and copies it to the file through the log.
 
     Raises:
-        DiskFullError: there is too little.
+        DiskFullError: the free space is too small.
     """
     if not is_sqlite_file(sql.url):
         return
@@ -64,7 +67,7 @@ def check_room(sql: Engine) -> None:
 
 
 def _temporary_folder() -> Path:
-    """Where SQLite makes its temporary files."""
+    """Return the folder where SQLite creates its temporary files."""
     named = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
     for path in map(Path, filter(None, [*named, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
         if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
@@ -73,8 +76,9 @@ def _temporary_folder() -> Path:
 
 
 def _vacuum_sqlite(sql: Engine) -> None:
+    """Rewrite a SQLite database and empty its log; see `vacuum`."""
     with translated_errors(sql), sql.connect() as connection:
-        driver: Any = connection.connection.driver_connection  # SQLAlchemy would begin a transaction
+        driver: Any = connection.connection.driver_connection  # VACUUM cannot run in SQLAlchemy's transaction
         try:
             driver.execute("VACUUM").close()
             is_busy, *_ = driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # waits for readers
@@ -88,17 +92,18 @@ def _vacuum_sqlite(sql: Engine) -> None:
             "end that process, then erase again"
         )
     log = Path(f"{sql.url.database}-wal")
-    if log.exists():  # SQLite does not sync that it is empty now; a power loss would bring it back
+    if log.exists():  # SQLite does not fsync the truncated log; a power loss would restore the content
         sync_file(log)
 
 
 def _vacuum_postgresql(sql: Engine) -> list[str]:
+    """Rewrite all tables and the planner's statistics, and switch the log; see `vacuum` for the result."""
     unreached = []
     with translated_errors(sql), sql.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text(f"SET lock_timeout = '{SECONDS_TO_WAIT}s'"))
         for table in Base.metadata.sorted_tables:
             unreached += _rewrite(connection, table.name)
-        try:  # samples of the columns, for the planner; ANALYZE has replaced them
+        try:  # the planner's statistics hold sampled values; ANALYZE has replaced the rows
             unreached += _rewrite(connection, "pg_catalog.pg_statistic", options="FULL")
         except DBAPIError as error:
             unreached.append(f"PostgreSQL's statistics of the columns: {_reason(error)}")
@@ -107,10 +112,15 @@ def _vacuum_postgresql(sql: Engine) -> list[str]:
 
 
 def _rewrite(connection: Connection, table: str, options: str = "FULL, ANALYZE") -> list[str]:
-    """Rewrite a table, as often as a transaction that began earlier still sees deleted rows of it."""
+    """Rewrite a table until no deleted rows remain, for at most `SECONDS_TO_WAIT`.
+
+    Deleted rows remain while an older transaction can see them. Returns one message if deleted rows remain at
+    the end, else no message.
+    """
     remaining: list[int] = []
 
-    def note(diagnostic: Any) -> None:  # its detail: "N dead row versions cannot be removed yet."
+    def note(diagnostic: Any) -> None:
+        # The detail of the notice is "N dead row versions cannot be removed yet."
         found = [int(word) for word in (diagnostic.message_detail or "").split() if word.isdecimal()]
         remaining.extend(found[:1])
 
@@ -132,7 +142,10 @@ def _rewrite(connection: Connection, table: str, options: str = "FULL, ANALYZE")
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Let the server drop the segments of its log that hold the deleted rows."""
+    """Switch PostgreSQL's log and run a checkpoint, so that the server drops segments with deleted rows.
+
+    Returns one message for each reason why segments remain.
+    """
     try:
         connection.execute(text("SELECT pg_switch_wal()"))
         connection.execute(text("CHECKPOINT"))
@@ -149,4 +162,5 @@ def _empty_log(connection: Connection) -> list[str]:
 
 
 def _reason(error: DBAPIError) -> str:
+    """Return the first line of the driver's message; the next lines may quote values."""
     return str(error.orig).strip().splitlines()[0]
