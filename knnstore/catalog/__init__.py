@@ -1,4 +1,4 @@
-"""The catalog in SQL: what is stored, under which domain and tags, and with which settings."""
+"""Catalog in SQL: identity, documents, domains, tags, settings and API keys of a store."""
 
 from typing import TYPE_CHECKING
 

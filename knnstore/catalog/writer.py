@@ -1,11 +1,11 @@
-"""Writing the catalog: each method is one transaction, fenced against an older writer.
+"""Writes of the catalog: each method runs one transaction, which fails if a newer writer exists.
 
-A document goes through three states::
+A document has three states::
 
-    begin      nothing -> pending    positions allocated, records may be added
-    publish    pending -> live       acknowledged; the version it replaces becomes deleting
-    retire     live -> deleting      no reader counts its records any more
-    forget     the row is removed    after the datastore has deleted the records
+    begin      no row -> pending     positions are allocated; the caller can add records
+    publish    pending -> live       the document is acknowledged; the version it replaces becomes deleting
+    retire     live -> deleting      readers ignore the document's records
+    forget     deleting -> no row    the datastore has deleted the records before
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,12 @@ from knnstore.errors import CatalogError, DocumentNotFoundError, InputError
 
 
 class CatalogWriter:
-    """The one writer of a catalog. Making one takes over: any older writer can commit no more.
+    """Writer of a catalog. After another writer is created, this writer can no longer commit.
+
+    Every method that changes the catalog raises FencedError if a newer writer exists.
+
+    Args:
+        catalog: open catalog; on PostgreSQL, closing it releases the writer's lock.
 
     Raises:
         LockedError: another process writes to this catalog on PostgreSQL.
@@ -57,15 +62,19 @@ class CatalogWriter:
         self._transaction = Fence(catalog).transaction
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
-        """Allocate positions and insert the documents as pending, in the order given.
+        """Allocate positions and insert documents as pending. Also creates missing domains.
+
+        Returns:
+            The placed documents, in the order of `documents`.
 
         Raises:
-            InputError: an id, domain, tag or metadata cannot be stored; nothing was.
+            InputError: an id, domain, tag or metadata is not valid; nothing is stored.
+            CatalogError: the positions are used up; nothing is stored.
         """
         for document in documents:
             _check(document)
         with self._transaction("begin") as current:
-            groups = self._groups(current, {document.domain for document in documents})
+            groups = self._get_or_create_domain_ids(current, {document.domain for document in documents})
             total = sum(len(document.tokens) for document in documents)
             allocated = update(StoreRow).values(next_position=StoreRow.next_position + total)
             end = current.scalars(allocated.returning(StoreRow.next_position)).one()
@@ -95,14 +104,14 @@ class CatalogWriter:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def publish(self, rows: Sequence[int], checksums: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Make pending documents live; live ones of the same domain and id become deleting.
+        """Make pending documents live. Live documents with the same domain and id become deleting.
 
         Args:
-            rows: the documents' primary keys.
-            checksums: of the keys of some of them.
+            rows: primary keys of the documents.
+            checksums: checksums of the vector keys by primary key; may cover only some of the documents.
 
         Raises:
-            CatalogError: one is not pending, or two have the same domain and id; none is published.
+            CatalogError: a document is not pending, or two have the same domain and id; none is published.
         """
         fresh_rows = set(rows)
         with self._transaction("publish") as current:
@@ -119,7 +128,7 @@ class CatalogWriter:
                     IS_LIVE, DocumentRow.external_id.in_({id for _, id in identities})
                 )
                 old = [row for row, *identity in current.execute(replaced) if tuple(identity) in identities]
-                if not fresh_rows.isdisjoint(old):  # published just now, in an earlier chunk
+                if not fresh_rows.isdisjoint(old):  # an earlier chunk of this call published the document
                     raise CatalogError("two documents to publish have the same domain and id")
                 current.execute(update(DocumentRow).where(DocumentRow.id.in_(old)).values(state=DELETING))
                 current.execute(update(DocumentRow).where(DocumentRow.id.in_(chunk)).values(state=LIVE))
@@ -128,12 +137,12 @@ class CatalogWriter:
                 _reveal(current)
 
     def note_checksums(self, checksums: Mapping[int, str]) -> None:
-        """Keep the checksums of documents that have none, by primary key."""
+        """Store checksums of vector keys, by primary key, of documents that have no checksum yet."""
         with self._transaction("checksums") as current:
             _add_checksums(current, checksums)
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Take live documents away from every reader; rows that are not live stay as they are."""
+        """Change live documents to deleting, so that no reader sees them. Ignores rows that are not live."""
         with self._transaction("retire") as current:
             for chunk in in_chunks(rows):
                 gone = update(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE).values(state=DELETING)
@@ -141,11 +150,14 @@ class CatalogWriter:
                     _reveal(current)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """The documents that are not live; see `Catalog.unsettled`."""
+        """Return the documents that are not live; see `Catalog.unsettled`."""
         return self.catalog.unsettled()
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Remove rows that are not live, and every domain that thereby has none, with its settings."""
+        """Delete documents that are not live; ignores live documents.
+
+        Also deletes each domain that has no other document, and all settings that name the domain.
+        """
         with self._transaction("forget") as current:
             touched: set[int] = set()
             for chunk in in_chunks(rows):
@@ -162,11 +174,14 @@ class CatalogWriter:
                     _reveal(current)
 
     def describe(self, changes: Mapping[int, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Set the metadata and the tags of live documents, by primary key.
+        """Replace the metadata and tags of live documents.
+
+        Args:
+            changes: new metadata and tags by primary key.
 
         Raises:
-            InputError: a tag or metadata cannot be stored.
-            DocumentNotFoundError: one is not live; none was changed.
+            InputError: a tag or metadata is not valid; nothing is changed.
+            DocumentNotFoundError: a document is not live; nothing is changed.
         """
         wanted = {row: (dict(metadata), sorted(set(tags))) for row, (metadata, tags) in changes.items()}
         for metadata, tags in wanted.values():
@@ -191,11 +206,14 @@ class CatalogWriter:
             _reveal(current)
 
     def rename(self, ids: Mapping[int, str]) -> None:
-        """Give live documents other ids, by primary key.
+        """Change the external ids of live documents.
+
+        Args:
+            ids: new ids by primary key.
 
         Raises:
-            InputError: an id cannot be stored, or another document of the domain has it; none was changed.
-            DocumentNotFoundError: one is not live; none was changed.
+            InputError: an id is not valid, or another document of the domain has it; nothing is changed.
+            DocumentNotFoundError: a document is not live; nothing is changed.
         """
         for id in ids.values():
             check_name(id, "a document's id")
@@ -214,12 +232,21 @@ class CatalogWriter:
                 _reveal(current)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
-        """Save settings for exactly this set of domains, none of which is the whole store; {} drops them."""
+        """Save settings for exactly this set of domains, in place of their saved settings.
+
+        Args:
+            domains: names of the domains; empty stands for the whole store.
+            payload: the settings; {} drops the saved settings.
+
+        Raises:
+            InputError: the payload cannot be stored as JSON.
+        """
         check_json(payload, "settings")
         scope, names = scope_of(domains)
         with self._transaction("settings") as current:
             if payload:
-                current.execute(delete(SettingRow).where(SettingRow.scope == scope))  # it may be damaged
+                # A damaged row cannot be read and updated, so it is deleted.
+                current.execute(delete(SettingRow).where(SettingRow.scope == scope))
                 current.add(
                     SettingRow(
                         scope=scope,
@@ -234,17 +261,17 @@ class CatalogWriter:
             _reveal(current)
 
     def drop_settings(self, scopes: Sequence[str]) -> None:
-        """Drop saved settings by their keys; see `Catalog.damaged_settings`."""
+        """Delete saved settings by their keys; see `Catalog.damaged_settings`."""
         with self._transaction("settings") as current:
             current.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
             _reveal(current)
 
     def move(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Point the store at the engine that holds its keys from now on.
+        """Change the engine that holds the store's keys, and replace all checksums.
 
         Args:
-            engine: holds all records.
-            checksums: of the keys of each document, by primary key, in place of all former ones.
+            engine: engine that already holds all records.
+            checksums: checksum of each document's vector keys, by primary key.
         """
         with self._transaction("move") as current:
             current.execute(delete(ChecksumRow))
@@ -254,17 +281,18 @@ class CatalogWriter:
             _reveal(current)
 
     def check_room_to_vacuum(self) -> None:
-        """Refuse what `vacuum` finds no room for; see `check_room`."""
+        """Check that the disk has enough free space for `vacuum`; see `check_room`."""
         check_room(self._sql)
 
     def vacuum(self) -> list[str]:
-        """Free the database's files of what was deleted; returns what still holds it, see `vacuum`."""
-        with self._transaction("vacuum"):  # fenced
+        """Erase deleted rows from the database's files. Returns messages about the rest; see `vacuum`."""
+        with self._transaction("vacuum"):  # only checks the fence: VACUUM cannot run in a transaction
             pass
         return vacuum(self._sql)
 
     @staticmethod
-    def _groups(current: Session, names: set[str]) -> dict[str, int]:
+    def _get_or_create_domain_ids(current: Session, names: set[str]) -> dict[str, int]:
+        """Return the ids of domains by name; creates the missing domains."""
         chosen = select(DomainRow.name, DomainRow.id)
         known = {row.name: row.id for row in among(current, chosen, DomainRow.name, names)}
         fresh = [DomainRow(name=name) for name in sorted(names - known.keys())]
@@ -274,23 +302,26 @@ class CatalogWriter:
 
 
 def _sound_documents(current: Session, rows: Iterable[int]) -> list[int]:
-    """Return which documents have the digest that they should have: only these may get another."""
+    """Return the primary keys of the documents that match their digests.
+
+    A change renews only the digests of these documents, so that it does not hide damage in others.
+    """
     wanted = list(rows)
     digests = dict(among(current, select(DocumentRow.id, DocumentRow.digest), DocumentRow.id, wanted))
     return [row for row, digest in _digests(current, wanted) if digests[row] == digest]
 
 
 def _renew_digests(current: Session, rows: Sequence[int]) -> None:
-    """Write the digests of documents that were changed on purpose."""
+    """Compute and store the digests of documents that the transaction has changed."""
     current.flush()
-    current.expire_all()  # rows were changed by statements of their own
+    current.expire_all()  # the changes were made by statements, not through the session's objects
     values = [{"id": row, "digest": digest} for row, digest in _digests(current, rows)]
     if values:
         current.execute(update(DocumentRow), values)
 
 
 def _digests(current: Session, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Yield primary key and digest of documents as they are now."""
+    """Compute the digests of documents from their present content. Yields primary key and digest."""
     tags = read_tags(current, rows)
     chosen = select(DocumentRow, DomainRow.name, TokensRow.digest).join(DomainRow).join(TokensRow)
     for row, domain, tokens in among(current, chosen, DocumentRow.id, rows):
@@ -298,15 +329,17 @@ def _digests(current: Session, rows: Sequence[int]) -> Iterator[tuple[int, str]]
 
 
 def _reveal(current: Session) -> None:
-    """Make readers look again: called in every transaction that changes what they may see."""
+    """Increment the revision; called in every transaction that changes what readers see."""
     current.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
 
 
 def _add_checksums(current: Session, checksums: Mapping[int, str]) -> None:
+    """Insert checksums by primary key of the document."""
     current.add_all(ChecksumRow(document_id=row, keys=keys) for row, keys in checksums.items())
 
 
 def _check(document: NewDocument) -> None:
+    """Raise InputError if a document's id, domain, tags or metadata are not valid."""
     check_name(document.id, "a document's id")
     check_name(document.domain, "a domain's name")
     try:
@@ -316,6 +349,7 @@ def _check(document: NewDocument) -> None:
 
 
 def _check_description(metadata: Mapping[str, Any], tags: Iterable[str]) -> None:
+    """Raise InputError if metadata or a tag is not valid."""
     check_json(metadata, "its metadata")
     for tag in tags:
         check_name(tag, "a tag")
