@@ -6,22 +6,29 @@ A document has three states::
     publish    pending -> live       the document is acknowledged; the version it replaces becomes deleting
     retire     live -> deleting      readers ignore the document's records
     forget     deleting -> no row    the datastore has deleted the records before
+
+The store's lock file prevents a second writer on the same machine only, so a writer to PostgreSQL also holds
+an advisory lock on the server. Either lock can be lost silently. The fence, a number in the store's row,
+cannot be lost.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import delete, exists, select, update
+from sqlalchemy import Connection, delete, exists, select, text, update
+from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
+from knnstore.catalog.connection import LOCK, place, session, translated_errors
 from knnstore.catalog.digests import digest_of_bytes, digest_of_store, digest_of_values
-from knnstore.catalog.fencing import Fence
 from knnstore.catalog.queries import among, document_digest, in_chunks, read_tags, scope_of
 from knnstore.catalog.tables import (
     DELETING,
@@ -41,7 +48,11 @@ from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
 from knnstore.catalog.vacuum import check_room, vacuum
 from knnstore.checks import check_json, check_name
 from knnstore.datastore import POSITION_LIMIT
-from knnstore.errors import CatalogError, DocumentNotFoundError, InputError
+from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
+from knnstore.failpoints import failpoint
+
+_ATTEMPTS_TO_LOCK = 30
+_SECONDS_BETWEEN_ATTEMPTS = 0.1
 
 
 class CatalogWriter:
@@ -59,7 +70,11 @@ class CatalogWriter:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._sql = catalog.sql
-        self._transaction = Fence(catalog).transaction
+        if self._sql.dialect.name == "postgresql":
+            catalog.opened.callback(_take_writer_lock(self._sql).close)
+        taken_over = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
+        with session(self._sql) as current:
+            self._epoch = current.scalars(taken_over.returning(StoreRow.writer_epoch)).one()
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
         """Allocate positions and insert documents as pending. Also creates missing domains.
@@ -290,6 +305,26 @@ class CatalogWriter:
             pass
         return vacuum(self._sql)
 
+    @contextmanager
+    def _transaction(self, name: str) -> Iterator[Session]:
+        """Run one transaction. Its first statement checks the fence and takes the database's write lock.
+
+        Args:
+            name: middle part of the failpoint names, ``catalog.<name>.before``, ``.inside`` and ``.after``.
+
+        Raises:
+            FencedError: a newer writer exists.
+        """
+        failpoint(f"catalog.{name}.before")
+        with session(self._sql) as current:
+            mine = StoreRow.writer_epoch == self._epoch
+            fence = update(StoreRow).where(mine).values(writer_epoch=self._epoch).returning(StoreRow.id)
+            if current.scalars(fence).one_or_none() is None:
+                raise FencedError("another writer has taken over this store; open it again to write")
+            yield current
+            failpoint(f"catalog.{name}.inside")
+        failpoint(f"catalog.{name}.after")
+
     @staticmethod
     def _get_or_create_domain_ids(current: Session, names: set[str]) -> dict[str, int]:
         """Return the ids of domains by name; creates the missing domains."""
@@ -299,6 +334,25 @@ class CatalogWriter:
         current.add_all(fresh)
         current.flush()
         return known | {row.name: row.id for row in fresh}
+
+
+def _take_writer_lock(engine: SqlEngine) -> Connection:
+    """Take the writer's lock on PostgreSQL. Returns the connection that holds it until it is closed.
+
+    Raises:
+        LockedError: another process holds the lock.
+    """
+    key = {"lock": LOCK, "use": "writer"}
+    statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
+    with translated_errors(engine):
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()  # a pooled connection would keep the lock after its return to the pool
+        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may not yet have noticed that a killed writer is gone
+            if connection.scalar(statement, key):
+                return connection
+            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+        connection.close()
+    raise LockedError(f"another process writes to the catalog in {place(engine.url)}; end it first")
 
 
 def _sound_documents(current: Session, rows: Iterable[int]) -> list[int]:
