@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
     from knnstore.catalog.catalog import Catalog
-    from knnstore.catalog.conditions import check_condition, fields_of
+    from knnstore.catalog.conditions import check_condition, list_condition_fields
     from knnstore.catalog.connection import (
         PASSWORD_VARIABLE,
         identify_file,
+        mask_password,
         parse_url,
-        place,
-        shown,
+        render_location,
         sqlite_url,
         without_password,
     )
-    from knnstore.catalog.differing import Difference, change_of, other_ids
+    from knnstore.catalog.differing import Difference, classify_change, find_other_ids
     from knnstore.catalog.keys import AccessKey, AccessKeys, Right
     from knnstore.catalog.schema import upgrade_catalog
     from knnstore.catalog.types import (
@@ -54,14 +54,14 @@ __all__ = [
     "Right",
     "Snapshot",
     "StoredVersion",
-    "change_of",
     "check_condition",
-    "fields_of",
+    "classify_change",
+    "find_other_ids",
     "identify_file",
-    "other_ids",
+    "list_condition_fields",
+    "mask_password",
     "parse_url",
-    "place",
-    "shown",
+    "render_location",
     "sqlite_url",
     "upgrade_catalog",
     "without_password",

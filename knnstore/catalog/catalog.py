@@ -17,8 +17,8 @@ from knnstore.catalog.connection import (
     connect,
     identify,
     is_sqlite_file,
-    place,
     reading,
+    render_location,
     translated_errors,
 )
 from knnstore.catalog.digests import digest_of_values
@@ -151,7 +151,8 @@ class Catalog:
     def database(self) -> tuple[str, str]:
         """Return an identifier that a copy of the database does not share, and the location for messages."""
         url = self.sql.url
-        return identify(self.sql), str(Path(place(url)).resolve()) if is_sqlite_file(url) else place(url)
+        location = render_location(url)
+        return identify(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
 
     def revision(self) -> int:
         """Return the revision, which grows with every change that readers can see.

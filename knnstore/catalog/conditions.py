@@ -148,7 +148,7 @@ def check_condition(text: object) -> None:
     parse_condition(text)
 
 
-def fields_of(text: str) -> tuple[str, ...]:
+def list_condition_fields(text: str) -> tuple[str, ...]:
     """Return the fields that a condition uses, spelled and quoted as in a condition.
 
     Raises:

@@ -98,7 +98,7 @@ def without_password(url: URL) -> str:
     return url._replace(password=None).render_as_string()
 
 
-def shown(url: URL) -> str:
+def mask_password(url: URL) -> str:
     """Render the URL for messages, with *** in place of the password."""
     return url.render_as_string(hide_password=True)
 
@@ -189,9 +189,9 @@ def translated_errors(engine: Engine) -> Iterator[None]:
     try:
         yield
     except PoolTimeoutError as error:
-        raise StoreUnavailableError(f"{place(engine.url)}: all connections are in use") from error
+        raise StoreUnavailableError(f"{render_location(engine.url)}: all connections are in use") from error
     except DBAPIError as error:
-        medium = sqlite.medium_error(error.orig, place(engine.url))
+        medium = sqlite.medium_error(error.orig, render_location(engine.url))
         if medium is not None:
             raise medium from error
         lines = str(error.orig).strip().splitlines()  # lines after the first may quote stored values
@@ -199,8 +199,8 @@ def translated_errors(engine: Engine) -> Iterator[None]:
         undecoded = _NO_TEXT.match(reason)
         if undecoded is not None:  # not chained: SQLite's message quotes the value, which may be a secret
             raise CatalogError(
-                f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: "
-                f"the column {undecoded[1]!r} holds bytes that are not UTF-8"
+                f"the catalog's database ({render_location(engine.url)}) is damaged, restore it from a "
+                f"backup: the column {undecoded[1]!r} holds bytes that are not UTF-8"
             ) from None
         if _is_too_complex(error, reason):
             raise ConfigError(
@@ -210,13 +210,13 @@ def translated_errors(engine: Engine) -> Iterator[None]:
         kind = StoreUnavailableError if _is_unreachable(error) else CatalogError
         if error.connection_invalidated:  # a commit during which the connection was lost may have succeeded
             reason += "; try again: nothing is half done"
-        raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
+        raise kind(f"the catalog's database ({render_location(engine.url)}) failed: {reason}") from error
     except KnnstoreError:
         raise
     except _DAMAGE as error:
         raise CatalogError(
-            f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: it holds "
-            f"a value that cannot be one ({type(error).__name__})"
+            f"the catalog's database ({render_location(engine.url)}) is damaged, restore it from a backup: "
+            f"it holds a value that cannot be one ({type(error).__name__})"
         ) from error
 
 
@@ -241,7 +241,7 @@ def _is_unreachable(error: DBAPIError) -> bool:
     return True
 
 
-def place(url: URL) -> str:
+def render_location(url: URL) -> str:
     """Render the location of the database for messages: a path, or a URL without password and options."""
     if url.get_backend_name() == "sqlite":
         return url.database or ":memory:"

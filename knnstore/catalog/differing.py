@@ -42,7 +42,7 @@ class Difference:
         for some in _groups(documents):
             stored = catalog.versions(domain, [document.id for document in some])
             for document in some:
-                change = change_of(document, stored.get(document.id), tags)
+                change = classify_change(document, stored.get(document.id), tags)
                 found[change].append(document.id)
                 left.discard(document.id)
                 if change == "added":
@@ -57,7 +57,7 @@ class Difference:
         return cls(**{name: tuple(ids) for name, ids in found.items()}, removed=removed, renamed=renamed)
 
 
-def change_of(document: TextDocument, stored: StoredVersion | None, tags: frozenset[str]) -> Change:
+def classify_change(document: TextDocument, stored: StoredVersion | None, tags: frozenset[str]) -> Change:
     """Return the change that storing a document with `tags` makes; `stored` is its live version, if any."""
     if stored is None:
         return "added"
@@ -67,7 +67,7 @@ def change_of(document: TextDocument, stored: StoredVersion | None, tags: frozen
     return "unchanged" if is_same else "described"
 
 
-def other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
+def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
     """Find texts that a domain already holds under another id; see `StoreReader.other_ids`.
 
     Returns the stored id by new id. `ids` maps content hashes to new ids.

@@ -12,7 +12,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, delete, insert, inspect, select
 from sqlalchemy import Engine as SqlEngine
 
-from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place
+from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, render_location
 from knnstore.catalog.digests import digest_of_store
 from knnstore.catalog.tables import StoreRow
 from knnstore.catalog.types import Engine, Identity
@@ -51,7 +51,8 @@ def is_empty(connection: Connection) -> bool:
 def not_found(url: URL) -> StoreNotFoundError:
     """Make the error for a database that holds no catalog."""
     return StoreNotFoundError(
-        f"there is no catalog in {place(url)}; restore it from a backup, or make a store with `knnstore init`"
+        f"there is no catalog in {render_location(url)}; restore it from a backup, or make a store with "
+        "`knnstore init`"
     )
 
 
@@ -116,7 +117,7 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | Non
             check(connection)
             there = connection.execute(select(StoreRow.store_id, StoreRow.writer_epoch)).first()
             if there and (there.store_id != store_id or there.writer_epoch > 0):
-                raise StoreExistsError(f"{place(sql.url)} already holds a store's catalog")
+                raise StoreExistsError(f"{render_location(sql.url)} already holds a store's catalog")
             connection.execute(delete(StoreRow))
         upgrade(connection)
         connection.execute(

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
-from knnstore.catalog.connection import SECONDS_TO_WAIT, is_sqlite_file, place, translated_errors
+from knnstore.catalog.connection import SECONDS_TO_WAIT, is_sqlite_file, render_location, translated_errors
 from knnstore.catalog.sqlite import medium_error
 from knnstore.catalog.tables import Base
 from knnstore.durable import sync_file
@@ -83,13 +83,13 @@ def _vacuum_sqlite(sql: Engine) -> None:
             driver.execute("VACUUM").close()
             is_busy, *_ = driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # waits for readers
         except sqlite3.Error as error:
-            raise medium_error(error, place(sql.url)) or StoreUnavailableError(
-                f"{place(sql.url)} cannot be rewritten now ({error}): erase again"
+            raise medium_error(error, render_location(sql.url)) or StoreUnavailableError(
+                f"{render_location(sql.url)} cannot be rewritten now ({error}): erase again"
             ) from error
     if is_busy:
         raise StoreUnavailableError(
-            f"another process reads {place(sql.url)} without an end, and its log holds what was removed: "
-            "end that process, then erase again"
+            f"another process reads {render_location(sql.url)} without an end, and its log holds what was "
+            "removed: end that process, then erase again"
         )
     log = Path(f"{sql.url.database}-wal")
     if log.exists():  # SQLite does not fsync the truncated log; a power loss would restore the content

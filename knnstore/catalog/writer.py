@@ -27,7 +27,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import LOCK, place, session, translated_errors
+from knnstore.catalog.connection import LOCK, render_location, session, translated_errors
 from knnstore.catalog.digests import digest_of_bytes, digest_of_store, digest_of_values
 from knnstore.catalog.queries import among, document_digest, in_chunks, read_tags, scope_of
 from knnstore.catalog.tables import (
@@ -352,7 +352,7 @@ def _take_writer_lock(engine: SqlEngine) -> Connection:
                 return connection
             time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         connection.close()
-    raise LockedError(f"another process writes to the catalog in {place(engine.url)}; end it first")
+    raise LockedError(f"another process writes to the catalog in {render_location(engine.url)}; end it first")
 
 
 def _sound_documents(current: Session, rows: Iterable[int]) -> list[int]:

@@ -234,9 +234,12 @@ def say_if_nothing(store: "KNNStore", selection: "Selection") -> None:
 def why_nothing(store: "KNNStore", selection: "Selection") -> str:
     """Return the reason why a selection has no documents, as text."""
     if selection.where is not None:
-        from knnstore.catalog import fields_of
+        from knnstore.catalog import list_condition_fields
 
-        having = {field: replace(selection, where=f"{field} exists") for field in fields_of(selection.where)}
+        having = {
+            field: replace(selection, where=f"{field} exists")
+            for field in list_condition_fields(selection.where)
+        }
         unknown = ", ".join(field for field, chosen in having.items() if not store.lengths(chosen))
         none_has = f", none has {unknown}" if unknown else ""
         return f"no document selected meets {selection.where!r}{none_has}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         Identity,
         NewDocument,
         StoredVersion,
-        change_of,
+        classify_change,
     )
     from knnstore.store.current import Mode
     from knnstore.store.erasing import Erased
@@ -70,8 +70,8 @@ __all__ = [
     "StoredVersion",
     "Suffixes",
     "Weights",
-    "change_of",
     "check_new",
+    "classify_change",
     "draft_from",
     "load_weights",
     "save_weights",

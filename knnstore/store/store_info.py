@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from knnstore.catalog import Catalog, Engine, Identity, shown
+from knnstore.catalog import Catalog, Engine, Identity, mask_password
 from knnstore.store.fitted import Lineage, SavedSettings, all_saved, settings_are_sound
 from knnstore.store.home import Home
 from knnstore.store.view import View
@@ -16,7 +16,7 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
     identity, engine = catalog.identity, view.snapshot.engine
     return {
         "home": str(home.path),
-        "catalog": shown(home.catalog_url),
+        "catalog": mask_password(home.catalog_url),
         "store": engine.adapter,
         "location": engine.location,
         "params": dict(engine.params),

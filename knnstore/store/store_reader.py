@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog, Difference, Document, Domain, Identity, StoredVersion, other_ids
+from knnstore.catalog import Catalog, Difference, Document, Domain, Identity, StoredVersion, find_other_ids
 from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
 from knnstore.documents import TextDocument
 from knnstore.errors import (
@@ -201,7 +201,7 @@ class StoreReader:
 
     def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
         """Find texts, ids by content hash, that a domain holds under other ids; these by the ones given."""
-        return other_ids(self._catalog, domain, ids)
+        return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Which of these content hashes belong to a live document of the selection."""

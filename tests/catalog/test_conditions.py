@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text as sql
 
-from knnstore.catalog import Catalog, CatalogWriter, NewDocument, check_condition, fields_of
+from knnstore.catalog import Catalog, CatalogWriter, NewDocument, check_condition, list_condition_fields
 from knnstore.catalog.conditions import parse_condition
 from knnstore.errors import ConfigError
 
@@ -133,7 +133,7 @@ def test_fields_are_named_as_one_writes_them(condition: Any) -> None:
         below = parts if operator in ("and", "or", "not") else ()
         return set().union(*(looked_at(*part) for part in below)) if below else {tuple(parts[0])}
 
-    named = fields_of(written(condition))
+    named = list_condition_fields(written(condition))
     assert len(named) == len(set(named))
     assert {parse_condition(f"{field} exists").field for field in named} == looked_at(*condition)
 

@@ -33,7 +33,7 @@ from knnstore.lm.reading.reader import (
 )
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
-from knnstore.store import Ingest, KNNStore, NewDocument, Selection, change_of
+from knnstore.store import Ingest, KNNStore, NewDocument, Selection, classify_change
 
 _logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def add(
         changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
         for document in chunk:
             version = versions.get(document.id)
-            change = change_of(document, version, given)
+            change = classify_change(document, version, given)
             if version is None or change == "replaced":
                 fresh.append(document)
                 continue

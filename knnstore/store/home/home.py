@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
+from knnstore.catalog import URL, mask_password, parse_url, sqlite_url, without_password
 from knnstore.durable import NoFileError, WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.secret_files import read_secret
@@ -149,7 +149,8 @@ class Home:
         parsed = parse_url(given)
         if without_password(parsed) != without_password(url):
             raise ConfigError(
-                f"the store's catalog is {shown(url)}, {CATALOG_VARIABLE} names another: {shown(parsed)}"
+                f"the store's catalog is {mask_password(url)}, {CATALOG_VARIABLE} names another: "
+                f"{mask_password(parsed)}"
             )
         return parsed
 

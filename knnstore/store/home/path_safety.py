@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from knnstore.catalog import PASSWORD_VARIABLE, URL, shown
+from knnstore.catalog import PASSWORD_VARIABLE, URL, mask_password
 from knnstore.errors import ConfigError
 from knnstore.secret_files import find_secret_variable
 
@@ -217,17 +217,19 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
     if url.get_backend_name() == "sqlite":
         inside = Path(url.database or "").resolve().is_relative_to(home.resolve())
         if url.query or (writing and not inside):
-            raise ConfigError(f"{home} leads to a catalog outside of it, {shown(url)}: {meant}")
+            raise ConfigError(f"{home} leads to a catalog outside of it, {mask_password(url)}: {meant}")
         return
     strange = sorted(url.query.keys() - _OPTIONS)
     if strange:
-        raise ConfigError(f"{home} names a catalog with the option {strange[0]!r}, {shown(url)}: {meant}")
+        raise ConfigError(
+            f"{home} names a catalog with the option {strange[0]!r}, {mask_password(url)}: {meant}"
+        )
     hosts = {url.host or "", *_words(url.query.get("host", ""))} - {""}
     variable = find_secret_variable(PASSWORD_VARIABLE, environment)
     if variable and not hosts <= _words(environment.get("PGHOST", "")):
         raise ConfigError(
-            f"{home} has its catalog at {shown(url)}, and nothing says that {variable} is for that server: "
-            f"set PGHOST to {','.join(sorted(hosts))}, or unset {variable}"
+            f"{home} has its catalog at {mask_password(url)}, and nothing says that {variable} is for that "
+            f"server: set PGHOST to {','.join(sorted(hosts))}, or unset {variable}"
         )
 
 

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
-from knnstore.catalog import KEYLESS, Catalog, Engine, Identity
-from knnstore.catalog import place as place_of
+from knnstore.catalog import KEYLESS, Catalog, Engine, Identity, render_location
 from knnstore.datastore import TOKEN_LIMIT, checked_kind, registry
 from knnstore.durable import NoFileError, publish, read_file, sync_directory
 from knnstore.errors import ConfigError, LockedError, StoreExistsError, StoreNotFoundError
@@ -256,4 +255,4 @@ def _check_catalog(home: Home, store_id: str) -> None:
     except StoreNotFoundError:
         return
     if not ours:
-        raise StoreExistsError(f"{place_of(home.catalog_url)} already holds a store's catalog")
+        raise StoreExistsError(f"{render_location(home.catalog_url)} already holds a store's catalog")
