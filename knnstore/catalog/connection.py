@@ -277,8 +277,8 @@ def session(engine: Engine) -> Iterator[Session]:
     """Run one transaction: commit at the end of the block, roll back on an exception.
 
     Raises:
-        StoreUnavailableError: also if the file changed during the block, see `sqlite.unchanged`.
-        KnnstoreError: for the errors of the database, see `translated_errors`.
+        StoreUnavailableError: the file changed during the block, see `sqlite.unchanged`.
+        KnnstoreError: the database failed, see `translated_errors`.
     """
     with (
         translated_errors(engine),

@@ -5,7 +5,7 @@ A document has three states::
     begin      no row -> pending     positions are allocated; the caller can add records
     publish    pending -> live       the document is acknowledged; the version it replaces becomes deleting
     retire     live -> deleting      readers ignore the document's records
-    forget     deleting -> no row    the datastore has deleted the records before
+    forget     not live -> no row    the datastore has already deleted the records
 
 The store's lock file prevents a second writer on the same machine only, so a writer to PostgreSQL also holds
 an advisory lock on the server. Either lock can be lost silently. The fence, a number in the store's row,
