@@ -33,7 +33,7 @@ from knnstore_research.one_weight import fit_one_weight
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.scoring.held_out import score
+from knnstore.lm.scoring.token_scores import score_documents
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
 K = 1024
@@ -69,7 +69,7 @@ def gold_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p_LM of each token, shape (n,), and p_kNN at each temperature, shape (n, m)."""
     base, found = [], []
-    for part in score(lm.store, lm.reader, texts, settings):
+    for part in score_documents(lm.store, lm.reader, texts, settings):
         base.append(part.lm_log_probs)
         (search,) = part.evidence.searches
         assert search.hits is not None

@@ -32,7 +32,7 @@ from torch import Tensor
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, KNNSettings, NGramSettings
-from knnstore.lm.scoring.held_out import score
+from knnstore.lm.scoring.token_scores import score_documents
 
 EM_ROUNDS = 100
 SIDES = {"lm": (0,), "lm + kNN": (0, 1), "lm + n-grams": (0, 2), "all": (0, 1, 2)}
@@ -57,7 +57,7 @@ def probs_of(
 ) -> list[Tensor]:
     """Return each component's probability of each token: a matrix for each temperature, float64, (n, 3)."""
     base, knn = gold_probs(lm, list(texts), replace(settings, ngrams=None), temperatures)
-    parts = score(lm.store, lm.reader, texts, replace(settings, k=1, lam=0.0))
+    parts = score_documents(lm.store, lm.reader, texts, replace(settings, k=1, lam=0.0))
     ngrams = torch.cat([part.evidence.found["n-grams"].probs for part in parts])
     return [torch.stack([base.exp(), column, ngrams], 1).double() for column in knn.T]
 

@@ -9,7 +9,7 @@ from knnstore.errors import InputError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings
 from knnstore.lm.components import Recent, RecentText
 from knnstore.lm.mixing.interpolation import Contribution
-from knnstore.lm.scoring import TokenScores, held_out
+from knnstore.lm.scoring import TokenScores, token_scores
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(11)
@@ -60,7 +60,7 @@ def test_a_cache_that_has_read_the_token_itself_is_found(lm, monkeypatch):
 
 
 def test_a_little_on_every_token_is_found(lm, monkeypatch):
-    score = held_out.score_texts
+    score = token_scores.score_texts
 
     def flattering(*args, **options):
         for scores in score(*args, **options):
@@ -94,7 +94,7 @@ def test_probabilities_that_sum_to_more_than_one_are_found(lm, monkeypatch):
 
 
 def test_a_mixture_that_is_judged_by_other_tokens_is_found(lm, monkeypatch):
-    score = held_out.score_texts
+    score = token_scores.score_texts
 
     def easy(*args, **options):
         for scores in score(*args, **options):

@@ -10,7 +10,7 @@ import torch
 from knnstore.datastore import apart, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm import BinnedLambda, CacheSettings, DomainWeights, KNNSettings
-from knnstore.lm.scoring.held_out import score
+from knnstore.lm.scoring.token_scores import score_documents
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -80,7 +80,7 @@ def test_p_knn_is_the_sum_over_the_cells_visited(lm, probes) -> None:
     """Of evaluation and of `explain`, against numpy over the records that the engine says are visited."""
     settings = KNNSettings(temperature=temperature(lm), lam=0.4, probes=probes)
     losses = []
-    for part in score(lm.store, lm.reader, HELD_OUT, settings):
+    for part in score_documents(lm.store, lm.reader, HELD_OUT, settings):
         total, gold = np.zeros((2, len(part)))
         for visit in apart(lm.store.visit(part.read.keys.numpy(), probes)):
             weights = np.exp(-visit.distances.astype(np.float64) / settings.temperature)

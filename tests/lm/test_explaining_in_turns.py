@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, explain_in_turns
-from knnstore.lm.scoring import held_out
+from knnstore.lm.scoring import token_scores
 from tests.lm.phrases import documents, phrases
 
 CACHE, NGRAMS = CacheSettings(size=20, temperature=25.0, lam=0.2), NGramSettings(order=4, lam=0.3)
@@ -41,7 +41,7 @@ def lm(make_lm, stored, request):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """The model of these tests has small windows: they are read in smaller parts than those of others."""
-    monkeypatch.setattr(held_out, "_TURN_TOKENS", 25)
+    monkeypatch.setattr(token_scores, "_TURN_TOKENS", 25)
 
 
 def explained_in_turns(lm, text, settings, neighbors, after):

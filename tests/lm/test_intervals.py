@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knnstore.lm.scoring.intervals import Interval, blocks_of, interval_of
+from knnstore.lm.scoring.confidence_intervals import Interval, blocks_of, interval_of
 
 
 def drawn(rng: np.random.Generator, count: int, kind: str) -> tuple[np.ndarray, np.ndarray]:

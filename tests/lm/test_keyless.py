@@ -12,7 +12,7 @@ import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import CacheSettings, KNNSettings, settings_for
 from knnstore.lm.reading import Encoder
-from knnstore.lm.scoring.searching import _by_words
+from knnstore.lm.scoring.passage_search import _score_records_by_words
 from knnstore.store import Selection
 from tests.kneser_ney import KneserNey
 from tests.lm.phrases import documents, phrases, words
@@ -99,7 +99,7 @@ def test_places_are_found_by_their_words(lm):
         longest = [place for place, run in runs.items() if run == max(runs.values()) > 0]
         for place in longest:
             expected[place] = expected.get(place, 0) + 1 / len(longest) / (len(asked) - 1)
-    shares = _by_words(lm.store, asked, CHOSEN)
+    shares = _score_records_by_words(lm.store, asked, CHOSEN)
     places = lm.store.provenance(np.array(list(shares), np.int64))
     found = {
         (place.document, place.position): share for place, share in zip(places, shares.values(), strict=True)

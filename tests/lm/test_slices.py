@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.lm.scoring.slices import TokenLosses
+from knnstore.lm.scoring.loss_breakdown import TokenLosses
 
 COUNTS = np.array([0, 1, 9, 10, 99, 100, 5000, 2])
 
@@ -22,8 +22,11 @@ def test_slices_divide_the_tokens_and_add_up(seed, tokens, distinct, missing):
     losses = TokenLosses()
     for part in np.array_split(np.arange(tokens), 3):
         columns = (gold[part], lm[part].astype("f"), mixed[part].astype("f"), helped[part], nearest[part])
-        losses.add(*map(torch.from_numpy, columns))
-    for slices, values in ((losses.by_frequency(COUNTS), COUNTS[gold]), (losses.by_distance(4), nearest)):
+        losses.add_batch(*map(torch.from_numpy, columns))
+    for slices, values in (
+        (losses.slice_by_frequency(COUNTS), COUNTS[gold]),
+        (losses.slice_by_distance(4), nearest),
+    ):
         assert sum(part.tokens for part in slices) == tokens
         bounds = [bound for part in slices for bound in (part.low, part.high)]
         assert bounds == sorted(bounds)
@@ -33,13 +36,13 @@ def test_slices_divide_the_tokens_and_add_up(seed, tokens, distinct, missing):
             assert part.base_ppl == pytest.approx(math.exp(-lm[within].mean()), rel=1e-5)
             assert part.knn_ppl == pytest.approx(math.exp(-mixed[within].mean()), rel=1e-5)
             assert part.helped == pytest.approx(helped[within].mean())
-    assert {part.low for part in losses.by_frequency(COUNTS)} <= {0, 1, 10, 100, 1000}
+    assert {part.low for part in losses.slice_by_frequency(COUNTS)} <= {0, 1, 10, 100, 1000}
 
 
 def test_tenths_are_of_one_size():
     losses, nearest = TokenLosses(), torch.randperm(1000, generator=torch.Generator().manual_seed(0)).float()
     zeros = torch.zeros(1000)
-    losses.add(zeros.long(), zeros, zeros, zeros.bool(), nearest)
-    found = losses.by_distance()
+    losses.add_batch(zeros.long(), zeros, zeros, zeros.bool(), nearest)
+    found = losses.slice_by_distance()
     assert [part.tokens for part in found] == [100] * 10
     assert [(part.low, part.high) for part in found[:2]] == [(0, 99), (100, 199)]

@@ -18,7 +18,7 @@ from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, TokenTable
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.reading import adding
 from knnstore.lm.scoring import blocks_of, interval_of
-from knnstore.lm.scoring import held_out as scoring
+from knnstore.lm.scoring import token_scores as scoring
 from knnstore.store import EVERYTHING, SavedSettings, Selection
 from tests.lm.phrases import words as random_words
 
@@ -109,7 +109,7 @@ def test_more_neighbors_than_records_take_no_memory_and_change_nothing(lm, monke
     explained, logits = lm.explain(text, every, neighbors=2), lm(tokens, knn=every).logits
     asked, search = [], lm.store.search
     monkeypatch.setattr(lm.store, "search", lambda q, k, s: asked.append((len(q), k)) or search(q, k, s))
-    monkeypatch.setattr(scoring, "_NEIGHBORS", 7 * 150)  # few at once, and the same is found
+    monkeypatch.setattr(scoring, "_MAX_NEIGHBORS", 7 * 150)  # few at once, and the same is found
     assert lm.evaluate(stored, more, leave_out=True).knn_ppl == pytest.approx(expected, rel=1e-6)
     assert lm.explain(text, more, neighbors=2) == explained
     assert max(queries * k for queries, k in asked) <= 7 * 150

@@ -14,7 +14,7 @@ from knnstore.lm import Interval, KNNSettings
 from knnstore.lm.components import Form
 from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.reading import WindowBatch
-from knnstore.lm.scoring.held_out import read_windows
+from knnstore.lm.scoring.token_scores import predict_windows
 
 TITLE = "In free generation retrieval becomes less certain the longer the text"
 CLAIM = """Wang et al. 2023: texts written with retrieval are not better by any measure of theirs; the longer
@@ -110,8 +110,8 @@ def look(lab: Lab, prompts: Tensor, text: Tensor, settings: KNNSettings) -> Seen
     row, column = torch.arange(text.numel()) // text.shape[1], torch.arange(text.numel()) % text.shape[1]
     at = row * ids.shape[1] + prompts.shape[1] - 1 + column
     batch = WindowBatch(ids.numpy(), at.numpy(), row.numpy(), column.numpy(), text.flatten().numpy())
-    read = read_windows(lm.reader, batch)
-    evidence = look_up(lm.store, settings, read.batch(lm.store.identity.vocab_size, None), Form.SOURCES)
+    read = predict_windows(lm.reader, batch)
+    evidence = look_up(lm.store, settings, read.to_batch(lm.store.identity.vocab_size, None), Form.SOURCES)
     # Not at one temperature: a gate, and bins, choose T for each token.
     weights = mixture_of(settings, evidence).weights
     entropy = torch.empty(len(at))

@@ -1,14 +1,20 @@
-"""Scoring held-out text: perplexity, a row for each token, and why each is likely."""
+"""Scoring held-out text: perplexity, audits, scores of tokens, predictions of the store, and passages."""
 
-from knnstore.lm.scoring.arrays import TextNeighbors, keys, neighbors, p_knn
 from knnstore.lm.scoring.auditing import Audit, Check, audit
-from knnstore.lm.scoring.by_document import DocumentScore, GroupScore, Intervals
-from knnstore.lm.scoring.evaluating import Evaluation, evaluate
-from knnstore.lm.scoring.exporting import export
-from knnstore.lm.scoring.held_out import HeldOut, grouped, score_held_out, score_text_in_turns, score_texts
-from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_of
-from knnstore.lm.scoring.scores import ReadTokens, TokenScores
-from knnstore.lm.scoring.searching import Passage, search
+from knnstore.lm.scoring.confidence_intervals import FEWEST, Interval, blocks_of, interval_of
+from knnstore.lm.scoring.evaluation import Evaluation, evaluate
+from knnstore.lm.scoring.loss_breakdown import DocumentScore, GroupScore, Intervals
+from knnstore.lm.scoring.passage_search import Passage, search
+from knnstore.lm.scoring.store_predictions import TextNeighbors, export, keys, neighbors, p_knn
+from knnstore.lm.scoring.token_scores import (
+    HeldOut,
+    ReadTokens,
+    TokenScores,
+    grouped,
+    score_held_out,
+    score_text_in_turns,
+    score_texts,
+)
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [

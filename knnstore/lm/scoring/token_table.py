@@ -1,4 +1,4 @@
-"""What an evaluation says about every single token."""
+"""A table with one row for each evaluated token; and helpers for data frames and for replacing files."""
 
 import json
 import os
@@ -15,43 +15,60 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm.reading import TokenTexts, tokenized
-from knnstore.lm.scoring.scores import TokenScores
+from knnstore.lm.scoring.token_scores import TokenScores
 
 COLUMNS = (
     "document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance", "frequency",
 )  # fmt: skip
-"""``position`` counts a document's tokens from 0, ``token`` is the token's id, ``text`` what it adds to the
-document's text (empty inside a character; its last token has all of it), ``distance`` that of the nearest
-neighbor, null where there is none, ``frequency`` how often the token was stored."""
+"""Names of the columns.
+
+- ``position``: index of the token in its document, from 0; ``token``: its id.
+- ``text``: what the token adds to the document's text. The last token of a character has the whole character;
+  the earlier tokens of the character have an empty text.
+- ``distance``: distance to the nearest neighbor; null if none was found.
+- ``frequency``: number of records with this token in the selection.
+"""
 
 
 class TokenTable:
-    """Collects a row for every evaluated token; 48 bytes each until it is written."""
+    """Collects a row for every evaluated token, 48 bytes for each until the table is written."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self._batches: list[tuple[NDArray[Any], ...]] = []
         self._documents: Sequence[TextDocument] = ()
         self._counts = np.zeros(0, np.int64)
 
-    def add(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
-        """Take in n tokens, with p_kNN, λ and log p of the mixture of each, shape (n,)."""
+    def add_scores(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
+        """Add n tokens.
+
+        Args:
+            scores: the tokens.
+            p_knn: p_kNN of each gold token, shape (n,).
+            lam: λ of each token, shape (n,).
+            log_p: log p of the mixture of each gold token, shape (n,).
+        """
         columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.evidence.distances.amin(1))
         tensors = (column.numpy() for column in columns)
-        self._parts.append((scores.documents, scores.positions, scores.targets.numpy(), *tensors))
+        self._batches.append((scores.documents, scores.positions, scores.targets.numpy(), *tensors))
 
-    def name(self, documents: Sequence[TextDocument], counts: NDArray[np.int64]) -> None:
-        """Say what documents the scores count, and how often each token of the vocabulary was stored."""
+    def set_documents(self, documents: Sequence[TextDocument], counts: NDArray[np.int64]) -> None:
+        """Set what the rows need in addition to the scores; called before the rows are read.
+
+        Args:
+            documents: the documents that `TokenScores.documents` has indices into.
+            counts: number of records of each token of the vocabulary, shape (v,).
+        """
         self._documents, self._counts = documents, counts
 
     def rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        """Yield a value for each of `COLUMNS`, in the order of the text."""
-        if not self._parts:
+        """Yield the rows by document and position, each a dict with the keys `COLUMNS`."""
+        if not self._batches:
             return
-        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        columns = [np.concatenate(column) for column in zip(*self._batches, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
         texts = self._texts(tokenizer, *(column[order] for column in columns[:3]))
-        for at, text in zip(order.tolist(), texts, strict=True):
-            document, position, token, *numbers = (column[at].item() for column in columns)
+        for row, text in zip(order.tolist(), texts, strict=True):
+            document, position, token, *numbers = (column[row].item() for column in columns)
             numbers[-1] = numbers[-1] if np.isfinite(numbers[-1]) else None
             name, frequency = self._documents[document].id, int(self._counts[token])
             values = (name, position, token, text, *numbers, frequency)
@@ -64,27 +81,34 @@ class TokenTable:
         positions: NDArray[Any],
         tokens: NDArray[Any],
     ) -> Iterator[str]:
-        """Yield the text of each token, in order; the texts of a document's tokens add up to its text."""
+        """Yield the text that each token adds; concatenated, the texts of a document's tokens are its text.
+
+        The arguments have shape (n,) and are sorted by document and position.
+        """
         texts = TokenTexts(tokenizer)
         starts = np.flatnonzero(np.diff(documents, prepend=-1))
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            before: list[int] = []
-            if positions[start]:  # without a token that begins a text the first one is not predicted
+            preceding: list[int] = []
+            if positions[start]:  # the first token is not predicted if the tokenizer has no BOS token
                 text = self._documents[documents[start]].text
-                before = tokenized(tokenizer, [text])[0].tolist()
-            yield from texts.pieces(tokens[start:end].tolist(), before[: positions[start]])
+                preceding = tokenized(tokenizer, [text])[0].tolist()
+            yield from texts.pieces(tokens[start:end].tolist(), preceding[: positions[start]])
 
     def to_pandas(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """All rows as a DataFrame of pandas, with the columns `COLUMNS`."""
-        return table_of(list(self.rows(tokenizer)))
+        """Return all rows as a pandas DataFrame with the columns `COLUMNS`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return build_data_frame(list(self.rows(tokenizer)))
 
     def write(self, file: TextIO, tokenizer: PreTrainedTokenizerBase, *, as_json: bool) -> None:
-        """Write all rows.
+        """Write all rows to a file.
 
         Args:
-            file: opened for writing text.
-            tokenizer: the model's.
-            as_json: JSON Lines; else tab-separated values under a heading, texts as JSON strings.
+            file: a text file that is open for writing.
+            tokenizer: the model's tokenizer.
+            as_json: write JSON Lines; otherwise tab-separated values with a header, each value as JSON.
         """
         if not as_json:
             file.write("\t".join(COLUMNS) + "\n")
@@ -93,14 +117,14 @@ class TokenTable:
             file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n")
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Rows as a DataFrame.
+def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Convert rows to a pandas DataFrame.
 
     Raises:
         ConfigError: pandas is not installed.
     """
     try:
-        import pandas  # of whoever asks for it
+        import pandas  # not a dependency; installed by the user
     except ImportError as error:
         raise ConfigError("to_pandas needs pandas. Install it with: pip install pandas") from error
     return pandas.DataFrame.from_records(rows)
@@ -108,19 +132,22 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Open a new file that takes the place of another at the end, unless an error comes before.
+    """Open a temporary file that replaces `path` when the context ends without an error.
+
+    After an error the temporary file is removed, and `path` is unchanged.
 
     Args:
-        path: of the file to be replaced, which need not exist; a device or a pipe is written to as it is.
+        path: the file to replace; it need not exist. A device or a pipe is written to directly. A symbolic
+            link is kept, and its target is replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8") as file:
             yield file
         return
-    target = path.resolve()  # a link stays one
+    target = path.resolve()
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as file:

@@ -1,0 +1,243 @@
+"""Perplexity by document, by group of documents, by token frequency, and by distance to the nearest neighbor.
+
+`DocumentLosses` collects losses for the scores of documents and the confidence intervals, `TokenLosses` for
+the slices by frequency and by distance. kNN language models were expected to help with rare tokens; Nishida
+et al. 2025 found that they help with frequent tokens. Wang et al. 2023 found that most tokens get slightly
+worse. The slices show both.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.documents import TextDocument
+from knnstore.lm.scoring.confidence_intervals import Interval, blocks_of, interval_of
+from knnstore.lm.scoring.token_scores import TokenScores
+
+_DISTANCE_SLICES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentScore:
+    """The perplexities of one document."""
+
+    id: str
+    metadata: Mapping[str, Any]
+    tokens: int
+    """Number of predicted tokens, >= 1."""
+    base_ppl: float
+    """Perplexity of the model alone."""
+    knn_ppl: float
+    """Perplexity of the mixture."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """The perplexities of a group of documents, with 95 % confidence intervals over its documents."""
+
+    documents: int
+    tokens: int
+    base: Interval
+    """Perplexity of the model alone."""
+    knn: Interval
+    """Perplexity of the mixture."""
+    change: Interval
+    """`knn` divided by `base`. Retrieval helps significantly if the whole interval is below 1."""
+
+
+class Intervals(NamedTuple):
+    """The perplexities of all tokens with their confidence intervals; see `GroupScore` for the fields."""
+
+    base: Interval
+    knn: Interval
+    change: Interval
+
+
+class DocumentLosses:
+    """Collects the losses of scored tokens, 24 bytes for each. At least one batch must be added."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[NDArray[Any], ...]] = []
+
+    def add_scores(self, scores: TokenScores, log_probs: Tensor) -> None:
+        """Add n scored tokens.
+
+        Args:
+            scores: the tokens.
+            log_probs: log p of the mixture of each token, shape (n,).
+        """
+        losses = -scores.lm_log_probs.numpy(), -log_probs.numpy()
+        self._batches.append((scores.documents, scores.positions, *losses))
+
+    def document_scores(self, documents: Sequence[TextDocument]) -> tuple[DocumentScore, ...]:
+        """Return the perplexities of the documents in their order, without documents that have no token.
+
+        Args:
+            documents: all scored documents; `TokenScores.documents` has indices into them.
+        """
+        owners, _, base, knn = self._columns()
+        lengths = np.bincount(owners, minlength=len(documents))
+        sums = [np.bincount(owners, losses, len(documents)) for losses in (base, knn)]
+        return tuple(
+            DocumentScore(
+                document.id,
+                document.metadata,
+                int(length),
+                *(math.exp(min(700.0, loss[number] / length)) for loss in sums),
+            )
+            for number, (document, length) in enumerate(zip(documents, lengths.tolist(), strict=True))
+            if length
+        )
+
+    def compute_intervals(self) -> Intervals:
+        """Compute the perplexities of all tokens with intervals over documents or blocks; see `blocks_of`."""
+        owners, positions, base, knn = self._columns()
+        order = np.lexsort((positions, owners))
+        blocks = blocks_of(owners[order])
+        lengths = np.bincount(blocks)
+        sums = [np.bincount(blocks, losses[order]).astype(np.float64) for losses in (base, knn)]
+        return Intervals(*(interval_of(losses, lengths) for losses in (*sums, sums[1] - sums[0])))
+
+    def _columns(self) -> list[NDArray[Any]]:
+        """Return document, position, loss of the model and loss of the mixture of all tokens."""
+        return [np.concatenate(column) for column in zip(*self._batches, strict=True)]
+
+
+def score_groups(scores: Sequence[DocumentScore], field: str) -> dict[Any, GroupScore]:
+    """Group documents by the value of a metadata field, and return the score of each group.
+
+    Documents without the field are in the group None. Lists and objects are grouped by their string.
+    """
+    groups: dict[Any, list[DocumentScore]] = {}
+    for score in scores:
+        value = score.metadata.get(field)
+        groups.setdefault(str(value) if isinstance(value, list | dict) else value, []).append(score)
+    return {value: _score_group(group) for value, group in groups.items()}
+
+
+def _score_group(group: Sequence[DocumentScore]) -> GroupScore:
+    """Compute the perplexities of a group with intervals over its documents."""
+    lengths = np.array([score.tokens for score in group])
+    base, knn = (
+        np.log([getattr(score, name) for score in group]) * lengths for name in ("base_ppl", "knn_ppl")
+    )
+    intervals = (interval_of(losses, lengths) for losses in (base, knn, knn - base))
+    return GroupScore(len(group), int(lengths.sum()), *intervals)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The tokens whose frequency or distance is within bounds."""
+
+    low: float
+    """Lower bound, inclusive: the least distance of these tokens, or the least frequency of the range."""
+    high: float
+    """Upper bound, inclusive. Both bounds are infinite for the tokens without a neighbor."""
+    tokens: int
+    base_ppl: float
+    """Perplexity of the model alone."""
+    knn_ppl: float
+    """Perplexity of the mixture."""
+    helped: float
+    """Fraction of the tokens with p_kNN > p_LM."""
+
+
+class TokenLosses:
+    """Collects the columns that slices are computed from, 21 bytes for each token.
+
+    At least one batch must be added.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[NDArray[Any], ...]] = []
+
+    def add_batch(self, gold: Tensor, lm: Tensor, mixed: Tensor, helped: Tensor, nearest: Tensor) -> None:
+        """Add n tokens.
+
+        Args:
+            gold: gold tokens, int64, shape (n,); the other arguments have the same shape.
+            lm: log p_LM.
+            mixed: log p of the mixture.
+            helped: bool, True where p_kNN > p_LM.
+            nearest: distance to the nearest neighbor, +inf where none was found.
+        """
+        self._batches.append(tuple(column.cpu().numpy() for column in (gold, lm, mixed, helped, nearest)))
+
+    def slice_by_frequency(self, counts: NDArray[np.int64]) -> tuple[Slice, ...]:
+        """Slice by the frequency of the gold token in the store: 0, 1 to 9, 10 to 99, and so on.
+
+        Args:
+            counts: number of records of each token of the vocabulary, shape (v,).
+
+        Returns:
+            The slices that contain a token, in ascending order.
+        """
+        frequencies = counts[self._columns()[0]]
+        largest = int(frequencies.max(initial=0))
+        edges = [0, *(10**power for power in range(1 + len(str(largest))))]
+        slices = []
+        for low, high in pairwise(edges):
+            within = (frequencies >= low) & (frequencies < high)
+            if within.any():
+                slices.append(self._slice(within, low, high - 1))
+        return tuple(slices)
+
+    def slice_by_distance(self, count: int = _DISTANCE_SLICES) -> tuple[Slice, ...]:
+        """Slice by the distance to the nearest neighbor into `count` slices of about the same size.
+
+        Returns:
+            The slices in ascending order; fewer than `count` if many distances are equal. Tokens without a
+            neighbor are in one more slice, which is the last.
+        """
+        nearest = self._columns()[4]
+        is_found = np.isfinite(nearest)
+        slices = []
+        if is_found.any():
+            edges = np.unique(np.quantile(nearest[is_found], np.arange(1, count) / count, method="lower"))
+            bins = np.where(is_found, np.searchsorted(edges, nearest, side="left"), -1)
+            for number in range(len(edges) + 1):
+                within = bins == number
+                if within.any():
+                    distances = nearest[within]
+                    slices.append(self._slice(within, float(distances.min()), float(distances.max())))
+        if not is_found.all():
+            slices.append(self._slice(~is_found, math.inf, math.inf))
+        return tuple(slices)
+
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        """Return the five arguments of `add_batch` for all tokens."""
+        if len(self._batches) > 1:
+            self._batches = [tuple(np.concatenate(column) for column in zip(*self._batches, strict=True))]
+        return self._batches[0]
+
+    def _slice(self, within: NDArray[np.bool_], low: float, high: float) -> Slice:
+        """Compute the slice of the tokens in a mask."""
+        _, lm, mixed, helped, _ = self._columns()
+        tokens = int(within.sum())
+        return Slice(
+            low,
+            high,
+            tokens,
+            base_ppl=compute_perplexity(lm[within].sum(dtype=np.float64), tokens),
+            knn_ppl=compute_perplexity(mixed[within].sum(dtype=np.float64), tokens),
+            helped=float(helped[within].mean()),
+        )
+
+
+def compute_perplexity(log_prob: float, units: int) -> float:
+    """Return exp(-log_prob / units); infinity if it is too large for a float, or if there are no units.
+
+    Args:
+        log_prob: sum of the log-probabilities of the tokens, in nats.
+        units: number of tokens, words or bytes.
+    """
+    try:
+        return math.exp(-log_prob / units)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

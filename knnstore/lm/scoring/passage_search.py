@@ -1,0 +1,160 @@
+"""Searching for the stored passages nearest to a text, by its keys or, without keys, by its words."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Keys, record_ids
+from knnstore.errors import InputError
+from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
+from knnstore.store import LONGEST_NGRAM, Matches, Provenance, Reader, Selection
+
+_NEIGHBORS_PER_TOKEN = 32
+_MAX_GAP = 16  # largest distance in tokens between two consecutive records of a passage
+_TOKENS_BEFORE, _TOKENS_AFTER = 24, 12  # of the record with the largest share
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A passage of a stored document."""
+
+    share: float
+    """Share of the passage among all results of the search, between 0 and 1."""
+    domain: str
+    document: str
+    position: int
+    """Index in the document of the token whose record has the largest share."""
+    text: str
+    """Text around that token."""
+
+
+class _Hit(NamedTuple):
+    """A record that was found, with its share among all results."""
+
+    place: Provenance
+    id: int
+    share: float
+
+
+def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit: int = 5) -> list[Passage]:
+    """Find the stored passages that are nearest to a text.
+
+    The store is searched with the key at each token of the text. All searches have the same share, which is
+    divided among the neighbors with the weights of p_kNN; the share of a passage is the sum over its records.
+    A store without keys is searched for the same words: each token but the first has the same share, which is
+    divided among the places of this token with the longest match of the preceding tokens.
+
+    Args:
+        lm: the model.
+        text: the text, not empty; only the end of a text that is longer than a window is used.
+        knn: the settings whose selection and temperature are used; default ``lm.knn``.
+        limit: largest number of passages, >= 1.
+
+    Returns:
+        The passages, the largest share first; empty if nothing was found.
+
+    Raises:
+        InputError: the text is empty.
+    """
+    settings, reader, store = resolve(lm.store, knn or lm.knn), lm.reader, lm.store
+    prefix = [] if reader.prefix is None else [reader.prefix]
+    tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
+    if not tokens:
+        raise InputError("the text is empty")
+    if store.is_keyless:
+        totals = _score_records_by_words(store, tokens, settings.selection)
+    else:
+        row = np.array([[*prefix, *tokens]], np.int64)
+        keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
+        totals = _score_records_by_keys(store, keys, settings)
+    places = store.provenance(np.array(list(totals), np.int64), before=0, after=0)
+    hits = [
+        _Hit(place, id, share) for place, (id, share) in zip(places, totals.items(), strict=True) if place
+    ]
+    groups = sorted(_group_hits(hits), key=lambda group: -sum(hit.share for hit in group))[:limit]
+    best = [max(group, key=lambda hit: hit.share) for group in groups]
+    around = store.provenance(
+        np.array([hit.id for hit in best], np.int64), before=_TOKENS_BEFORE, after=_TOKENS_AFTER
+    )
+    return [
+        Passage(
+            sum(hit.share for hit in group),
+            place.domain,
+            place.document,
+            place.position,
+            reader.text([*place.context.tolist(), place.token, *place.continuation.tolist()]),
+        )
+        for group, place in zip(groups, around, strict=True)
+        if place is not None
+    ]
+
+
+def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> dict[int, float]:
+    """Return the share of each record that a search with the keys finds, by record id.
+
+    Args:
+        store: the store.
+        keys: query vectors, shape (n, d).
+        settings: the settings whose selection and temperature are used.
+    """
+    neighbors, totals = (
+        store.search(keys, _NEIGHBORS_PER_TOKEN, settings.selection),
+        defaultdict[int, float](float),
+    )
+    shares = _compute_shares(neighbors.distances, settings.temperature)
+    for id, share in zip(neighbors.ids.ravel().tolist(), shares.ravel().tolist(), strict=True):
+        if id >= 0:
+            totals[id] += share / len(keys)
+    return totals
+
+
+def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
+    """Return the share of each record with the longest match before its token, by record id.
+
+    Args:
+        store: a store, with or without keys.
+        tokens: the text.
+        selection: the stored documents that are searched.
+    """
+    matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
+    places = matches.occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
+    for occurrences, token in zip(places, tokens[1:], strict=True):
+        longest = [place for place in occurrences if place.matched == occurrences[0].matched]
+        positions = np.array([place.position for place in longest], np.int64)
+        for id in record_ids(positions, np.full(len(longest), token)).tolist():
+            totals[id] = 1 / len(longest) / (len(tokens) - 1)
+    return totals
+
+
+def _compute_shares(distances: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
+    """Return exp(-d / T), normalized over each row; 0 where a distance is infinite."""
+    nearest = distances[:, :1].astype(np.float64)
+    nearest[~np.isfinite(nearest)] = 0.0
+    weights = np.exp((nearest - distances) / temperature)
+    shares: NDArray[np.float64] = weights / np.maximum(
+        weights.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny
+    )
+    return shares
+
+
+def _group_hits(hits: list[_Hit]) -> list[list[_Hit]]:
+    """Group hits of a document that are at most `_MAX_GAP` tokens apart."""
+
+    def document_of(hit: _Hit) -> tuple[str, str]:
+        return hit.place.domain, hit.place.document
+
+    groups: list[list[_Hit]] = []
+    in_order = sorted(hits, key=lambda hit: (*document_of(hit), hit.place.position))
+    for _, document_hits in groupby(in_order, key=document_of):
+        last: _Hit | None = None
+        for hit in document_hits:
+            if last is None or hit.place.position - last.place.position > _MAX_GAP:
+                groups.append([])
+            groups[-1].append(hit)
+            last = hit
+    return groups

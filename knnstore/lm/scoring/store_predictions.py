@@ -1,0 +1,246 @@
+"""Predictions of the store alone for each token of a text, as arrays and as a Parquet file.
+
+`keys`, `neighbors` and `p_knn` return arrays for one text; `export` writes a file for many documents.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Keys
+from knnstore.documents import TextDocument, documents_of
+from knnstore.errors import ConfigError
+from knnstore.lm.mixture import mixture_of
+from knnstore.lm.reading import in_chunks
+from knnstore.lm.scoring.token_scores import TokenScores, score_texts
+from knnstore.lm.scoring.token_table import build_data_frame, replacing
+from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
+from knnstore.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TextNeighbors:
+    """The records that were retrieved for the n predicted tokens of a text, nearest first.
+
+    The first token of a text is predicted only if the tokenizer has a BOS token.
+    """
+
+    positions: NDArray[np.int64]
+    """Index of each token in the text, shape (n,), ascending."""
+    tokens: NDArray[np.int64]
+    """Gold tokens, shape (n,)."""
+    ids: NDArray[np.int64]
+    """Record ids, shape (n, m), -1 where fewer were found; `lm.store.provenance` returns their documents."""
+    retrieved: NDArray[np.int64]
+    """Token that each record predicts, shape (n, m), -1 where fewer were found."""
+    distances: NDArray[np.float32]
+    """Squared distances for l2, negated inner products for ip, shape (n, m), +inf where fewer were found."""
+    weights: NDArray[np.float32]
+    """Share of each record in p_kNN, shape (n, m); rows sum to 1, or are 0 where nothing was found."""
+
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame with a row for each record of each token.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        rows, ranks = np.nonzero(self.ids >= 0)
+        columns = {"position": self.positions[rows], "token": self.tokens[rows], "rank": ranks}
+        for name in ("ids", "retrieved", "distances", "weights"):
+            columns[name] = getattr(self, name)[rows, ranks]
+        return build_data_frame(
+            [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        )
+
+    def __repr__(self) -> str:
+        return f"TextNeighbors({len(self.tokens)} tokens, up to {self.ids.shape[1]} neighbors)"
+
+
+def keys(lm: ReadingModel, text: str) -> Keys:
+    """Compute the key from which each token of a text is predicted.
+
+    Returns:
+        Float32, shape (n, dim), in the order of the text; a search in the store uses them as query vectors.
+    """
+    reader = lm.reader
+    tokens = reader.tokens(text)
+    first = 0 if reader.prefix is not None else 1
+    rows = np.zeros((max(0, len(tokens) - first), lm.store.identity.dim), np.float32)
+    for batch in reader.batches([tokens]):
+        rows[batch.positions - first] = reader.encoder.encode(batch.input_ids, batch.at).keys.cpu().numpy()
+    return rows
+
+
+def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> TextNeighbors:
+    """Return the records that are retrieved for each token of a text, without continuous cache and n-grams.
+
+    Args:
+        lm: the model.
+        text: the text.
+        knn: settings of this call; default ``lm.knn``. With `probes` all records of the probed cells are
+            returned.
+    """
+    settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
+    parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))
+    count = sum(map(len, parts))
+    shape = (count, max((part.evidence.distances.shape[1] for part in parts), default=0))
+    first = len(tokens) - count
+    result = TextNeighbors(
+        np.arange(first, len(tokens)),
+        tokens[first:].astype(np.int64),
+        np.full(shape, -1),
+        np.full(shape, -1),
+        np.full(shape, np.inf, np.float32),
+        np.zeros(shape, np.float32),
+    )
+    for part in parts:
+        ids, retrieved, distances, weights = rank_records(part, settings)
+        places = (part.positions - first)[:, None], np.arange(ids.shape[1])
+        result.ids[places], result.retrieved[places] = ids, retrieved
+        result.distances[places], result.weights[places] = distances, weights
+    return result
+
+
+def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArray[np.float32]:
+    """Compute the distribution p_kNN for each token of a text; the arguments are the same as of `neighbors`.
+
+    Returns:
+        Float32, shape (n, vocabulary); rows sum to 1, or are 0 where nothing was found.
+    """
+    found = neighbors(lm, text, knn)
+    probs = np.zeros((len(found.tokens), lm.store.identity.vocab_size), np.float32)
+    rows, columns = np.nonzero(found.ids >= 0)
+    np.add.at(probs, (rows, found.retrieved[rows, columns]), found.weights[rows, columns])
+    return probs
+
+
+def export(
+    lm: ReadingModel,
+    documents: Iterable[object],
+    path: str | PathLike[str],
+    knn: KNNSettings | None = None,
+    *,
+    neighbors: int = 8,
+    progress: Progress | None = None,
+) -> int:
+    """Write the predictions of the store for each token of documents to a Parquet file, e.g. to train on.
+
+    The columns are ``document``, ``position``, ``token``, ``p_lm`` and ``p_knn`` of the gold token, and
+    ``lambda``; the distribution p_kNN as ``knn_tokens`` and ``knn_probs``, the most probable token first,
+    without tokens of probability 0; and ``sources``, a list with the document, domain, position and share of
+    the nearest records.
+
+    Args:
+        lm: the model.
+        documents: the documents, in any form that `add` takes.
+        path: the file; an existing file is replaced when the new one is complete.
+        knn: settings of this call; default ``lm.knn``. Only the store's keys count.
+        neighbors: largest number of sources for each token, >= 0.
+        progress: advanced by the number of rows.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        InputError: a document cannot be used.
+    """
+    try:
+        import pyarrow as pa  # an optional dependency
+        from pyarrow.parquet import ParquetWriter
+    except ImportError as error:
+        install = "pip install 'knnstore[parquet]'"
+        raise ConfigError(f"Parquet needs pyarrow. Install it with: {install}") from error
+    whole, number, text = pa.int64(), pa.float32(), pa.string()
+    source = pa.struct([("document", text), ("domain", text), ("position", whole), ("share", number)])
+    schema = pa.schema(
+        [
+            ("document", text), ("position", whole), ("token", pa.int32()), ("p_lm", number),
+            ("p_knn", number), ("lambda", number), ("knn_tokens", pa.list_(pa.int32())),
+            ("knn_probs", pa.list_(number)), ("sources", pa.list_(source)),
+        ]
+    )  # fmt: skip
+    settings, bar, row_count = select_store_alone(lm, knn), progress or Progress(), 0
+    with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
+        for chunk in in_chunks(documents_of(documents)):
+            texts = lm.reader.tokenized(chunk)
+            for scores in score_texts(lm.store, lm.reader, texts, settings, with_sources=True):
+                rows = list(_export_rows(lm, scores, settings, chunk, neighbors))
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                row_count += len(rows)
+                bar.advance(len(rows))
+    return row_count
+
+
+def _export_rows(
+    lm: ReadingModel,
+    scores: TokenScores,
+    settings: KNNSettings,
+    documents: list[TextDocument],
+    neighbors: int,
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each scored token; see `export` for the columns."""
+    mixture = mixture_of(settings, scores.evidence)
+    p_lm, p_knn = scores.lm_log_probs.exp().tolist(), mixture.knn_probs(scores.targets).tolist()
+    ids, retrieved, _, weights = rank_records(scores, settings)
+    for row, position in enumerate(scores.positions.tolist()):
+        is_found = ids[row] >= 0
+        tokens, columns = np.unique(retrieved[row][is_found], return_inverse=True)
+        probs = np.bincount(columns, weights[row][is_found], len(tokens))
+        order = np.argsort(-probs, kind="stable")
+        nearest = np.flatnonzero(is_found)[:neighbors]
+        yield {
+            "document": documents[scores.documents[row]].id,
+            "position": position,
+            "token": int(scores.targets[row]),
+            "p_lm": p_lm[row],
+            "p_knn": p_knn[row],
+            "lambda": float(mixture.lam[row]),
+            "knn_tokens": tokens[order],
+            "knn_probs": probs[order],
+            "sources": [
+                {
+                    "document": place.document,
+                    "domain": place.domain,
+                    "position": place.position,
+                    "share": share,
+                }
+                for place, share in zip(
+                    lm.store.provenance(ids[row, nearest]), weights[row, nearest].tolist(), strict=True
+                )
+                if place is not None
+            ],
+        }
+
+
+def select_store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings:
+    """Return settings in which the store's keys are the only component."""
+    settings = resolve(lm.store, knn or lm.knn)
+    return replace(settings, cache=None, ngrams=None, others={}, gate=None, unset=frozenset())
+
+
+def rank_records(
+    scores: TokenScores, settings: KNNSettings
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    """Return the records of n scored tokens, nearest first.
+
+    Args:
+        scores: scores with sources.
+        settings: the settings that they were scored with.
+
+    Returns:
+        Record ids, their tokens, distances and weights in p_kNN, each of shape (n, m). Missing records have
+        id and token -1 and weight 0.
+    """
+    distances, tokens = scores.evidence.distances.numpy(), scores.evidence.tokens
+    assert tokens is not None
+    weights = mixture_of(settings, scores.evidence).weights_in(0).numpy()
+    order = np.argsort(distances, axis=1, kind="stable")
+    columns = scores.evidence.ids, tokens.numpy(), distances, weights
+    ids, *others = (np.take_along_axis(column, order, 1) for column in columns)
+    return ids, np.where(ids >= 0, others[0], -1), others[1], np.where(ids >= 0, others[2], 0)

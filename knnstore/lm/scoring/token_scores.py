@@ -1,0 +1,432 @@
+"""Scoring text: the model's prediction of every token, and the evidence that one search finds for it.
+
+`score_held_out` scores held-out documents, `score_texts` scores texts given by their tokens, and
+`score_text_in_turns` does so in short turns, for a server. All yield `TokenScores`, from which the caller
+computes mixtures. `HeldOut` finds the documents that are in the store themselves.
+"""
+
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.documents import TextDocument, documents_of
+from knnstore.errors import InputError
+from knnstore.lm.batch import Batch
+from knnstore.lm.components import Form, most_records, probes_cells, reachable
+from knnstore.lm.contexts import Contexts, DocumentTexts
+from knnstore.lm.mixing import CellSums, Evidence, NeighborSums
+from knnstore.lm.mixture import look_up
+from knnstore.lm.reading import BATCH_TOKENS, Encoded, LogProbs, TextReader, WindowBatch, in_chunks
+from knnstore.lm.settings import KNNSettings
+from knnstore.progress import Progress
+from knnstore.store import KNOWN, Reader, Selection
+
+_MAX_NEIGHBORS = BATCH_TOKENS << 10
+"""Largest number of neighbors of all tokens in one lookup; it bounds memory."""
+_MAX_CELL_DISTANCES = 1 << 26
+"""Largest number of distances to cells in memory: 256 MiB. More would read each cell less often."""
+_MAX_CACHED_TOKENS = 1 << 23
+"""Largest number of cached tokens that one lookup weighs: 32 MiB for each temperature."""
+_QUERIES = 2 * BATCH_TOKENS
+"""Number of queries that probe cells together: the more queries share a cell, the less each one costs."""
+_TURN_TOKENS = 128
+"""Largest number of tokens of a forward pass while other requests wait; see `score_text_in_turns`."""
+_MAX_TURN_NEIGHBORS = 1 << 16
+"""Largest number of neighbors of all tokens in the lookup of one turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTokens:
+    """The model's predictions of n tokens, without evidence from the store."""
+
+    lm_log_probs: Tensor
+    """log p_LM of each gold token, float32, shape (n,)."""
+    lm_max: Tensor
+    """log p_LM of the most probable token at each position, float32, shape (n,)."""
+    lm_entropy: Tensor
+    """Entropy of p_LM in nats, float32, shape (n,)."""
+    targets: Tensor
+    """Gold tokens, int64, shape (n,)."""
+    keys: Tensor
+    """Query vector of each position, float32, shape (n, d)."""
+    documents: NDArray[np.int64]
+    """Index of each token's document among the scored documents, shape (n,)."""
+    positions: NDArray[np.int64]
+    """Index of each token in its document, shape (n,)."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def select_rows(self, rows: slice | Tensor) -> "ReadTokens":
+        """Return the predictions of some of the tokens.
+
+        Args:
+            rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
+        """
+        # numpy would take a tensor with one index for a number.
+        array_rows = rows.numpy() if isinstance(rows, Tensor) else rows
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ReadTokens(
+            **{
+                name: column[rows if isinstance(column, Tensor) else array_rows]
+                for name, column in columns.items()
+            }
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["ReadTokens"]) -> "ReadTokens":
+        """Concatenate the predictions of several groups of tokens; at least one group is needed."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
+        joined: dict[str, Any] = {
+            name: torch.cat(column) if isinstance(column[0], Tensor) else np.concatenate(column)
+            for name, column in columns.items()
+        }
+        return cls(**joined)
+
+    def to_batch(self, vocabulary: int, contexts: Contexts | None) -> Batch:
+        """Return the positions of the tokens as a batch for `look_up`.
+
+        Args:
+            vocabulary: number of tokens of the vocabulary.
+            contexts: the preceding text of each position; None if no component needs text.
+        """
+        return Batch(
+            self.keys, self.lm_max, self.lm_entropy, vocabulary, contexts=contexts, targets=self.targets
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The model's predictions of n tokens with the evidence for each, before λ and T are chosen."""
+
+    read: ReadTokens
+    evidence: Evidence
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    @property
+    def lm_log_probs(self) -> Tensor:
+        """Log p_LM of each gold token, float32, shape (n,)."""
+        return self.read.lm_log_probs
+
+    @property
+    def targets(self) -> Tensor:
+        """Gold tokens, int64, shape (n,)."""
+        return self.read.targets
+
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """Index of each token's document, shape (n,)."""
+        return self.read.documents
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Index of each token in its document, shape (n,)."""
+        return self.read.positions
+
+    def with_documents(self, documents: NDArray[np.int64]) -> Self:
+        """Return the same scores with other document indices, int64, shape (n,)."""
+        return replace(self, read=replace(self.read, documents=documents))
+
+
+class HeldOut(NamedTuple):
+    """Held-out documents, and which of them are in the store."""
+
+    documents: list[TextDocument]
+    stored: Mapping[str, frozenset[str]]
+    """For the content hash of each held-out document that retrieval can reach: the content hashes of the
+    stored documents with the same text. Half of the text is enough; see `KNOWN`."""
+
+    @classmethod
+    def of(
+        cls, store: Reader, reader: TextReader, documents: Iterable[object], selection: Selection
+    ) -> "HeldOut":
+        """Collect held-out documents, and find those that a search in the selection would find.
+
+        Args:
+            store: the store that is searched.
+            reader: tokenizes the documents.
+            documents: see `documents_of`.
+            selection: the stored documents that retrieval can reach.
+        """
+        listed = list(documents_of(documents))
+        exact = store.stored_content((document.content_hash for document in listed), selection)
+        overlaps = store.overlaps(reader.tokenized(listed), selection, reader.letters)
+        stored = {
+            document.content_hash: overlap.documents | ({document.content_hash} & exact)
+            for document, overlap in zip(listed, overlaps, strict=True)
+            if overlap.share >= KNOWN or document.content_hash in exact
+        }
+        return cls(listed, stored)
+
+    def refuse_stored(self) -> None:
+        """Refuse documents that would retrieve from themselves.
+
+        Raises:
+            InputError: a document is in the store.
+        """
+        if self.stored:
+            first = next(document for document in self.documents if document.content_hash in self.stored)
+            raise InputError(
+                f"{len(self.stored):,} of the held-out documents are in the store, {first.id!r} for one, at "
+                "least half of the text: a document would retrieve from itself. Give other documents, or "
+                "leave each document out of its search (leave_out, --leave-out)"
+            )
+
+
+def score_held_out(
+    store: Reader,
+    reader: TextReader,
+    documents: Sequence[TextDocument],
+    settings: KNNSettings,
+    *,
+    left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
+    progress: Progress | None = None,
+) -> Iterator[TokenScores]:
+    """Score held-out documents; see `score_documents`.
+
+    Args:
+        store: the store that is searched.
+        reader: tokenizes the documents and runs the model.
+        documents: the held-out documents.
+        settings: the settings in force.
+        left_out: for the content hash of a held-out document, the content hashes of stored documents that it
+            does not retrieve from; see `HeldOut.stored`.
+        progress: advanced by the number of scored tokens.
+
+    Yields:
+        The scores of a few tokens at a time; `TokenScores.documents` has indices into `documents`.
+    """
+    for members, excluded in grouped(documents, left_out):
+        narrowed = replace(settings, selection=settings.selection.without(*excluded))
+        for scores in score_documents(store, reader, [documents[at] for at in members], narrowed, progress):
+            yield scores.with_documents(np.array(members, np.int64)[scores.documents])
+
+
+def grouped(
+    documents: Sequence[TextDocument], left_out: Mapping[str, Collection[str]]
+) -> list[tuple[list[int], list[str]]]:
+    """Group documents that leave out the same stored documents.
+
+    Returns:
+        For each group the indices of its documents, and the content hashes that they leave out, sorted.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for at, document in enumerate(documents):
+        groups.setdefault(tuple(sorted(left_out.get(document.content_hash, ()))), []).append(at)
+    return [(members, list(excluded)) for excluded, members in groups.items()]
+
+
+def score_documents(
+    store: Reader,
+    reader: TextReader,
+    documents: Iterable[TextDocument],
+    settings: KNNSettings,
+    progress: Progress | None = None,
+) -> Iterator[TokenScores]:
+    """Run the model and look up the evidence for every token of documents.
+
+    The documents are iterated once, and a few are in memory at a time.
+
+    Yields:
+        The scores of a few tokens at a time, in the order in which windows are packed; every predicted token
+        is in exactly one. `TokenScores.documents` counts the documents.
+    """
+    bar, preceding = progress or Progress(), 0
+    for chunk in in_chunks(documents):
+        for scores in score_texts(store, reader, reader.tokenized(chunk), settings):
+            yield scores.with_documents(scores.documents + preceding)
+            bar.advance(len(scores))
+        preceding += len(chunk)
+
+
+def score_texts(
+    store: Reader,
+    reader: TextReader,
+    texts: Sequence[NDArray[np.integer[Any]]],
+    settings: KNNSettings,
+    *,
+    with_sources: bool = False,
+) -> Iterator[TokenScores]:
+    """Score texts given by their tokens; see `score_documents`.
+
+    Args:
+        store: the store that is searched.
+        reader: runs the model.
+        texts: token ids of each text, shape (n,); `TokenScores.documents` has indices into them.
+        settings: the settings in force.
+        with_sources: keep each retrieved record in the evidence, also where the settings probe cells.
+    """
+    settings = replace(settings, k=reachable(store, settings))
+    lookup = EvidenceLookup(store, settings, Form.SOURCES if with_sources else Form.TARGET)
+    document_texts = _follow_texts(reader, texts, settings)
+    predictions = (predict_windows(reader, batch) for batch in reader.batches(texts))
+    min_tokens = _QUERIES if probes_cells(store, settings) and not with_sources else 1
+    for read in _join_batches(predictions, min_tokens):
+        yield from lookup(read, _extend_texts(document_texts, read, settings))
+
+
+def score_text_in_turns(
+    store: Reader,
+    reader: TextReader,
+    text: NDArray[np.integer[Any]],
+    settings: KNNSettings,
+    most: int = _TURN_TOKENS,
+) -> Iterator[TokenScores | None]:
+    """Score one text as `score_texts` does with sources, in turns that each take a short time.
+
+    The model runs over one window at a time, in parts of 128 tokens; the evidence is looked up for a few
+    tokens at a time.
+
+    Args:
+        store: the store that is searched.
+        reader: runs the model.
+        text: token ids, shape (n,).
+        settings: the settings in force.
+        most: largest number of tokens of one lookup.
+
+    Yields:
+        At the end of each turn the scores of a few tokens, or None if the turn scored no token.
+    """
+    settings = replace(settings, k=reachable(store, settings))
+    lookup = EvidenceLookup(store, settings, Form.SOURCES, most)
+    document_texts = _follow_texts(reader, [text], settings)
+    for batch in replace(reader, batch_tokens=1).batches([text]):
+        yield None
+        read = yield from _predict_window_in_turns(reader, batch)
+        yield from lookup(read, _extend_texts(document_texts, read, settings))
+
+
+def _follow_texts(
+    reader: TextReader, texts: Sequence[NDArray[np.integer[Any]]], settings: KNNSettings
+) -> DocumentTexts:
+    """Create the record of the keys of scored texts, as far back as the continuous cache looks."""
+    return DocumentTexts(texts, reader.prefix, 0 if settings.cache is None else settings.cache.size)
+
+
+def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings) -> Contexts | None:
+    """Add predicted tokens to their texts, and return their contexts; None if no component needs text."""
+    if not settings.needs_text:
+        return None
+    return texts.read_on(read.keys, read.documents, read.positions)
+
+
+def predict_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:
+    """Run the model over one batch of windows, and return its predictions."""
+    encoded = reader.encoder.encode(batch.input_ids, batch.at)
+    return _collect_predictions(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch)
+
+
+def _predict_window_in_turns(reader: TextReader, batch: WindowBatch) -> Generator[None, None, ReadTokens]:
+    """Compute the result of `predict_windows` for one window in several turns; yields between the turns."""
+    encoder = reader.encoder
+    encoded = yield from encoder.encode_in_parts(batch.input_ids, batch.at, _TURN_TOKENS)
+    parts = []
+    for start in range(0, len(batch.at), _TURN_TOKENS):
+        yield
+        rows = slice(start, start + _TURN_TOKENS)
+        parts.append(encoder.log_probs(encoded.states[rows], batch.gold[rows]))
+    log_probs = LogProbs(*map(torch.cat, zip(*parts, strict=True)))
+    yield
+    return _collect_predictions(encoded, log_probs, batch)
+
+
+def _collect_predictions(encoded: Encoded, log_probs: LogProbs, batch: WindowBatch) -> ReadTokens:
+    """Move the predictions of a batch to the CPU, and return them."""
+    return ReadTokens(
+        log_probs.gold.cpu(),
+        log_probs.best.cpu(),
+        log_probs.entropy.cpu(),
+        torch.from_numpy(batch.gold),
+        encoded.keys.cpu(),
+        batch.documents,
+        batch.positions,
+    )
+
+
+class EvidenceLookup:
+    """Looks up the evidence of tokens in parts that are as large as memory allows.
+
+    If the probed cells are smaller than the upper bound, the next parts have more tokens.
+
+    Args:
+        store: the store that is searched.
+        settings: the settings in force, with a k that is `reachable`.
+        form: how much of the evidence is kept.
+        turn_tokens: largest number of tokens of a part; a part then has at most `_MAX_TURN_NEIGHBORS`
+            neighbors. With None only memory limits the parts.
+    """
+
+    def __init__(
+        self, store: Reader, settings: KNNSettings, form: Form, turn_tokens: int | None = None
+    ) -> None:
+        self._store, self._settings, self._form = store, settings, form
+        self._turn_tokens = turn_tokens
+        self._max_neighbors = _MAX_NEIGHBORS if turn_tokens is None else _MAX_TURN_NEIGHBORS
+        self._max_tokens = max(1, self._max_neighbors // most_records(store, settings))
+        if turn_tokens is not None:
+            self._max_tokens = min(turn_tokens, self._max_tokens)
+        cache_size = 1
+        if form is Form.SOURCES and settings.cache is not None:
+            cache_size = settings.cache.size
+        self._cache_limit = max(1, _MAX_CACHED_TOKENS // cache_size)
+
+    def __call__(self, read: ReadTokens, contexts: Contexts | None) -> Iterator[TokenScores]:
+        """Yield the scores of a few tokens at a time, in their order.
+
+        Args:
+            read: the model's predictions of the tokens.
+            contexts: the preceding text of each token; None if no component needs text.
+        """
+        batch = read.to_batch(self._store.identity.vocab_size, contexts)
+        start, count = 0, len(read)
+        while start < count:
+            parts = -(-(count - start) // min(self._max_tokens, self._cache_limit))
+            rows = slice(start, start - (start - count) // parts)
+            start = rows.stop
+            scores = self._look_up(read, batch, rows)
+            yield scores
+            self._adapt(scores)
+
+    def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
+        """Look up the evidence of the tokens in `rows`."""
+        if rows.stop - rows.start < len(read):
+            read, batch = read.select_rows(rows), batch.select_rows(rows)
+        return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
+
+    def _adapt(self, scores: TokenScores) -> None:
+        """Set the number of tokens of the next part from the size of the evidence of the last part."""
+        searches = scores.evidence.searches
+        cell_sums = [search for search in searches if isinstance(search, CellSums)]
+        if cell_sums:
+            distances = sum(search.size for search in cell_sums)
+            self._max_tokens = max(1, _MAX_CELL_DISTANCES * len(scores) // max(1, distances))
+        elif self._form is Form.SOURCES:
+            # The first part assumed cells of the largest possible size.
+            records = sum(
+                search.distances.shape[1] for search in searches if isinstance(search, NeighborSums)
+            )
+            self._max_tokens = max(self._max_tokens, self._max_neighbors // max(1, records))
+            if self._turn_tokens is not None:
+                self._max_tokens = min(self._max_tokens, self._turn_tokens)
+
+
+def _join_batches(predictions: Iterable[ReadTokens], min_tokens: int) -> Iterator[ReadTokens]:
+    """Concatenate consecutive batches until each has at least `min_tokens` tokens, except the last."""
+    batches: list[ReadTokens] = []
+    for read in predictions:
+        batches.append(read)
+        if sum(map(len, batches)) >= min_tokens:
+            yield ReadTokens.joined(batches)
+            batches = []
+    if batches:
+        yield ReadTokens.joined(batches)
