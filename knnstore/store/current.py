@@ -49,7 +49,7 @@ class Current:
         self.engine, self.datastore = self._open()
 
     def view(self) -> View:
-        """What is live at the latest revision."""
+        """Return the view of the latest revision."""
         with self._viewing:
             if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
                 while (snapshot := self._catalog.snapshot()).engine != self.engine:
@@ -84,7 +84,7 @@ class Current:
             self.place(self.engine).check_ours()
 
     def problems(self) -> list[str]:
-        """What is wrong with what says whose the keys are."""
+        """Return the problem with the claim on the keys, if any."""
         try:
             self.place(self.engine).find_owner()
         except CorruptDatastoreError as error:

@@ -68,7 +68,7 @@ def as_it_fits(catalog: CatalogWriter, change: Callable[[Sequence[int]], None], 
 
 
 def _parts(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:
-    """The documents in groups, each of so many tokens but for its last document."""
+    """Yield the documents in groups; a group ends with the document that fills its number of tokens."""
     part: list[PlacedDocument] = []
     tokens = 0
     for document in documents:

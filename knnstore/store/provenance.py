@@ -48,7 +48,7 @@ class Tracer:
         self._kept: dict[int, tuple[str, str, Tokens]] = {}
 
     def trace(self, ids: Ids, snapshot: Snapshot, *, before: int, after: int) -> list[Provenance | None]:
-        """The place of each record in the documents of a snapshot; see `StoreReader.provenance`."""
+        """Return the document and place of each record in a snapshot; see `StoreReader.provenance`."""
         positions = positions_of(ids)
         found = snapshot.documents_at(positions)
         documents = self._read(np.unique(snapshot.rows[found[found >= 0]]).tolist())

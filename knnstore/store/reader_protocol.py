@@ -53,10 +53,10 @@ class Reader(Protocol):
         """Say where retrieved records come from."""
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """The number of the document that each record is of, -1 for none."""
+        """Return the number of each record's document; -1 if it has none."""
 
     def revision(self) -> int:
-        """The number that grows with every change."""
+        """Return the revision, which grows with every change."""
 
     def domains(self) -> list[Domain]:
         """Every domain with its documents and tokens, by name."""
@@ -65,10 +65,10 @@ class Reader(Protocol):
         """How many tokens each selected document has, by the document's number."""
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """The content hashes of the documents of these numbers, of those that are there."""
+        """Return the content hashes of documents by their numbers; removed documents are left out."""
 
     def text(self, number: int) -> Tokens:
-        """The tokens of the document of this number."""
+        """Return the tokens of a document by its number."""
 
     def records(
         self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
@@ -87,16 +87,16 @@ class Reader(Protocol):
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
-        """What of each text selected documents have, word for word."""
+        """Return the parts of each text that selected documents contain word for word."""
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
         """All documents that some domains hold now, to be known again."""
 
     def gone(self, lineage: Lineage) -> float:
-        """The share of these documents that were removed or replaced since."""
+        """Return the share of these documents that were removed or replaced since."""
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
-        """The settings saved for exactly this set of domains, if any."""
+        """Return the settings that are saved for exactly this set of domains; None if there are none."""
 
     def load_weights(self, name: str) -> Weights:
         """Read fitted weights that settings name."""

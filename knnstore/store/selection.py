@@ -55,12 +55,12 @@ class Selection:
         return f"Selection({', '.join(changed)})"
 
     def without(self, *content_hashes: str) -> "Selection":
-        """The same selection, but not the documents with these contents."""
+        """Return the selection without the documents with these content hashes."""
         return replace(self, exclude=(*self.exclude, *content_hashes))
 
 
 def _names(given: object, what: str) -> tuple[str, ...] | None:
-    """Some names as a tuple; None only where a selection may have none."""
+    """Convert names to a tuple. Raises ConfigError for None where a selection needs names."""
     if given is None and what != "exclude":
         return None
     if isinstance(given, str | bytes):

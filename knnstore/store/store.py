@@ -244,7 +244,7 @@ class KNNStore(StoreReader):
             return problems
 
     def info(self) -> dict[str, Any]:
-        """What the store is made for and what is in it."""
+        """Return the store's identity and contents."""
         return info_of(self.home, self._catalog, self.view(), self._relocation.unfinished())
 
     def optimize(self) -> None:

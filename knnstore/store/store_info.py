@@ -9,7 +9,7 @@ from knnstore.store.view import View
 
 
 def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
-    """What a store is made for and what is in it, as JSON values."""
+    """Return a store's identity and contents as JSON values."""
     domains, saved = catalog.domains(), list(all_saved(catalog).values())
     with settings_are_sound():
         fitted = {"trained": _describe_trained(saved, view), "calibrated": _calibrated(saved)}

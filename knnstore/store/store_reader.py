@@ -42,7 +42,7 @@ class StoreReader:
         self._counting = Counting(self.identity.vocab_size)
 
     def view(self) -> View:
-        """What is live at the latest revision."""
+        """Return the view of the latest revision."""
         self._latest = view = self._current_view()
         return view
 
@@ -130,7 +130,7 @@ class StoreReader:
         return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """The number, see `lengths`, of the document that each record is of; -1 where none is live."""
+        """Return the number (see `lengths`) of each record's document; -1 if that is not live."""
         return self.view().holders(ids)
 
     def domains(self) -> list[Domain]:
@@ -162,7 +162,7 @@ class StoreReader:
         )
 
     def select(self, selection: Selection) -> list[Document]:
-        """The selected documents in the order in which they were added."""
+        """Return the selected documents in the order in which they were added."""
         return list(self._catalog.documents_of(self.view().rows(selection)).values())
 
     def document(self, id: str, *, domain: str | None = None) -> Document:
@@ -185,14 +185,14 @@ class StoreReader:
         return found[0]
 
     def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
-        """The tokens of a document, uint32, shape (n,), for the model's tokenizer; raises as `document`."""
+        """Return the tokens of a document, uint32, shape (n,). Raises the errors of `document`."""
         found = self.document(id, domain=domain)
         for row in self._catalog.rows(id=id, domain=found.domain):
             return self.text(row)
         raise DocumentNotFoundError(f"document {id!r} was just removed")
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
-        """The live versions of documents of a domain, by id; what ingest compares with."""
+        """Return the live versions of documents of a domain, by id, for comparison with documents to add."""
         return self._catalog.versions(domain, ids)
 
     def difference(self, domain: str, documents: Iterable[TextDocument], tags: Iterable[str]) -> Difference:
@@ -228,19 +228,19 @@ class StoreReader:
         return bool(self._catalog.unsettled())
 
     def revision(self) -> int:
-        """The number that grows with every change that readers may see."""
+        """Return the revision, which grows with every change that readers can see."""
         return self._catalog.revision()
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """The tokens that each selected document has, by its number, which no other ever has; as added."""
+        """Return the token count of each selected document by its number, in the order of adding."""
         return self.view().lengths(selection)
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """The content hashes of the documents of these numbers, of those that are there."""
+        """Return the content hashes of documents by their numbers; removed documents are left out."""
         return self._catalog.content_hashes(numbers)
 
     def text(self, number: int) -> Tokens:
-        """The tokens of the document of this number, uint32, shape (n,).
+        """Return the tokens of a document by its number, uint32, shape (n,).
 
         Raises:
             DocumentNotFoundError: it was removed.
@@ -267,7 +267,7 @@ class StoreReader:
         return Lineage.of(self.view().snapshot, domains)
 
     def gone(self, lineage: Lineage) -> float:
-        """The share of these documents that were removed or replaced since; 0 when all are as they were."""
+        """Return the share of these documents that were removed or replaced since; 0 if all are unchanged."""
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
@@ -275,7 +275,7 @@ class StoreReader:
         return self.view().scope(selection).records
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
-        """The settings saved for exactly this set of domains, if any."""
+        """Return the settings that are saved for exactly this set of domains; None if there are none."""
         payload = self._catalog.settings(domains)
         return None if payload is None else SavedSettings.of_payload(payload)
 

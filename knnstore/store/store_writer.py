@@ -184,7 +184,7 @@ class Writing:
             sweep(self._home.weights, self._unnamed_weights | used)
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """The primary keys of live documents of a domain, by id."""
+        """Return the primary keys of live documents of a domain, by id."""
         wanted = list(ids)
         found = self.writer.catalog.versions(domain, wanted)
         for id in wanted:

@@ -67,7 +67,7 @@ def _fingerprint_problem(fingerprint: str) -> str | None:
 
 
 def orphans_in(catalog: Catalog, datastore: Datastore) -> Ids:
-    """The records that belong to no live document, ascending."""
+    """Return the records that belong to no live document, ascending."""
     snapshot = catalog.snapshot()
     orphans = [_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
     return np.concatenate([np.zeros(0, np.int64), *orphans])
@@ -142,7 +142,7 @@ def _names(catalog: Catalog, rows: set[int]) -> list[str]:
 
 
 def _texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:
-    """The tokens of some documents, but for those whose tokens are not what they were."""
+    """Return the tokens of documents, without the documents whose tokens are damaged."""
     rows = snapshot.rows[documents].tolist()
     try:
         read = dict(catalog.texts(rows))

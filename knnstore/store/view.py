@@ -66,12 +66,12 @@ class View:
         self._chosen: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """The number of the document that each record is of, -1 where none is live; of the shape of `ids`."""
+        """Return the number of each record's document, in the shape of `ids`; -1 if that is not live."""
         found = self.snapshot.documents_at(positions_of(ids))
         return np.where(found >= 0, self.snapshot.rows[found], -1) if len(self.snapshot.rows) else found
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
-        """The k nearest live records of each query, among the selected documents; see `StoreReader.search`.
+        """Return the k nearest live records of each query in a selection; see `StoreReader.search`.
 
         Raises:
             CorruptDatastoreError: the datastore finds nothing where there must be something.
@@ -129,7 +129,7 @@ class View:
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
-        """What of each text selected documents have; they are looked through once."""
+        """Return the parts of each text that selected documents contain. The documents are read once."""
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(one) for one in texts], RUN_LETTERS)
         for row, tokens in self._catalog.texts(self.snapshot.rows[self.chosen(selection)].tolist()):
@@ -165,7 +165,7 @@ class View:
         return counts
 
     def rows(self, selection: Selection) -> list[int]:
-        """The primary keys of the selected documents, in the order of their positions."""
+        """Return the primary keys of the selected documents, in the order of their positions."""
         found: list[int] = self.snapshot.rows[self.chosen(selection)].tolist()
         return found
 
@@ -176,7 +176,7 @@ class View:
         return dict(zip(self.snapshot.rows[chosen].tolist(), lengths[chosen].tolist(), strict=True))
 
     def texts(self, chosen: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
-        """The tokens of some documents of the snapshot, in its order; None where one was removed since."""
+        """Return the tokens of documents of the snapshot, in its order; None if one was removed since."""
         rows = self.snapshot.rows[chosen].tolist()
         found = dict(self._catalog.texts(rows))
         return [found[row] for row in rows] if len(found) == len(rows) else None
@@ -275,7 +275,7 @@ def _all_meet(visits: Sequence[Visits], queries: int) -> bool:
 
 
 def _joined(texts: Iterable[tuple[int, NDArray[np.uint32]]], least: int) -> Iterator[NDArray[np.uint32]]:
-    """The tokens of texts in blocks of so many at least, but for the last."""
+    """Yield the tokens of texts in blocks of at least a given size, except the last block."""
     held, size = [np.zeros(0, np.uint32)], 0
     for _, tokens in texts:
         held.append(tokens)

@@ -124,7 +124,7 @@ class Explanation(Sequence[TokenExplanation]):
         return len(self.tokens)
 
     def _repr_html_(self) -> str:
-        """The text as a notebook shows it: each token colored by the store's share of its probability."""
+        """Return HTML for notebooks: each token is colored by the store's share of its probability."""
         tokens = [Shown(one.text, one.store_share, one.p, one.p_lm, _best_of(one)) for one in self.tokens]
         return html_of(
             tokens, [(one.domain, one.document, len(one.positions), one.gain) for one in self.documents]
@@ -132,7 +132,7 @@ class Explanation(Sequence[TokenExplanation]):
 
 
 def _best_of(token: TokenExplanation) -> str:
-    """The document that gives most to a token, empty where none does."""
+    """Return the document that gives most to a token; empty if none does."""
     if not token.causes:
         return ""
     best = token.causes[0]

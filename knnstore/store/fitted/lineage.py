@@ -42,7 +42,7 @@ class Lineage:
         return cls(**{**values, "domains": tuple(values["domains"])})
 
     def gone(self, snapshot: Snapshot) -> float:
-        """The share of the documents that were removed or replaced since; 0 when all are as they were."""
+        """Return the share of the documents that were removed or replaced since; 0 if all are unchanged."""
         if not self.documents:
             return 0.0
         return 1 - _count(snapshot, self.domains, self.below) / self.documents

@@ -49,7 +49,7 @@ class SavedSettings:
             return cls(query, calibration, derived, {name: one for name, one in trained.items() if one})
 
     def payload(self) -> dict[str, Any]:
-        """The one JSON object."""
+        """Convert to one JSON object."""
         parts = {_CALIBRATION: self.calibration, _DERIVED: self.derived}
         trained = {f"{_TRAINED}{name}": record for name, record in self.trained.items()}
         return {**self.query, **{name: part for name, part in parts.items() if part is not None}, **trained}
@@ -61,7 +61,7 @@ class SavedSettings:
             return frozenset((self.calibration or {}).get("held_out", ()))
 
     def without_traces(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
-        """What stays of it when documents are gone.
+        """Return the settings that stay valid when documents are gone.
 
         Not what was derived from the keys of one that is not in the snapshot, nor what was fitted on the text
         of one that was removed.
@@ -77,7 +77,7 @@ class SavedSettings:
         return type(self)(trained=self.trained)
 
     def files(self) -> dict[str, Lineage | None]:
-        """The files of weights that are needed, each with the documents whose traces it holds, if any."""
+        """Return the needed files of weights, each with the documents that it was trained on, if any."""
         with settings_are_sound():
             parts = [
                 *(self.query.get(name) for name in ("mixer", "gate")),
@@ -119,13 +119,13 @@ def settings_are_sound() -> Iterator[None]:
 
 
 def all_saved(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
-    """What is saved for every set of domains."""
+    """Return the saved settings of every set of domains."""
     found = catalog.all_settings().items()
     return {domains: SavedSettings.of_payload(payload) for domains, payload in found}
 
 
 def files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
-    """The files of weights that are to be there: not those with traces of a document that is gone."""
+    """Return the files of weights to keep: those that were trained on no removed document."""
     projection = catalog.identity.projection
     named: dict[str, Lineage | None] = {} if projection is None else {projection: None}
     for saved in all_saved(catalog).values():

@@ -52,7 +52,7 @@ class Home:
         return self.catalog_url == self._catalog_url(self.path, None)
 
     def exposed(self) -> Path | None:
-        """A file in the home that every user of the machine can read, if there is one."""
+        """Return a file of the home that every user of the machine can read; None if there is none."""
         if not self.path.stat().st_mode & stat.S_IXOTH:
             return None
         for folder, inner, names in os.walk(self.path):
@@ -74,7 +74,7 @@ class Home:
 
     @classmethod
     def new(cls, path: Path, catalog: str | None) -> Self:
-        """A home that is still to be made, its catalog at a URL; None is SQLite in the home.
+        """Return a home that does not exist yet, with its catalog at a URL; None means SQLite in the home.
 
         Raises:
             ConfigError: the URL cannot be used.
@@ -145,7 +145,7 @@ class Home:
 
     @staticmethod
     def _same_database(url: URL, given: str) -> URL:
-        """The URL given, which may bring a password but must name the database of the home."""
+        """Check that a URL names the database of the home, and return it; it may add a password."""
         parsed = parse_url(given)
         if without_password(parsed) != without_password(url):
             raise ConfigError(

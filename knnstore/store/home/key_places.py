@@ -237,7 +237,7 @@ class Place:
             check_space(self.folder, records * size, what)
 
     def taken(self) -> DatastoreExistsError:
-        """The error that a datastore is there."""
+        """Return the error for a place that already has a datastore."""
         return DatastoreExistsError(
             f"a datastore is already at {self.engine.adapter} {self.engine.location}; "
             "choose another --location"

@@ -125,7 +125,7 @@ class Creation:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The creation that was interrupted in a folder, else a new one."""
+        """Return the interrupted creation in a folder; without one, a new creation."""
         try:
             content = json.loads(read_file(folder / NOTE))
             return cls(str(content["store_id"]), tuple(content["datastores"]))

@@ -113,7 +113,7 @@ class Matches:
         return cls(counts, *laid_out(texts, counts.start, begins))
 
     def gold(self, at: Places, order: int) -> NDArray[np.float32]:
-        """The probability of the token that comes after each context in its text.
+        """Return the probability of the target token of each context.
 
         Args:
             at: the contexts, shape (q,), each with a token after it.
@@ -151,7 +151,7 @@ class Matches:
         return Distribution(rows, tokens, probs.astype(np.float32), rest, self._longest(levels))
 
     def suffixes(self, at: Places, order: int) -> Suffixes:
-        """The longest end of each of the contexts, shape (q,), that was found."""
+        """Return the longest found end of each context, shape (q,)."""
         return self._longest(self._levels(at, order))
 
     def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
@@ -214,7 +214,7 @@ class Matches:
         return self._ranges[:, levels.lengths, begins]
 
     def _seen(self, ranges: Places, lengths: Places, order: int) -> Places:
-        """The counts of n-grams of some lengths, from start to stop."""
+        """Return the counts of n-grams of several lengths whose suffix ranges go from start to stop."""
         starts, stops = ranges
         continued = self._counts.continued(np.minimum(lengths, DEPTH - 1), ranges)
         return np.where(lengths == order, stops - starts, continued)
@@ -233,7 +233,7 @@ class Matches:
             self._ranges[:, length, at] = low, high
 
     def _narrowed(self, length: int, low: Places, high: Places, wanted: Symbols) -> tuple[Places, Places]:
-        """The part of each range of the order, none empty, in which a symbol comes after so many."""
+        """Return the part of each nonempty suffix range in which a symbol follows after `length` symbols."""
         symbols, order = self._counts.text.symbols, self._counts.text.order
         least = np.concatenate([wanted, wanted + 1])  # the first that is as large begins the part, or ends it
         low, high = np.concatenate([low, low]), np.concatenate([high, high])
@@ -251,7 +251,7 @@ class Matches:
         return found[: len(wanted)], found[len(wanted) :]
 
     def _find_few(self) -> None:
-        """What `_find` does for all; of few, as after each token of a text that is written, sooner."""
+        """Do the same as `_find` for few contexts, faster, as for each token of a generated text."""
         asked = self._symbols.tolist()
         self._ranges[:, 0] = self._counts.ranges(self._symbols)
         for first, found in enumerate(self._ranges[:, 0].T.tolist()):
@@ -263,7 +263,7 @@ class Matches:
                 self._ranges[:, length, first] = low, high
 
     def _narrowed_one(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
-        """What `_narrowed` gives of one range."""
+        """Do the same as `_narrowed` for one range."""
         symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
 
         def key(place: int) -> int:

@@ -79,7 +79,7 @@ def _places_of(text: SortedText, wanted: Symbols) -> Places:
 
 
 def _longest(text: SortedText, begins: Places, end: Symbols, matched: int) -> tuple[int, int]:
-    """The place after the longest end among places where it begins, and how long it is."""
+    """Return the place after the longest matching end of a text, and the length of the match."""
     best, length = int(begins[0]) + matched, matched
     back = end[:-matched][-_FURTHER_BACK:][::-1]
     for begin in begins.tolist():
@@ -92,7 +92,7 @@ def _longest(text: SortedText, begins: Places, end: Symbols, matched: int) -> tu
 
 
 def _most_often(text: SortedText, places: Places) -> tuple[int, list[float]]:
-    """The place where the text goes on as most often, a symbol at a time, and the share of those that do."""
+    """Return a place with the most frequent continuation, and the share of places that agree."""
     shares = []
     for ahead in range(DEPTH):
         if len(places) == 1:

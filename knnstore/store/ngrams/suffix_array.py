@@ -86,12 +86,12 @@ class SortedText:
         return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
     def positions_of(self, places: Places) -> Places:
-        """The positions in the store of the tokens at some places."""
+        """Return the store's positions of the tokens at the given places."""
         documents = np.searchsorted(self.firsts, places, side="right") - 1
         return self.positions[documents] + places - self.firsts[documents]
 
     def only(self, chosen: NDArray[np.bool_]) -> Self:
-        """Some of the documents, by a mask: what is left of the order is in order."""
+        """Return the suffix array of the documents in a mask; the remaining suffixes keep their order."""
         if chosen.all():
             return self
         lengths = np.diff(self.firsts, append=len(self.symbols) + 1)

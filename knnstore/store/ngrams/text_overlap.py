@@ -28,7 +28,7 @@ class Letters:
         self._ends = np.cumsum([0, *map(len, spellings)])
 
     def of(self, tokens: NDArray[np.unsignedinteger]) -> NDArray[np.uint32]:
-        """The letters of a text, given by its tokens, uint32, shape (n,)."""
+        """Return the letters of a text, given by its tokens, uint32, shape (n,)."""
         known = np.minimum(tokens.astype(np.int64), len(self._ends) - 2)
         starts = self._ends[known]
         lengths = self._ends[known + 1] - starts
@@ -147,11 +147,11 @@ class _Index:
         return np.flatnonzero(is_there[self._which])
 
     def texts_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the text that each place is in."""
+        """Return the index of the text that each place is in."""
         return np.searchsorted(self._starts, places, side="right") - 1
 
     def covered(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The texts in which some places are, which ascend, and how many symbols runs from there cover."""
+        """Return the texts of ascending places, and the number of symbols that runs from them cover."""
         texts = self.texts_at(places)
         own = np.full(len(places), self._run)
         np.minimum(own[:-1], np.diff(places), out=own[:-1], where=texts[1:] == texts[:-1])
@@ -159,12 +159,12 @@ class _Index:
         return numbers, np.bincount(which, own, len(numbers)).astype(np.int64)
 
     def covered_by(self, text: Symbols) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The texts with runs that another one has, and how many of their symbols these cover."""
+        """Return the texts that share runs with another text, and how many of their symbols these cover."""
         return self.covered(self.places_of(text))
 
 
 def hashes_of(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
-    """A hash of each run, uint64, shape (n - run + 1,), empty where there is none."""
+    """Hash each run of symbols: uint64, shape (n - run + 1,); empty if the text is shorter than a run."""
     count = len(tokens)
     if count < run:
         return np.zeros(0, np.uint64)

@@ -148,7 +148,7 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
 
 
 def _read_ahead(datastore: Datastore, seen: Seen = lambda ids, keys: None) -> Iterator[Batch]:
-    """The records in batches, none empty; the next is read while the caller is busy with this one."""
+    """Yield the records in nonempty batches. The next batch is read while the caller uses this one."""
     batches = datastore.iterate(batch_size=BATCH_SIZE)
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, batches, None)
@@ -239,7 +239,7 @@ class _Nearest:
             self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
     def bounds(self) -> Distances:
-        """The distance up to which a record is among the k nearest of each query, with room for rounding."""
+        """Return the distance of each query's k-th nearest record, plus a margin for rounding."""
         furthest = self._distances.max(axis=1)
         origin = self._queries.mean(axis=0) if self._metric is Metric.L2 else 0
         scale = ((self._queries - origin) ** 2).sum(axis=1)

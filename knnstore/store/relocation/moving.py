@@ -50,7 +50,7 @@ class Plan:
 
     @classmethod
     def read(cls, home: Home, store_id: str) -> Self | None:
-        """The move that is unfinished, if any.
+        """Return the unfinished move; None if there is none.
 
         Raises:
             ConfigError: what says so is damaged, or of another store.

@@ -216,11 +216,11 @@ class Relocation:
         return left
 
     def _leftover(self, plan: Plan) -> Place:
-        """The old keys of a move that has switched, the copy of one that has not."""
+        """Return the keys to erase: the old keys if the move has switched, else the copy."""
         return self._current.place(plan.source if plan.target == self._current.engine else plan.target)
 
     def _plan(self) -> Plan | None:
-        """The move that is unfinished, if any."""
+        """Return the unfinished move; None if there is none."""
         return Plan.read(self._home, self._catalog.store_id)
 
 
@@ -237,6 +237,6 @@ def _lines(place: Place, left: str | None) -> list[str]:
 
 
 def _as_json(params: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter's parameters as they come back from JSON."""
+    """Return an adapter's parameters after a round trip through JSON."""
     check_json(params, "the parameters")
     return dict(json.loads(json.dumps(dict(params))))

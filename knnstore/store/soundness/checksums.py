@@ -30,14 +30,14 @@ def precision_of(engine: Capabilities) -> str | None:
 
 
 def sums_of(keys: Keys, precision: str) -> Sums:
-    """The CRC-32 of each key."""
+    """Return the CRC-32 of each key."""
     with np.errstate(over="ignore"):  # what is too large for half precision is infinite, given and read
         rounded = np.ascontiguousarray(keys, np.dtype(precision).newbyteorder("<"))
     return np.fromiter(map(zlib.crc32, rounded + rounded.dtype.type(0)), np.uint32, len(rounded))  # no -0
 
 
 def checksum(sums: Sums, precision: str) -> str:
-    """The checksum of a document."""
+    """Return the checksum of a document."""
     return f"{precision}:{hashlib.sha256(sums.astype('<u4').tobytes()).hexdigest()}"
 
 
@@ -76,12 +76,12 @@ class Checksums:
             self._sums[positions[first:last] - start] = sums_of(keys[first:last], precision)
 
     def found(self) -> dict[int, str]:
-        """The checksum of each document that had a record, by primary key."""
+        """Return the checksum of each document that had a record, by primary key."""
         self._finish()
         return self._found
 
     def differing(self, stored: Mapping[int, str]) -> list[int]:
-        """The documents, by primary key, of which another checksum is stored."""
+        """Return the primary keys of the documents whose stored checksum differs."""
         return [row for row, found in self.found().items() if stored.get(row, found) != found]
 
     def _finish(self) -> None:
@@ -92,17 +92,17 @@ class Checksums:
 
 
 def checking(snapshot: Snapshot, stored: Mapping[int, str]) -> Checksums:
-    """Computes what is stored for some documents, once more."""
+    """Compute the checksums of documents again."""
     return Checksums(snapshot, {row: _precision_in(found) for row, found in stored.items()})
 
 
 def taking(snapshot: Snapshot, engine: Capabilities) -> Checksums:
-    """Computes what is to be stored for every document with an engine."""
+    """Compute the checksums of all documents of an engine."""
     precision = precision_of(engine)
     return Checksums(snapshot, {} if precision is None else dict.fromkeys(snapshot.rows.tolist(), precision))
 
 
 def _precision_in(stored: str) -> str:
-    """The precision that a checksum names; any where it is damaged, for then it differs anyway."""
+    """Return the precision that a checksum names; an arbitrary one if the checksum is damaged."""
     named = str(stored).partition(":")[0]
     return named if named in _PRECISIONS else _PRECISIONS[0]
