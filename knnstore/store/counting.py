@@ -1,4 +1,4 @@
-"""Counting what is asked for: the n-grams of the documents of a selection, as they are live now."""
+"""Counts of n-grams of the live documents of a selection, cached by selection."""
 
 import logging
 import threading
@@ -40,7 +40,7 @@ class _Documents(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """The counts of a selection, and what they are of."""
+    """The counts of a selection, with its documents."""
 
     revision: int
     """The latest revision at which all of the counted documents were found to be selected."""

@@ -1,4 +1,4 @@
-"""The keys and the documents as they are now: the datastore that the catalog names, and what is live."""
+"""The current datastore, which the catalog names, and the current view of the live documents."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ class Current:
             return self._view
 
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
-        """Go over to another engine once `commit` has made the catalog name it; returns the old datastore.
+        """Switch to another engine after `commit` has made the catalog name it; return the old datastore.
 
         Other threads see both changes or none.
         """
@@ -79,7 +79,7 @@ class Current:
             failed.pop_all()
 
     def check_owned(self, copied: bool) -> None:
-        """Refuse keys that a home owns which this one is a copy of, unless `copied`."""
+        """Raise NotOwnerError if the keys belong to the home that this one is a copy of, unless `copied`."""
         if not (copied or self.owned):
             self.place(self.engine).check_ours()
 
@@ -92,7 +92,7 @@ class Current:
         return []
 
     def place(self, engine: Engine) -> Place:
-        """Where an engine keeps keys of this store, or is to keep them."""
+        """Return the place of an engine's keys of this store."""
         return Place(self._home, self._catalog.identity, engine, self._owner)
 
     def close(self) -> None:

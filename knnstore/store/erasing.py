@@ -17,7 +17,7 @@ from knnstore.store.store_writer import Writing
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """What `KNNStore.erase` did."""
+    """The result of `KNNStore.erase`."""
 
     records: int
     """How many there are."""

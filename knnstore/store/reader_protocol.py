@@ -37,11 +37,11 @@ class Reader(Protocol):
 
     @property
     def is_keyless(self) -> bool:
-        """Whether no keys are kept: the stored text is known by its n-grams alone."""
+        """True if the store has no keys: only the n-grams of the text are used."""
 
     @property
     def has_cells(self) -> bool:
-        """Whether `visit` works."""
+        """True if the engine has cells, so that `visit` works."""
 
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
         """Measure each query against every live record of the cells that are nearest to it."""
@@ -59,10 +59,10 @@ class Reader(Protocol):
         """Return the revision, which grows with every change."""
 
     def domains(self) -> list[Domain]:
-        """Every domain with its documents and tokens, by name."""
+        """Return every domain with its numbers of documents and tokens, by name."""
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """How many tokens each selected document has, by the document's number."""
+        """Return the token count of each selected document, by the document's number."""
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
         """Return the content hashes of documents by their numbers; removed documents are left out."""
@@ -76,13 +76,13 @@ class Reader(Protocol):
         """Read the records of the selected documents in batches."""
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """How many live records a search among the selected documents can find."""
+        """Return the number of live records that a search in the selected documents can find."""
 
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
-        """How often the selected documents hold each token of the vocabulary."""
+        """Return how often each token of the vocabulary occurs in the selected documents."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Which of these content hashes belong to a live document of the selection."""
+        """Return the content hashes among these that belong to a live document of the selection."""
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
@@ -90,7 +90,7 @@ class Reader(Protocol):
         """Return the parts of each text that selected documents contain word for word."""
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """All documents that some domains hold now, to be known again."""
+        """Return the documents that some domains hold now, as a `Lineage`."""
 
     def gone(self, lineage: Lineage) -> float:
         """Return the share of these documents that were removed or replaced since."""

@@ -1,4 +1,4 @@
-"""The store: a catalog and a datastore as one thing."""
+"""`KNNStore`: a catalog and a datastore that always agree."""
 
 import os
 import shutil
@@ -75,9 +75,9 @@ class KNNStore(StoreReader):
 
         Args:
             home: the folder that the store is known by; new or empty.
-            identity: what the store is made for.
+            identity: model, key and metric of the store.
             store: the adapter's name.
-            location: where the adapter keeps the keys: a URL or a folder; default ``HOME/keys``.
+            location: place of the keys: a URL or a folder; default is ``HOME/keys``.
             params: the adapter's own parameters.
             catalog: the catalog's SQLAlchemy URL; default is SQLite in the home.
             projection: kept in the home for as long as the store is, and named by its identity.
@@ -150,7 +150,7 @@ class KNNStore(StoreReader):
 
     @property
     def engine(self) -> Engine:
-        """The adapter that holds the keys, where, and with which parameters."""
+        """The adapter of the keys, with its location and parameters."""
         return self._current.engine
 
     @contextmanager
@@ -248,7 +248,7 @@ class KNNStore(StoreReader):
         return info_of(self.home, self._catalog, self.view(), self._relocation.unfinished())
 
     def optimize(self) -> None:
-        """Let the engine build its indexes and reclaim space."""
+        """Build the engine's indexes and reclaim space."""
         with self._locked() as writing:
             writing.optimize()
 
@@ -293,7 +293,7 @@ class KNNStore(StoreReader):
 
 @dataclass(frozen=True)
 class _Before:
-    """What was at the place of a home before it was made."""
+    """State of a home's folder before the home was made."""
 
     mode: int | None
     """Permissions of the empty folder there; None if there was none."""

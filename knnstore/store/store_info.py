@@ -1,4 +1,4 @@
-"""What a store says of itself."""
+"""Identity and contents of a store, for `knnstore info`."""
 
 from typing import Any
 

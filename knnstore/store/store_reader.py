@@ -1,4 +1,4 @@
-"""Reading a store: searching, tracing and listing what is live."""
+"""Reading a store: search, provenance, and lists of documents and domains."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -30,7 +30,7 @@ Found = TypeVar("Found")
 
 
 class StoreReader:
-    """Reads a store as whoever makes it says that it is; `view` gives what is live."""
+    """Reading methods of a store. `view` has the documents that are live."""
 
     def __init__(self, home: Home, catalog: Catalog, view: Callable[[], View]) -> None:
         self.home = home
@@ -48,12 +48,12 @@ class StoreReader:
 
     @property
     def datastore(self) -> Datastore:
-        """The datastore itself; after a move another one."""
+        """The datastore; another object after a move."""
         return self.view().datastore
 
     @property
     def is_keyless(self) -> bool:
-        """Whether no keys are kept: the stored text is known by its n-grams alone."""
+        """True if the store has no keys: only the n-grams of the text are used."""
         return self.view().snapshot.engine.is_keyless
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
@@ -61,7 +61,7 @@ class StoreReader:
 
         Args:
             queries: float32, shape (q, dim).
-            k: how many, >= 1.
+            k: number of neighbors, >= 1.
             selection: among which documents.
 
         Returns:
@@ -72,11 +72,11 @@ class StoreReader:
 
     @property
     def has_cells(self) -> bool:
-        """Whether the engine can visit cells: `visit` works."""
+        """True if the engine has cells, so that `visit` works."""
         return self.view().has_cells
 
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
-        """Measure each query against every live record of the cells that are nearest to it.
+        """Measure each query against every live record of its nearest cells.
 
         Args:
             queries: float32, shape (q, dim).
@@ -117,7 +117,7 @@ class StoreReader:
         self._counting.catch_up(self.view)
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
-        """Say where retrieved records come from.
+        """Return the documents and the surrounding text of retrieved records.
 
         Args:
             ids: record ids of any search, shape (n,).
@@ -134,7 +134,7 @@ class StoreReader:
         return self.view().holders(ids)
 
     def domains(self) -> list[Domain]:
-        """Every domain with its documents and tokens, by name."""
+        """Return every domain with its numbers of documents and tokens, by name."""
         return self._catalog.domains()
 
     def documents(
@@ -154,8 +154,8 @@ class StoreReader:
             domains: only those of these domains; an empty list gives no documents.
             id: only those of this id; several domains may have one.
             tag: only those that carry this tag.
-            offset: so many of the first ones are left out.
-            limit: documents at most; None is all.
+            offset: number of documents to skip.
+            limit: largest number of documents; None returns all.
         """
         return self._catalog.documents(
             domain=domain, domains=domains, id=id, tag=tag, offset=offset, limit=limit
@@ -196,31 +196,37 @@ class StoreReader:
         return self._catalog.versions(domain, ids)
 
     def difference(self, domain: str, documents: Iterable[TextDocument], tags: Iterable[str]) -> Difference:
-        """Say what would make a domain, there or not, what some documents are, each with these tags."""
+        """Return the changes that would make a domain equal to some documents with these tags.
+
+        The domain need not exist.
+        """
         return Difference.of(self._catalog, domain, documents, frozenset(tags))
 
     def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-        """Find texts, ids by content hash, that a domain holds under other ids; these by the ones given."""
+        """Return texts that a domain has under other ids.
+
+        Takes ids by content hash; returns the stored ids by these ids.
+        """
         return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Which of these content hashes belong to a live document of the selection."""
+        """Return the content hashes among these that belong to a live document of the selection."""
         return self.view().content(hashes, selection)
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Tell what of each text selected documents have, word for word, wherever it stands in them.
+        """Return the parts of each text that selected documents contain word for word, at any place.
 
         Args:
             texts: the tokens of each, uint32, shape (n,).
-            selection: of which documents; all their tokens are read.
-            letters: of the tokens, to be compared in place of these.
+            selection: the documents to compare with; all their tokens are read.
+            letters: letters of each token, which are compared in place of the tokens.
         """
         return self.view().overlaps(texts, selection, letters)
 
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
-        """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""
+        """Return how often each token occurs in the selected documents, int64, shape (v,)."""
         return self.view().token_counts(selection, self.identity.vocab_size)
 
     def has_unsettled_documents(self) -> bool:
@@ -256,14 +262,14 @@ class StoreReader:
         """Read the records of the selected documents, by ascending id, in batches; raises as `search`.
 
         Args:
-            selection: of which documents.
+            selection: the documents.
             without: numbers of documents whose records are left out.
-            batch_size: records a batch at most, >= 1.
+            batch_size: largest number of records of a batch, >= 1.
         """
         return self.view().records(selection, without, batch_size)
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """All documents that these domains hold now, or the whole store when none is named; see `gone`."""
+        """Return the documents that these domains (the whole store if none is named) hold now; see `gone`."""
         return Lineage.of(self.view().snapshot, domains)
 
     def gone(self, lineage: Lineage) -> float:
@@ -271,7 +277,7 @@ class StoreReader:
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """How many live records a search among the selected documents can find; raises as `search`."""
+        """Return the number of live records that a search can find. Raises the errors of `search`."""
         return self.view().scope(selection).records
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:

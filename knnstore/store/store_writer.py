@@ -1,4 +1,4 @@
-"""Changing what is in a store: each change is whole or not there."""
+"""Changing a store. Each change is complete or has no effect."""
 
 import logging
 import threading
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Writing:
-    """The one writer of a store; whoever calls a method holds `lock`."""
+    """The only writer of a store. The caller of a method holds `lock`."""
 
     def __init__(self, home: Home, writer: CatalogWriter, current: Current) -> None:
         self.lock = threading.RLock()
@@ -43,7 +43,7 @@ class Writing:
         self._unnamed_weights: set[str] = set()
 
     def purge(self) -> None:
-        """Remove the documents that are not live, for good, with the weights that hold traces of them.
+        """Delete the documents that are not live, and the weights that were trained on them.
 
         Raises:
             DiskFullError: there is no room for that; what is left nobody reads any more.
@@ -52,7 +52,7 @@ class Writing:
         self._sweep_weights()
 
     def purge_what_fits(self) -> None:
-        """Do `purge`; on a full disk the rest is left to the next writer."""
+        """Run `purge`; on a full disk leave the rest to the next writer."""
         try:
             self.purge()
         except DiskFullError as error:
@@ -60,7 +60,7 @@ class Writing:
             self._sweep_weights()
 
     def take_over(self) -> None:
-        """Make the keys this home's, where they are those of the home that it is a copy of."""
+        """Make this home the owner of the keys, if they belong to the home that it is a copy of."""
         if not self.current.owned:
             self.current.take_over()
             self.purge_what_fits()
@@ -135,7 +135,7 @@ class Writing:
         return name
 
     def repair(self) -> None:
-        """Remove records of no document, make anew what is derived and damaged, take checksums that lack."""
+        """Remove records without a document, rebuild damaged indexes, and compute missing checksums."""
         with suppress(KnnstoreError):  # verifying comes next
             self.remove_orphans()
         self.optimize()
@@ -150,7 +150,7 @@ class Writing:
         abandon_unneeded(self.writer.catalog, datastore)
 
     def _add_checksums(self) -> None:
-        """Keep checksums of the documents that have none but should, as their keys are now."""
+        """Save checksums of the present keys for documents that should have one and have none."""
         catalog, datastore = self.writer.catalog, self.current.datastore
         snapshot = catalog.snapshot()
         lacking = ~np.isin(snapshot.rows, list(catalog.checksums()))
@@ -163,12 +163,12 @@ class Writing:
             self.writer.note_checksums(checksums.found())
 
     def optimize(self) -> None:
-        """Let the engine make anew what is derived and lacks, and reclaim space."""
+        """Build missing indexes of the engine, and reclaim space."""
         if isinstance(self.current.datastore, SupportsOptimize):
             self.current.datastore.optimize()
 
     def _check_space(self, documents: Sequence[NewDocument]) -> None:
-        """Refuse documents that will not fit."""
+        """Raise DiskFullError if the documents do not fit on the disk."""
         tokens = sum(len(document.tokens) for document in documents)
         what = f"adding {tokens:,} tokens"
         if self._home.has_catalog:

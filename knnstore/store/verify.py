@@ -1,4 +1,4 @@
-"""Checking that catalog and datastore say the same of every token."""
+"""Checking that catalog and datastore agree on every token."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ _NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 
 
 def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
-    """Read everything that is stored and list what is wrong, one line each; nothing when it is sound."""
+    """Read all stored data and return its problems, one line each; empty if the store is sound."""
     problems, datastore = catalog.problems(), view.datastore
     exposed = home.exposed()
     if exposed is not None:  # no problem of the store's, and it may be meant

@@ -1,4 +1,4 @@
-"""A view: the documents that are live at one revision, and searching among exactly those."""
+"""A view: the documents that are live at one revision, and search in exactly these documents."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -44,22 +44,21 @@ class Scope(NamedTuple):
     """The same set for the datastore; None when it is everything that is live."""
 
     records: int
-    """How many there must be."""
+    """Number of records that must exist."""
 
 
 class View:
     """The store at one revision.
 
-    The datastore may hold more than what is live (a document that is just being added) and is not
-    trusted with the difference: every neighbor is checked here against the catalog. A selection that names
-    what is not there raises as `scope` says.
+    The datastore may hold records of documents that are not live, for example of a document that is just
+    being added. So the view checks every neighbor against the catalog. For unknown names see `scope`.
     """
 
     def __init__(self, snapshot: Snapshot, datastore: Datastore, catalog: Catalog) -> None:
         self.snapshot = snapshot
         self.datastore = datastore
         self.has_cells = isinstance(datastore, SupportsCells)
-        """Whether records can be visited cell by cell."""
+        """True if the engine has cells."""
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
@@ -90,7 +89,7 @@ class View:
         return found
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
-        """All live records of the cells nearest to each query; see `StoreReader.visit`.
+        """Yield all live records of the cells nearest to each query; see `StoreReader.visit`.
 
         Raises:
             CorruptDatastoreError: the datastore finds nothing where there must be something.
@@ -120,7 +119,7 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Which of these content hashes belong to a selected document."""
+        """Return the content hashes among these that belong to a selected document."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.chosen(selection) & self._among(chain(*duplicates.values()))
         there = set(self.snapshot.rows[reached].tolist())
@@ -148,7 +147,7 @@ class View:
         ]
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
-        """How often the selected documents hold each token, read-only, remembering the latest answer."""
+        """Return how often each token occurs in the selected documents: read-only; the latest is cached."""
         latest = self._counts
         if latest is not None and latest[0] == selection:
             return latest[1]
@@ -170,7 +169,7 @@ class View:
         return found
 
     def lengths(self, selection: Selection) -> dict[int, int]:
-        """How many tokens each selected document has, by primary key, in the order of their positions."""
+        """Return the token count of each selected document by primary key, in the order of positions."""
         chosen = self.chosen(selection)
         lengths = self.snapshot.stops - self.snapshot.starts
         return dict(zip(self.snapshot.rows[chosen].tolist(), lengths[chosen].tolist(), strict=True))
@@ -267,7 +266,7 @@ class View:
 
 
 def _all_meet(visits: Sequence[Visits], queries: int) -> bool:
-    """Whether each query meets a record."""
+    """Check whether each query has at least one record."""
     met = np.zeros(queries, bool)
     for visit in visits:
         met[visit.meeting()] = True

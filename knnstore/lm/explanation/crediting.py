@@ -1,4 +1,4 @@
-"""What p would be without each document that was retrieved; see `DocumentEffect`."""
+"""Computes p without each retrieved document; see `DocumentEffect`."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,7 +19,7 @@ Values = NDArray[np.float64]
 
 
 class Mixed(NamedTuple):
-    """What n tokens are made of."""
+    """The parts of the probabilities of n tokens."""
 
     positions: NDArray[np.int64]
     """In the text, shape (n,)."""
@@ -38,7 +38,7 @@ class Mixed(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What m places of n-grams give to p."""
+    """The parts of p that m places of n-grams give."""
 
     rows: NDArray[np.int64]
     """Of which token, shape (m,)."""
@@ -47,7 +47,7 @@ class Given(NamedTuple):
 
 
 class Credits:
-    """Collects what documents do to the tokens of a text.
+    """Collects the effects of documents on the tokens of a text.
 
     Args:
         store: where they were retrieved.
@@ -58,7 +58,7 @@ class Credits:
         self._found: list[tuple[Ids, NDArray[np.int64], NDArray[np.int64], Values, Values]] = []
 
     def add(self, mixed: Mixed, given: Given) -> None:
-        """Take in some tokens."""
+        """Add the effects of documents on some tokens."""
         holders = self._store.holders(mixed.ids)
         rows, columns = np.nonzero((holders >= 0) & (mixed.weights > 0))
         counted = mixed.weights[rows, columns]
@@ -93,7 +93,7 @@ class Credits:
         )
 
     def documents(self) -> Iterator[tuple[DocumentEffect, ...] | None]:
-        """Say what each document did, the one that helped most first.
+        """Return the effect of each document, the most helpful first.
 
         Yields:
             None after each thousand documents, whose names are looked up together; then the result, once.

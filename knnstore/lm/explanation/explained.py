@@ -1,4 +1,4 @@
-"""What an explanation says: values only."""
+"""The values of an explanation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of the mixture gives to a token."""
+    """The part of a token's probability that one component gives."""
 
     name: str
     """``model``, ``keys``, ``n-grams``, ``cache``, ``own n-grams`` or the name of another package's
@@ -87,7 +87,7 @@ class TokenExplanation:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEffect:
-    """What one document does to the tokens of a text.
+    """The effect of one document on the tokens of a text.
 
     A token's p without the document is what the same arithmetic gives when its records are taken out of
     those that were retrieved: the others share its part of p_kNN, λ and T stay as they were chosen; where
@@ -107,7 +107,7 @@ class DocumentEffect:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Sequence[TokenExplanation]):
-    """The tokens of a text, each explained, and what each document did to them."""
+    """The explained tokens of a text, and the effect of each document on them."""
 
     tokens: tuple[TokenExplanation, ...]
     documents: tuple[DocumentEffect, ...] = ()

@@ -1,4 +1,4 @@
-"""Why a token is likely: the two models' probabilities and the places that retrieval found."""
+"""Explaining a text: both models' probabilities of each token, and the retrieved places."""
 
 from collections.abc import Generator, Iterable, Mapping
 
@@ -27,7 +27,7 @@ _TURN_SOURCES = 512
 def explain(
     lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, neighbors: int = 8, after: str = ""
 ) -> Explanation:
-    """Say for each token of a text how likely both models find it, and why.
+    """Return for each token of a text both models' probabilities, and their sources.
 
     Args:
         lm: the model.
@@ -53,7 +53,7 @@ def explain_tokens(
     neighbors: int = 8,
     start: int = 0,
 ) -> Explanation:
-    """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
+    """Explain a text given by its tokens, shape (n,), from one of them on; see `explain`."""
     settings = resolve(lm.store, knn or lm.knn)
     scored = score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True)
     explained: list[TokenExplanation] = []

@@ -1,4 +1,4 @@
-"""An explained text as a notebook shows it: HTML of its own, without scripts, all text escaped."""
+"""HTML of an explained text for notebooks; it has no scripts, and all text is escaped."""
 
 import math
 import unicodedata
@@ -17,7 +17,7 @@ _DOCUMENTS = 8
 
 
 class Shown(NamedTuple):
-    """What is shown of a token."""
+    """The displayed values of a token."""
 
     text: str
     share: float
@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 
 def html_of(tokens: Sequence[Shown], documents: Sequence[tuple[str, str, int, float]]) -> str:
-    """Write a text with each token colored by the store's share of its probability.
+    """Return HTML in which each token is colored by the store's share of its probability.
 
     Args:
         tokens: of the text.

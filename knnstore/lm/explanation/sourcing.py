@@ -1,4 +1,4 @@
-"""The places that components name, as sources: with their documents and the text around them."""
+"""Turning places that components name into sources: their documents and the text around them."""
 
 from collections.abc import Sequence
 

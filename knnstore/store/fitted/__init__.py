@@ -1,4 +1,4 @@
-"""What was fitted: saved settings, files of weights, and the documents that these hold traces of."""
+"""Saved settings, files of weights, and the documents that both were fitted on."""
 
 from typing import TYPE_CHECKING
 

@@ -31,7 +31,7 @@ class Lineage:
 
     @classmethod
     def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
-        """Everything that these domains hold now; of the whole store when none is named."""
+        """Return the documents that these domains hold now, or the whole store if none is named."""
         names = tuple(sorted(set(domains)))
         below = int(snapshot.stops.max(initial=0))
         return cls(names, _count(snapshot, names, below), below)
@@ -48,7 +48,7 @@ class Lineage:
         return 1 - _count(snapshot, self.domains, self.below) / self.documents
 
     def are_within(self, selection: Selection) -> bool:
-        """Whether a selection reaches every one of these documents, so that it may show traces of them."""
+        """Check whether a selection contains all these documents, so that it may show traces of them."""
         if Selection(domains=selection.domains) != selection:
             return False
         return selection.domains is None or (

@@ -1,4 +1,4 @@
-"""Settings as they are saved for a set of domains: one JSON object, whose parts come and go apart."""
+"""Settings saved for a set of domains: one JSON object whose parts are removed independently."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +22,7 @@ _TRAINED = "trained_"
 
 @dataclass(frozen=True, slots=True)
 class SavedSettings:
-    """What is saved; JSON values, to which `knnstore.lm` gives their types."""
+    """Saved settings as JSON values; `knnstore.lm` converts them to its types."""
 
     query: Mapping[str, Any] = field(default_factory=dict)
     """The values of `KNNSettings`, but for the selection; empty where none were saved."""
@@ -40,7 +40,7 @@ class SavedSettings:
 
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
-        """Read what `payload` returned."""
+        """Parse the object that `payload` returned."""
         with settings_are_sound():
             query = {**payload}
             calibration, derived = (query.pop(name, None) for name in (_CALIBRATION, _DERIVED))
@@ -107,7 +107,7 @@ class SavedSettings:
 
 @contextmanager
 def settings_are_sound() -> Iterator[None]:
-    """Say in one line that saved settings are none, whatever that leads to."""
+    """Turn any error of damaged saved settings into one clear line."""
     try:
         yield
     except KnnstoreError:
@@ -142,7 +142,7 @@ def drop_damaged_settings(writer: "CatalogWriter") -> None:
 
 
 def drop_traces(writer: "CatalogWriter") -> None:
-    """Drop what is saved with traces of documents that are being removed, and are live no more."""
+    """Delete settings and weights with traces of documents that are being removed."""
     catalog = writer.catalog
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on
     saved, snapshot = all_saved(catalog), catalog.snapshot()

@@ -43,12 +43,12 @@ class Home:
         self.catalog_url = catalog_url
 
     def resolve(self, location: str) -> str:
-        """Where an engine's keys are: a URL as it stands, a relative folder inside the home."""
+        """Return the place of an engine's keys: URLs are unchanged, relative folders are inside the home."""
         return location if "://" in location else str(self.path / location)
 
     @property
     def has_catalog(self) -> bool:
-        """Whether the catalog is a file in the home."""
+        """True if the catalog is a file in the home."""
         return self.catalog_url == self._catalog_url(self.path, None)
 
     def exposed(self) -> Path | None:
@@ -69,7 +69,7 @@ class Home:
 
     @property
     def weights(self) -> Path:
-        """The folder of fitted weights; not there before the first ones are."""
+        """The folder of fitted weights; it is made when the first weights are saved."""
         return self.path / "weights"
 
     @classmethod
@@ -82,7 +82,7 @@ class Home:
         return cls(path, cls._catalog_url(path, catalog))
 
     def write(self) -> None:
-        """Say durably where the catalog is; a password in its URL is not written."""
+        """Write the place of the catalog durably, without a password of its URL."""
         saved = None if self.has_catalog else without_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")

@@ -52,21 +52,21 @@ class Place:
 
     @property
     def location(self) -> str:
-        """A URL, or a folder."""
+        """The URL or the folder of the keys."""
         return self.home.resolve(self.engine.location)
 
     @property
     def folder(self) -> Path | None:
-        """The folder, links resolved; None where it is a URL."""
+        """The folder, with links resolved; None for a URL."""
         return None if "://" in self.location else Path(self.location).resolve()
 
     @property
     def remembers(self) -> bool:
-        """Whether the adapter remembers whose keys it keeps."""
+        """True if the adapter keeps a claim with the keys."""
         return issubclass(self._adapter, SupportsOwner)
 
     def find_owner(self) -> KeyOwner:
-        """Find out who owns the keys there; see "KeyOwner keys these are" in docs/architecture.md."""
+        """Find out who owns the keys there; see "The owner of the keys" in docs/architecture.md."""
         return self._compare(self._read_claim())
 
     def check_ours(self, *, copied: bool = False) -> KeyOwner:
@@ -223,8 +223,8 @@ class Place:
         """Refuse records that will not fit.
 
         Args:
-            records: how many more there will be.
-            what: what is to be done, as the subject of a sentence.
+            records: number of records that will be added.
+            what: the operation, as the subject of a sentence.
 
         Raises:
             DiskFullError: there is too little space.
@@ -244,7 +244,7 @@ class Place:
         )
 
     def is_empty(self) -> bool:
-        """Whether no datastore is there, or one of this store without records."""
+        """Check that the place has no datastore, or a datastore of this store without records."""
         try:
             with self.open("r") as found:
                 return found.count() == 0
@@ -284,5 +284,5 @@ class Place:
 
 
 def holds_something(path: Path) -> bool:
-    """Whether a path is anything but free or an empty folder."""
+    """Check whether a path exists and is not an empty folder."""
     return path.exists() and (not path.is_dir() or any(path.iterdir()))

@@ -210,9 +210,9 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
     """Refuse what can be refused of a store to be made before its model is loaded and a sample read.
 
     Args:
-        home: where it is to be.
-        adapter: of its datastore.
-        codes: what keys are to be kept as; None leaves it to the adapter.
+        home: folder of the new store.
+        adapter: name of the adapter of its datastore.
+        codes: codes of the keys; None leaves the choice to the adapter.
 
     Raises:
         StoreExistsError: a store is at `home`.
@@ -235,7 +235,7 @@ def _check_absent(folder: Path) -> None:
 
 
 def _outside(home: Home, engine: Engine, folder: Path) -> str | None:
-    """Which datastore is to be made outside the home, if it is."""
+    """Return the place of the datastore to make outside the home; None if it is inside."""
     location = home.resolve(engine.location)
     if "://" in location:
         return f"{engine.adapter} {location}"

@@ -23,16 +23,16 @@ class Suffixes(NamedTuple):
     lengths: NDArray[np.int64]
     """Symbols, the start of a document counted; 0 where none was found; shape (q,)."""
     counts: Places
-    """How often it is there with a token after it, shape (q,)."""
+    """Number of occurrences with a next token, shape (q,)."""
     successors: Places
-    """How many different tokens come after it, shape (q,)."""
+    """Number of different next tokens, shape (q,)."""
 
 
 class Distribution(NamedTuple):
     """What may come next in q contexts: what was seen, and over all the vocabulary what was not."""
 
     rows: Places
-    """Of which context each entry is, ascending, shape (e,)."""
+    """Index of the context of each entry, ascending, shape (e,)."""
     tokens: Places
     """Shape (e,); one may be there several times for a context, and its probabilities add up."""
     probs: NDArray[np.float32]
@@ -46,11 +46,11 @@ class Occurrence(NamedTuple):
     """One place of the stored text where a token comes after the end of a context."""
 
     position: int
-    """Of the token, in the store."""
+    """Position of the token in the store."""
     matched: int
-    """How many symbols of the context come before it there."""
+    """Number of symbols of the context that precede the token there."""
     share: float
-    """What it gives to the probability of the token."""
+    """Its part of the probability of the token."""
 
 
 class _Levels(NamedTuple):
@@ -59,21 +59,21 @@ class _Levels(NamedTuple):
     lengths: Places
     """Symbols of each, shape (l,)."""
     there: NDArray[np.bool_]
-    """Whether a context is so long, and its end was found with a token after it, shape (q, l)."""
+    """True if a context has this length and its end was found with a next token, shape (q, l)."""
     ranges: Places
-    """Where it is in the order, from start to stop, shape (2, q, l)."""
+    """Range in the suffix array, start and stop, shape (2, q, l)."""
     successors: Places
-    """How many different tokens come after it, shape (q, l)."""
+    """Number of different next tokens, shape (q, l)."""
     total: Places
     """The counts of all that comes next, 1 where nothing does, shape (q, l)."""
     discounts: NDArray[np.float64]
-    """What each of them is less by, shape (l,)."""
+    """Discount of each length, shape (l,)."""
     left: NDArray[np.float64]
     """The share of what shorter ends say, 1 where this one is not there, shape (q, l)."""
 
     @property
     def above(self) -> NDArray[np.float64]:
-        """The share of this and what shorter ends say, shape (q, l)."""
+        """Weight of this length and of all shorter ends, shape (q, l)."""
         return np.concatenate([np.ones_like(self.left[:, :1]), self.left[:, :-1]], 1).cumprod(1)
 
 
@@ -106,9 +106,9 @@ class Matches:
         """Find all n-grams of some texts.
 
         Args:
-            counts: of the stored text.
+            counts: counts of the stored text.
             texts: token ids, shapes (n_i,).
-            begins: which of them are the beginning of a document; default is all.
+            begins: True for texts that begin a document; default is all.
         """
         return cls(counts, *laid_out(texts, counts.start, begins))
 
@@ -134,7 +134,7 @@ class Matches:
         return probs.astype(np.float32)
 
     def distribution(self, at: Places, order: int) -> Distribution:
-        """All that may come next in each of the contexts, shape (q,)."""
+        """Return the distribution of the next token in each of the contexts, shape (q,)."""
         text, levels = self._counts.text, self._levels(at, order)
         starts, stops = levels.ranges.reshape(2, -1)
         stops = np.where(levels.there.ravel(), stops, starts)
@@ -155,7 +155,7 @@ class Matches:
         return self._longest(self._levels(at, order))
 
     def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
-        """Where the tokens that come after contexts were found, at most so many places for each length.
+        """Return the places in the store of the target tokens of contexts, a limited number for each length.
 
         Shares add up to a token's probability but for the unigrams' part, unless there are more places.
         Those that have most of the context come first.
@@ -209,7 +209,7 @@ class Matches:
         return Suffixes(*(np.where(found, of, 0) for of in (lengths, counts, successors)))
 
     def _following(self, at: Places, levels: _Levels) -> Places:
-        """Where each end is with the symbol that comes after it, from start to stop, shape (2, q, l)."""
+        """Return the suffix range, start and stop, of each end with its next symbol, shape (2, q, l)."""
         begins = np.maximum(at[:, None] - levels.lengths + 1, 0)
         return self._ranges[:, levels.lengths, begins]
 

@@ -63,28 +63,28 @@ class NGramCounts:
 
     @property
     def nbytes(self) -> int:
-        """What all of it takes in memory, the tokens included."""
+        """Bytes in memory, with the tokens."""
         arrays: list[NDArray[Any]] = [self._last, self._bounds, self.unigrams]
         bits = self._new.nbytes + self._continued.nbytes
         return self.text.nbytes + bits + sum(one.nbytes for one in arrays)
 
     def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
-        """Where in the order each symbol is: its start and its stop."""
+        """Return the range of each symbol in the suffix array: start and stop."""
         known = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
         return self._bounds[known], self._bounds[known + 1]
 
     def followed(self, lengths: Places | int, ranges: Places) -> Places:
-        """How many occurrences of n-grams of some lengths, from starts to stops, have a token after them."""
+        """Return how many occurrences of n-grams, given by lengths and suffix ranges, have a next token."""
         before = np.searchsorted(self._last, ranges + (lengths - 1) * len(self.text.order))
         found: Places = np.subtract(*(ranges - before)[::-1])
         return found
 
     def different(self, lengths: Places | int, ranges: Places) -> Places:
-        """How many different n-grams of some lengths, 2 or more, there are from starts to stops."""
+        """Return the number of different n-grams of given lengths, 2 or more, in suffix ranges."""
         return self._new.count(ranges, lengths - 2)
 
     def continued(self, lengths: Places | int, ranges: Places) -> Places:
-        """How often these count where the symbols before them do, of lengths below `DEPTH`."""
+        """Return the continuation counts (different preceding symbols) of n-grams shorter than `DEPTH`."""
         return self._continued.count(ranges, lengths - 2)
 
     def listed(self, lengths: Places, ranges: Places) -> tuple[Places, Places]:

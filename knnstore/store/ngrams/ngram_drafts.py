@@ -63,7 +63,7 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
 
 
 def _places_of(text: SortedText, wanted: Symbols) -> Places:
-    """Where the text goes on after some symbols, in the order of how it does; not where it ends."""
+    """Return the places after occurrences of symbols, ordered by continuation; ends of texts are left out."""
     symbols, length, sought = text.symbols, len(wanted), wanted.tolist()
 
     def key(place: np.int32) -> list[int]:

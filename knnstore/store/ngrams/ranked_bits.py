@@ -49,7 +49,7 @@ class RankedBits:
 
     @property
     def nbytes(self) -> int:
-        """What they take in memory."""
+        """Bytes in memory."""
         return self._words.nbytes + self._within.nbytes + self._before.nbytes
 
     def count(self, ranges: Places, row: Places | int = 0) -> Places:
@@ -63,7 +63,7 @@ class RankedBits:
         return found
 
     def rank(self, places: Places, row: Places | int = 0) -> Places:
-        """How many bits are set before each place, 0 to n; any shape."""
+        """Return the number of set bits before each place, 0 to n; any shape."""
         words = (places >> _WORD_BITS) + row * self._width
         found: Places = np.bitwise_count(self._words[words] & _BELOW[places & _IN_WORD]).astype(np.int64)
         found += self._within[words]

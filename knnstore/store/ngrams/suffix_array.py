@@ -82,7 +82,7 @@ class SortedText:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes in memory."""
         return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
     def positions_of(self, places: Places) -> Places:

@@ -115,7 +115,7 @@ class Runs:
         return Met(same | set(numbers[is_same].tolist()), set(numbers[~is_same].tolist()))
 
     def shares(self, *, elsewhere: bool = False) -> list[float]:
-        """Of the symbols of each text, those in runs of what was looked at, or only of other texts."""
+        """Return the share of each text's symbols in runs of the compared text, or only of other texts."""
         shares = self._whole.astype(float) * (not elsewhere)
         numbers, found = self._long.covered(np.flatnonzero(self._elsewhere if elsewhere else self._found))
         shares[numbers] = found / self._lengths[numbers]
@@ -136,7 +136,7 @@ class _Index:
         self._maybe[self._hashes % _PLACES] = True
 
     def places_of(self, text: Symbols) -> NDArray[np.int64]:
-        """Where there are runs that another text has, ascending."""
+        """Return the places of runs that another text has, ascending."""
         hashes = hashes_of(text, self._run) if self.size else np.zeros(0, np.uint64)
         hashes = hashes[self._maybe[hashes % _PLACES]] if len(hashes) else hashes
         if not len(hashes):  # most are of none, and searching takes the longest
@@ -176,7 +176,7 @@ def hashes_of(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=1)
 def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """So many powers of the factor and of its inverse, from the zeroth."""
+    """Return the first powers of the factor and of its inverse, from the zeroth."""
     factors = np.full((2, count), [[_FACTOR], [_INVERSE]], np.uint64)
     factors[:, 0] = 1
     powers, inverses = np.cumprod(factors, axis=1, dtype=np.uint64)

@@ -202,7 +202,7 @@ def _rows(batch: Batch, rows: slice | NDArray[np.bool_]) -> Batch:
 
 
 def _same(ours: Batch, theirs: Batch, able: Capabilities) -> bool:
-    """Whether the records are equal, the keys as far as the engine keeps what it is given."""
+    """Check whether records are equal; keys are compared in the precision of the engine."""
     (ids, keys, groups), (their_ids, their_keys, their_groups) = ours, theirs
     if not (np.array_equal(ids, their_ids) and np.array_equal(groups, their_groups)):
         return False
@@ -218,7 +218,7 @@ def _same(ours: Batch, theirs: Batch, able: Capabilities) -> bool:
 
 
 def _are_near(keys: Keys, coded: Keys) -> bool:
-    """Whether codes can be those of these keys: other keys of the same text would be further away."""
+    """Check whether codes can belong to these keys: other keys of the same text would be farther away."""
     lost, spread, size = (
         ((keys - others) ** 2).sum(dtype=np.float64) for others in (coded, keys.mean(0), np.float32(0))
     )

@@ -54,7 +54,7 @@ class Relocation:
         self._current = current
 
     def unfinished(self) -> Engine | None:
-        """Where a move goes that was interrupted before it switched."""
+        """Return the target of a move that was interrupted before its switch; None without one."""
         plan = self._plan()
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 

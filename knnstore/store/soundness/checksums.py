@@ -23,7 +23,7 @@ _NONE: Sums = np.zeros(0, np.uint32)
 
 
 def precision_of(engine: Capabilities) -> str | None:
-    """In which precision an engine's keys are summed; None where it checks them itself."""
+    """Return the precision of the checksums of an engine's keys; None if the engine checks them itself."""
     if engine.checks_keys:
         return None
     return "float32" if engine.exact_keys else "float16"
