@@ -45,7 +45,7 @@ class _Counted(NamedTuple):
     revision: int
     """The latest revision at which all of the counted documents were found to be selected."""
     is_whole: bool
-    """Whether they were all of the selected documents then."""
+    """True if these were all of the selected documents at that revision."""
     rows: Rows
     """Primary keys of the counted documents, in the order of their positions."""
     counts: NGramCounts

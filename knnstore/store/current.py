@@ -29,7 +29,7 @@ class Current:
     """
 
     engine: Engine
-    """As the catalog names it."""
+    """The engine that the catalog names."""
     datastore: Datastore
 
     owned: bool

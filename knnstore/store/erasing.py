@@ -20,10 +20,10 @@ class Erased:
     """The result of `KNNStore.erase`."""
 
     records: int
-    """How many there are."""
+    """Number of records after erasing."""
     seconds: float
     unreached: tuple[str, ...]
-    """What may still hold removed text or keys, and why, a line each; of backups nobody knows here."""
+    """Places that may still hold removed text or keys, with the reason, one line each; never backups."""
 
 
 def erase(writing: Writing, relocation: Relocation, progress: Progress) -> Erased:

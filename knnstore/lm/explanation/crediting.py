@@ -22,26 +22,26 @@ class Mixed(NamedTuple):
     """The parts of the probabilities of n tokens."""
 
     positions: NDArray[np.int64]
-    """In the text, shape (n,)."""
+    """Positions of the tokens in the text, shape (n,)."""
     ids: Ids
-    """The records retrieved by keys, shape (n, k), -1 for none."""
+    """Ids of the records retrieved by keys, shape (n, k); -1 if missing."""
     weights: Values
     """Their parts of p_kNN, shape (n, k)."""
     hits: NDArray[np.bool_]
-    """Which have the token itself, shape (n, k)."""
+    """True for records of the token itself, shape (n, k)."""
     share: Values
     """λ of the keys in the whole mixture, shape (n,)."""
     below: Values
-    """The probability in what has the weight where no record is left, shape (n,)."""
+    """Fallback probability, used if every retrieved record is removed, shape (n,)."""
     p: Values
-    """The mixture, shape (n,)."""
+    """Probability in the mixture, shape (n,)."""
 
 
 class Given(NamedTuple):
     """The parts of p that m places of n-grams give."""
 
     rows: NDArray[np.int64]
-    """Of which token, shape (m,)."""
+    """Index of the token of each place, shape (m,)."""
     ids: Ids
     p: Values
 

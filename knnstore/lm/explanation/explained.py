@@ -29,11 +29,11 @@ class Source:
     position: int
     """Index of the token in the document."""
     context: str
-    """What stands before it there."""
+    """The text before the token there."""
     continuation: str
-    """What stands after it there."""
+    """The text after the token there."""
     matched: int = 0
-    """Tokens of the context that an n-gram has before it there; the beginning of a document is one."""
+    """Number of tokens of the context that precede it there; the beginning of a document counts as one."""
     part: str = "keys"
     """The part of the mixture that found it: ``keys``, ``n-grams``, ``cache`` or ``own n-grams``."""
 
@@ -58,7 +58,7 @@ class TokenExplanation:
     position: int
     token: int
     text: str
-    """What it adds to the text; of a character in several tokens the last one has all."""
+    """The text that the token adds; a character in several tokens belongs to the last one."""
     p_lm: float
     p_knn: float
     lam: float

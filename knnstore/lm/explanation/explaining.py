@@ -19,9 +19,9 @@ from knnstore.lm.scoring import ReadTokens, TokenScores, score_text_in_turns, sc
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 
 _TURN_TOKENS = 64
-"""That are explained in one turn at most; see `explain_in_turns`."""
+"""Largest number of tokens that are explained in one turn; see `explain_in_turns`."""
 _TURN_SOURCES = 512
-"""That are named in one turn, and as many causes: each takes some 60 µs."""
+"""Largest number of sources that are named in one turn, and of causes: each takes about 60 µs."""
 
 
 def explain(

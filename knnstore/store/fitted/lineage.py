@@ -23,11 +23,11 @@ class Lineage:
     """
 
     domains: tuple[str, ...]
-    """Sorted; none is the whole store."""
+    """Names of the domains, sorted; empty for the whole store."""
     documents: int
-    """How many there were."""
+    """Number of the documents."""
     below: int
-    """They had no position from this one on."""
+    """All positions of the documents are below this one."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:

@@ -25,10 +25,10 @@ class SavedSettings:
     """Saved settings as JSON values; `knnstore.lm` converts them to its types."""
 
     query: Mapping[str, Any] = field(default_factory=dict)
-    """The values of `KNNSettings`, but for the selection; empty where none were saved."""
+    """The values of `KNNSettings` without the selection; empty if none were saved."""
 
     calibration: Mapping[str, Any] | None = None
-    """How these values were found: a `CalibrationRecord`."""
+    """The `CalibrationRecord` of these values; None if they were not calibrated."""
 
     derived: Mapping[str, Any] | None = None
     """The `Lineage` from whose keys the values were computed, where nobody chose or fitted them."""

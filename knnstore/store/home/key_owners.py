@@ -34,12 +34,12 @@ class Owner:
 
     store_id: str
     database: str = ""
-    """What tells the catalog's database from a copy, see `Catalog.database`.
+    """Numbers that distinguish the catalog's database from a copy; see `Catalog.database`.
 
     Empty in a claim that an older knnstore wrote for keys inside a home.
     """
     shown: str = ""
-    """Where the database is, for messages."""
+    """Place of the database, for messages."""
 
     @classmethod
     def of(cls, catalog: Catalog) -> Self:

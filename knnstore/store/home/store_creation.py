@@ -37,9 +37,9 @@ from knnstore.store.home.path_safety import DESCRIPTION
 
 LOCK = "creation.lock"
 _TRIES = 1000
-"""To make and lock the folder: more than other processes that come and go can spoil."""
+"""Attempts to make and lock the folder, while other processes make and remove it."""
 NOTE = "creation.json"
-"""What a creation that was interrupted must know again; stays until one goes through."""
+"""File with the state of an interrupted creation; it stays until a creation is complete."""
 
 
 @contextmanager
@@ -119,9 +119,9 @@ class Creation:
     """A creation that has begun to make things outside its folder."""
 
     store_id: str
-    """The id that the store gets; stands in the catalog's row."""
+    """Id of the new store, as in the catalog."""
     datastores: tuple[str, ...] = ()
-    """Where it began to make a datastore, nothing being there."""
+    """Empty places at which the creation began to make a datastore."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -17,9 +17,9 @@ class Discounts(NamedTuple):
     """D of the n-grams of one length: n1 / (n1 + 2 n2), of those that count once and twice."""
 
     continued: float
-    """Where an n-gram counts once for each symbol that comes before it."""
+    """Discount of continuation counts, where an n-gram counts once for each different preceding symbol."""
     raw: float
-    """Where it counts as often as it occurs."""
+    """Discount of plain counts, where an n-gram counts as often as it occurs."""
 
 
 class NGramCounts:
@@ -27,7 +27,7 @@ class NGramCounts:
 
     Args:
         text: the documents.
-        vocabulary: how many tokens there are; all of the text are below.
+        vocabulary: number of tokens; all tokens of the text are below it.
     """
 
     def __init__(self, text: SortedText, vocabulary: int) -> None:
@@ -35,7 +35,7 @@ class NGramCounts:
         self.start = vocabulary + 1
         """The symbol before a document's first token, see `laid_out`."""
         self.discounts: dict[int, Discounts] = {}
-        """For each length from 2 on."""
+        """Discounts of each length from 2 on."""
         singles, short = np.zeros(0, bool), list[Places]()
         new, continued = list[RankedBits](), list[RankedBits]()
         for length, flags in enumerate(_flags(text, self.start), 1):
@@ -48,9 +48,9 @@ class NGramCounts:
             continued.append(RankedBits(flags.continued))
             self.discounts[length] = Discounts(_discount(flags.continued, runs), _discount(flags.whole, runs))
         self._new = RankedBits.joined(new)
-        """For each length from 2 on, where in the order an n-gram comes first."""
+        """For each length from 2 on: bits of the suffix array, set at the first suffix of each n-gram."""
         self._continued = RankedBits.joined(continued[:-1])
-        """For each length between these, where it comes first with the symbol before it."""
+        """For each length between these: set at the first suffix of each n-gram with its preceding symbol."""
         last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
         # Of one length after another, so that all are looked for at once.
         self._last = np.concatenate([len(text.order) * at + of for at, of in enumerate(last)])
@@ -59,7 +59,7 @@ class NGramCounts:
         before = np.concatenate([[0], np.cumsum(singles)])
         counts = before[self._bounds[2 : self.start + 1]] - before[self._bounds[1 : self.start]]
         self.unigrams = (counts / max(1, counts.sum())).astype(np.float32)
-        """What all is interpolated with, over the vocabulary, shape (v,): all 0 where no token is counted."""
+        """Distribution below all lengths, over the vocabulary, shape (v,); all 0 if no token is counted."""
 
     @property
     def nbytes(self) -> int:

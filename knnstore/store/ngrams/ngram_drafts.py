@@ -16,28 +16,28 @@ _FURTHER_BACK = 64
 
 
 class Draft(NamedTuple):
-    """What stands after the end of a text elsewhere."""
+    """The tokens that follow the end of a text at another place."""
 
     matched: int
-    """Tokens before it that are those of the text."""
+    """Number of tokens before the place that equal the end of the text."""
     tokens: NDArray[np.int64]
-    """That come next there, shape (at most as many as wanted,)."""
+    """The tokens that follow there, int64, at most the wanted number."""
     shares: NDArray[np.float64]
-    """Of the places where all before it is the same, how many go on with each token, of the shape of
-    `tokens`; 0 where there is one place, or they were not counted."""
+    """Share of the places with the same preceding tokens that continue with each token, shape as `tokens`; 0
+    for a single place, or if places were not counted."""
 
 
 def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
-    """Find the longest end of a text in stored documents, and what follows it there.
+    """Find the longest end of a text in stored documents, and the tokens that follow there.
 
-    Of several places that with the longest end, and where none is longer than the order knows, what follows
-    most often; where they are hundreds, in some of them.
+    Among several places, the one with the longest matching end is used. If no end is longer than the depth of
+    the suffix array, the most frequent continuation is used; of hundreds of places only some are counted.
 
     Args:
-        text: the documents.
-        tokens: of the other text, shape (n,); the last `DEPTH` and some count.
-        most: tokens that are wanted.
-        least: a shorter end is none.
+        text: the stored documents.
+        tokens: tokens of the other text, shape (n,); only the last ones are used.
+        most: largest number of tokens to return.
+        least: smallest number of matching tokens.
     """
     end = tokens[-_LONGEST_END - _FURTHER_BACK :].astype(np.uint32) + np.uint32(1)
     length, longest, places = least - 1, min(_LONGEST_END, len(end)), np.zeros(0, np.int64)

@@ -20,10 +20,10 @@ _ALL = ~np.uint64(0)
 
 
 class RankedBits:
-    """Immutable sequences of n bits; `row` says in which of them something is asked.
+    """Immutable sequences of n bits with fast ranks; `row` chooses the sequence of a query.
 
     Args:
-        bits: of one sequence, bool, shape (n,); see `joined` for several.
+        bits: bits of one sequence, bool, shape (n,); see `joined` for several sequences.
     """
 
     def __init__(self, bits: NDArray[np.bool_]) -> None:
@@ -53,11 +53,11 @@ class RankedBits:
         return self._words.nbytes + self._within.nbytes + self._before.nbytes
 
     def count(self, ranges: Places, row: Places | int = 0) -> Places:
-        """How many bits are set in ranges.
+        """Return the number of set bits in ranges.
 
         Args:
-            ranges: their starts and their stops, shape (2, ...).
-            row: of each, any shape that fits (...).
+            ranges: starts and stops, shape (2, ...).
+            row: sequence of each range, any shape that broadcasts with (...).
         """
         found: Places = np.subtract(*self.rank(ranges, row)[::-1])
         return found
@@ -74,11 +74,11 @@ class RankedBits:
         """Find the bits that are set in r ranges.
 
         Args:
-            ranges: their starts and their stops, none before its start, shape (2, r).
-            row: of each, shape (r,).
+            ranges: starts and stops, shape (2, r); no stop is before its start.
+            row: sequence of each range, shape (r,).
 
         Returns:
-            Which range each is in, ascending, and its place, ascending within a range.
+            The range of each set bit, ascending, and its place, ascending within a range.
         """
         starts, stops = ranges
         first, last = ranges >> _WORD_BITS

@@ -33,7 +33,7 @@ def laid_out(
     Args:
         texts: token ids, shapes (n_i,).
         start: the symbol that stands before a document's first token.
-        begins: which texts are the beginning of a document; default is all. Others have no start.
+        begins: True for texts that begin a document; default is all. Others have no start symbol.
 
     Returns:
         The symbols, and for each text the place of its first token, shape (texts,).
@@ -52,10 +52,10 @@ def laid_out(
 
 @dataclass(frozen=True, slots=True)
 class SortedText:
-    """Some documents, and the order of their positions."""
+    """Documents with the suffix array of their positions."""
 
     symbols: NDArray[np.uint16 | np.uint32]
-    """Of all documents, see `laid_out`, shape (s,)."""
+    """Symbols of all documents, see `laid_out`, shape (s,)."""
 
     firsts: Places
     """The place of each document's first token in them, ascending, shape (documents,)."""
@@ -72,7 +72,7 @@ class SortedText:
 
         Args:
             texts: token ids below `start` - 1, shapes (n_i,); with two more for each fewer than `MOST`.
-            positions: of their first tokens, shape (texts,).
+            positions: positions of their first tokens, shape (texts,).
             start: the largest symbol.
         """
         symbols, firsts = laid_out(texts, start)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 
 class Letters:
-    """What each token is spelled with.
+    """The letters of each token of a vocabulary.
 
     Args:
-        spellings: of each token of the vocabulary, spaces left out.
+        spellings: spelling of each token, without spaces.
     """
 
     def __init__(self, spellings: Sequence[str]) -> None:
@@ -39,12 +39,12 @@ class Letters:
 
 
 RUN_LETTERS = 128
-"""What 32 tokens have in English."""
+"""Letters of a run; English text of 32 tokens has about as many."""
 RUN = 32
-"""Tokens. Other articles of one newspaper, chapters of one book have runs of 16 in common, few of 32."""
+"""Tokens of a run. Different articles of a newspaper often share runs of 16 tokens, and few of 32."""
 KNOWN = 0.5
-"""Text is stored where such a share of its symbols stands in stored runs; two documents are the same text
-where such a share of the shorter one stands in the other."""
+"""A text counts as stored if this share of its symbols is in stored runs. Two documents are the same text if
+this share of the shorter one is in the other."""
 
 _PLACES = np.uint64(1 << 22)
 _FACTOR = 0x9E3779B97F4A7C15
@@ -54,32 +54,32 @@ Symbols = NDArray[np.unsignedinteger]
 
 
 class Overlap(NamedTuple):
-    """What of a text is stored."""
+    """The part of a text that is stored."""
 
     share: float
-    """Of its symbols, those in runs that are stored; of a text shorter than a run all or none."""
+    """Share of its symbols in stored runs; all or none for a text shorter than a run."""
     documents: frozenset[str]
-    """Content hashes of the stored documents that are the same text, see `KNOWN`, not of those that have
-    only a usual heading with it in common; of all that have a run of it where those others together have
-    as much of it."""
+    """Content hashes of the stored documents that are the same text, see `KNOWN`. Documents that share only a
+    usual heading are left out, unless the others together contain as much of the text: then all documents
+    with a run of it are included."""
 
 
 class Met(NamedTuple):
-    """The numbers of the texts that a document has something of."""
+    """Indices of the texts that share runs with a document."""
 
     same: set[int]
-    """That are the same text, see `KNOWN`."""
+    """Texts that are the same text as the document, see `KNOWN`."""
     others: set[int]
 
 
 class Runs:
-    """The runs of some texts, to be found in others.
+    """The runs of texts, to be found in other texts.
 
-    What is shorter than a run is found as a whole only: by all its quarters of a run, or as the same text.
+    A text shorter than a run is found only as a whole: by all its quarters of a run, or as the same text.
 
     Args:
-        texts: the symbols of each, integers of shape (n,).
-        run: how many symbols.
+        texts: symbols of each text, integers of shape (n,).
+        run: number of symbols of a run.
     """
 
     def __init__(self, texts: Sequence[Symbols], run: int = RUN) -> None:

@@ -46,13 +46,13 @@ class Transferred(NamedTuple):
     records: int
     """Records of the source, each of which the target holds."""
     copied: int
-    """Those of them that the target did not hold before."""
+    """Number of these records that the target did not have before."""
     recall: float | None
     """Share of the true nearest neighbors of some keys that the target finds; None without records."""
     neighbors: int
-    """How many neighbors of each key that was."""
+    """Number of neighbors of each key in the recall."""
     codes: str | None
-    """What the target keeps keys as where there are many; see `Capabilities`."""
+    """Codes that the target uses for many keys; see `Capabilities`."""
 
 
 def transfer(
@@ -63,17 +63,17 @@ def transfer(
     reads: Seen = lambda ids, keys: None,
     holds: Seen = lambda ids, keys: None,
 ) -> Transferred:
-    """Make the target hold the records of the source, ready to be searched, and check that.
+    """Copy the records of the source to the target, build its indexes, and check the result.
 
-    What the target holds already, records of the source from a transfer that was interrupted, is not
-    copied again. Every record is compared, and the neighbors of a sample with those that numpy finds.
+    Records that the target has from an interrupted transfer are not copied again. Every record is compared,
+    and the neighbors of a sample are compared with those that numpy finds.
 
     Args:
-        source: what is copied.
-        target: where to.
-        progress: is told of each batch.
-        reads: is called with all records of the source, by ascending id.
-        holds: is called with all records of the target, by ascending id, when it is whole.
+        source: the datastore to copy.
+        target: the datastore to fill.
+        progress: receives each batch.
+        reads: called with all records of the source, by ascending id.
+        holds: called with all records of the complete target, by ascending id.
 
     Raises:
         DatastoreError: the target gives back other records than it was given, or does not find

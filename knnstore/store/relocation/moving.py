@@ -17,25 +17,25 @@ _NAME = "move.json"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What `KNNStore.move` did."""
+    """The result of `KNNStore.move`."""
 
     before: Engine
-    """Where the keys were."""
+    """The old engine."""
     after: Engine
-    """Where they are."""
+    """The new engine."""
     records: int
     copied: int
-    """Records copied by this call; fewer than `records` when it went on from an interrupted one."""
+    """Records that this call copied; fewer than `records` if it continued an interrupted one."""
     seconds: float
     recall: float | None
-    """Share of the true nearest neighbors of some stored keys that the new engine finds, 1 where
-    its search is exact; None without records."""
+    """Share of the true nearest neighbors of some stored keys that the new engine finds; 1 for exact search,
+    None without records."""
     neighbors: int
-    """How many neighbors of each key that was."""
+    """Number of neighbors of each key in the recall."""
     codes: str | None
-    """What keys are kept as now where there are many, as ``pq32``: what these lose does not come back."""
+    """Codes of many keys in the new engine, as ``pq32``; their loss is permanent."""
     left: str | None
-    """Why the old keys are still where they were; None when they are gone."""
+    """The reason why the old keys still exist; None if they were erased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ def engine_beside(home: Home, engine: Engine, *, begun: Engine | None) -> Engine
     """Choose where a copy in the same engine goes: a free folder of the home, or what the adapter chooses.
 
     Args:
-        home: where a folder without a place of its own is.
-        engine: where the keys are.
-        begun: where a move that was interrupted goes, which may be this one.
+        home: folder of the store; relative locations are inside it.
+        engine: the present engine.
+        begun: target of an interrupted move, which may be this one.
 
     Raises:
         ConfigError: the adapter cannot choose a place on its server.

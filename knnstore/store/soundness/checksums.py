@@ -42,11 +42,11 @@ def checksum(sums: Sums, precision: str) -> str:
 
 
 class Checksums:
-    """Computes the checksums of documents of a snapshot while their records come by ascending id.
+    """Computes the checksums of documents of a snapshot from their records by ascending id.
 
     Args:
-        snapshot: where the documents are.
-        precisions: of which documents, by primary key, and in which precision each is summed.
+        snapshot: the documents.
+        precisions: precision of each document's checksum, by primary key; other documents are skipped.
     """
 
     def __init__(self, snapshot: Snapshot, precisions: Mapping[int, str]) -> None:
