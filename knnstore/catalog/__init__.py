@@ -65,4 +65,4 @@ __all__ = [
     "sqlite_url",
     "upgrade_catalog",
     "without_password",
-]  # fmt: skip
+]

@@ -41,9 +41,18 @@ _TOO_COMPLEX = re.compile(
 """Matches errors of SQLite and PostgreSQL about a statement that is too large or too deeply nested."""
 _NO_TEXT = re.compile(r"Could not decode to UTF-8 column '([^']*)'")
 _UNREACHABLE_SQLITE = (
-    "SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT",
-    "SQLITE_NOMEM", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM", "SQLITE_AUTH",
-)  # fmt: skip
+    "SQLITE_BUSY",
+    "SQLITE_LOCKED",
+    "SQLITE_IOERR",
+    "SQLITE_CANTOPEN",
+    "SQLITE_PROTOCOL",
+    "SQLITE_INTERRUPT",
+    "SQLITE_NOMEM",
+    "SQLITE_READONLY",
+    "SQLITE_FULL",
+    "SQLITE_PERM",
+    "SQLITE_AUTH",
+)
 """Names of SQLite errors whose cause is neither the statement nor the data."""
 
 PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # the variable's name, not a password

@@ -75,4 +75,4 @@ __all__ = [
     "draft_from",
     "load_weights",
     "save_weights",
-]  # fmt: skip
+]

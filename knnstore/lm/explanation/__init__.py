@@ -11,6 +11,13 @@ from knnstore.lm.explanation.explained import (
 from knnstore.lm.explanation.explaining import explain, explain_in_turns, explain_tokens
 
 __all__ = [
-    "THIS_TEXT", "DocumentEffect", "Explanation", "Part", "Source", "TokenExplanation", "explain",
-    "explain_in_turns", "explain_tokens",
-]  # fmt: skip
+    "THIS_TEXT",
+    "DocumentEffect",
+    "Explanation",
+    "Part",
+    "Source",
+    "TokenExplanation",
+    "explain",
+    "explain_in_turns",
+    "explain_tokens",
+]

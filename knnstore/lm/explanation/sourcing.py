@@ -63,9 +63,18 @@ class Sources:
                 self._texts[found.id] = texts
         context, text, continuation = texts
         return Source(
-            place.token, text, found.share, found.distance, place.document, place.domain, place.position,
-            context, continuation, found.matched, found.component,
-        )  # fmt: skip
+            place.token,
+            text,
+            found.share,
+            found.distance,
+            place.document,
+            place.domain,
+            place.position,
+            context,
+            continuation,
+            found.matched,
+            found.component,
+        )
 
     def _around(self, place: Provenance) -> tuple[str, str, str]:
         """Return the text before a token, the token itself, and the text after it."""

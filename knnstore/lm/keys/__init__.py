@@ -22,8 +22,24 @@ else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
-    "AUTO", "FINAL_PLACES", "LAYER_PLACES", "Joining", "KeyCapture", "KeyLocation", "Projection", "described",
-    "fit_projection", "hidden_forward", "in_full_precision", "keep_positions", "key_dim",
-    "keys_forward", "layer_count", "locate", "model_fingerprint", "model_precision", "same_model",
+    "AUTO",
+    "FINAL_PLACES",
+    "LAYER_PLACES",
+    "Joining",
+    "KeyCapture",
+    "KeyLocation",
+    "Projection",
+    "described",
+    "fit_projection",
+    "hidden_forward",
+    "in_full_precision",
+    "keep_positions",
+    "key_dim",
+    "keys_forward",
+    "layer_count",
+    "locate",
+    "model_fingerprint",
+    "model_precision",
+    "same_model",
     "tokenizer_fingerprint",
-]  # fmt: skip
+]

@@ -17,13 +17,32 @@ _VALUES_PER_TENSOR = 16
 
 _IGNORED_FIELDS = frozenset(
     (
-        "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
-        "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation", "id2label",
-        "gradient_checkpointing", "is_decoder", "name_or_path", "output_attentions", "pad_token_id",
-        "output_hidden_states", "problem_type", "quantization_config", "return_dict", "sep_token_id",
-        "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "experts_implementation",
+        "id2label",
+        "gradient_checkpointing",
+        "is_decoder",
+        "name_or_path",
+        "output_attentions",
+        "pad_token_id",
+        "output_hidden_states",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "sep_token_id",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
     )
-)  # fmt: skip
+)
 """Fields of a configuration that do not change the hidden states of a forward pass."""
 _TRAINING_NAME_PARTS = ("drop", "initializer", "_loss", "loss_", "summary_", "label")
 """Parts of the names of fields that matter in training only; fields with them are ignored as well."""

@@ -160,11 +160,17 @@ def export(
     source = pa.struct([("document", text), ("domain", text), ("position", whole), ("share", number)])
     schema = pa.schema(
         [
-            ("document", text), ("position", whole), ("token", pa.int32()), ("p_lm", number),
-            ("p_knn", number), ("lambda", number), ("knn_tokens", pa.list_(pa.int32())),
-            ("knn_probs", pa.list_(number)), ("sources", pa.list_(source)),
+            ("document", text),
+            ("position", whole),
+            ("token", pa.int32()),
+            ("p_lm", number),
+            ("p_knn", number),
+            ("lambda", number),
+            ("knn_tokens", pa.list_(pa.int32())),
+            ("knn_probs", pa.list_(number)),
+            ("sources", pa.list_(source)),
         ]
-    )  # fmt: skip
+    )
     settings, bar, row_count = select_store_alone(lm, knn), progress or Progress(), 0
     with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
         for chunk in in_chunks(documents_of(documents)):

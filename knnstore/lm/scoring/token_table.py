@@ -18,8 +18,17 @@ from knnstore.lm.reading import TokenTexts, tokenized
 from knnstore.lm.scoring.token_scores import TokenScores
 
 COLUMNS = (
-    "document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance", "frequency",
-)  # fmt: skip
+    "document",
+    "position",
+    "token",
+    "text",
+    "p_lm",
+    "p_knn",
+    "lambda",
+    "p",
+    "distance",
+    "frequency",
+)
 """Names of the columns.
 
 - ``position``: index of the token in its document, from 0; ``token``: its id.

@@ -19,7 +19,16 @@ else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
-    "Lineage", "SavedSettings", "Weights", "all_saved", "drop_damaged_settings", "drop_traces",
-    "files_in_use", "load_weights",
-    "problem_of", "save_weights", "settings_are_sound", "sweep",
-]  # fmt: skip
+    "Lineage",
+    "SavedSettings",
+    "Weights",
+    "all_saved",
+    "drop_damaged_settings",
+    "drop_traces",
+    "files_in_use",
+    "load_weights",
+    "problem_of",
+    "save_weights",
+    "settings_are_sound",
+    "sweep",
+]

@@ -36,6 +36,20 @@ from knnstore.store.ngrams.suffix_array import DEPTH, MOST, SortedText
 from knnstore.store.ngrams.text_overlap import KNOWN, RUN, RUN_LETTERS, Letters, Overlap, Runs
 
 __all__ = [
-    "DEPTH", "KNOWN", "MOST", "RUN", "RUN_LETTERS", "Distribution", "Draft", "Letters", "Matches",
-    "NGramCounts", "Occurrence", "Overlap", "Runs", "SortedText", "Suffixes", "draft_from",
-]  # fmt: skip
+    "DEPTH",
+    "KNOWN",
+    "MOST",
+    "RUN",
+    "RUN_LETTERS",
+    "Distribution",
+    "Draft",
+    "Letters",
+    "Matches",
+    "NGramCounts",
+    "Occurrence",
+    "Overlap",
+    "Runs",
+    "SortedText",
+    "Suffixes",
+    "draft_from",
+]

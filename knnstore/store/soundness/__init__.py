@@ -11,6 +11,16 @@ from knnstore.store.soundness.damage import (
 )
 
 __all__ = [
-    "Checksums", "abandon_unneeded", "check_undamaged", "checking", "checksum", "damaged_parts", "named",
-    "naming_damage", "precision_of", "reading_on", "sums_of", "taking",
-]  # fmt: skip
+    "Checksums",
+    "abandon_unneeded",
+    "check_undamaged",
+    "checking",
+    "checksum",
+    "damaged_parts",
+    "named",
+    "naming_damage",
+    "precision_of",
+    "reading_on",
+    "sums_of",
+    "taking",
+]
