@@ -107,7 +107,7 @@ class Catalog:
 
         Args:
             url: database to create the catalog in.
-            identity: what the store is made for.
+            identity: model, key and metric of the store.
             engine: adapter that holds the keys.
             store_id: id of the store; None chooses a random id. An existing store with this id that was
                 never written to comes from an interrupted creation, so it is created again.

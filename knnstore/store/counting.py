@@ -57,7 +57,7 @@ class Counting:
     Several threads may ask. Looking counts up never waits for a thread that counts.
 
     Args:
-        vocabulary: how many tokens there are.
+        vocabulary: number of tokens of the vocabulary.
     """
 
     def __init__(self, vocabulary: int) -> None:

@@ -82,12 +82,12 @@ class Comparison:
     base: Interval
     """The model alone."""
     candidates: tuple[Candidate, ...]
-    """Where there are keys a fixed λ with each k, then the other mixers; then n-grams without the keys, and
-    on top of the best of these; then a continuous cache without the store, and on top of the best of all;
-    then the same for each component of another package; then one gate over all of them."""
+    """In this order: with keys, a fixed λ with each k and the other mixers; n-grams without the keys and on
+    top of the best of these; a continuous cache without the store and on top of the best so far; the same for
+    each component of another package; one gate over all components."""
     current: Candidate | None
-    """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
-    was fitted here. None where there are none, or none that can be judged."""
+    """The settings in force before, not fitted again. If their k was not searched, they have the k of the
+    first search. None if there are none, or if they cannot be judged."""
     expected: Interval
     """Expected perplexity of the best: each half is judged by the candidate that is best on the other
     half."""
@@ -134,13 +134,13 @@ def compare(
     Args:
         scored: held-out text.
         current: settings to compare the candidates with.
-        fits: what is fitted beside a fixed λ, at the k that is best for that; None is bins and the mixers of
+        fits: fits to try in addition to a fixed λ, with the best k of that; None tries bins and the mixers of
             other packages, see `FittableMixer`.
-        wide: what the tokens say about settings with larger k; a fixed λ is fitted, and bins where that is
-            better than with the k of the pass.
-        domains: what they say about weights for each domain, which are fitted too.
-        networks: whether a gate is fitted, which takes the longest of all.
-        ngrams: whether n-grams are tried, see `Trial`.
+        wide: evidence for larger k. A fixed λ is fitted to it, and bins too if that is better than with the k
+            of the first search.
+        domains: evidence for a weight of each domain; None fits no such weights.
+        networks: True to fit a gate, which takes most of the time.
+        ngrams: True to try n-grams, see `Trial`.
 
     Raises:
         InputError: there is too little text, or nothing was found.

@@ -77,7 +77,7 @@ class ScoredText:
     metric: Metric | str = Metric.L2
     """Measure of distances between keys."""
     fitted_for: Mapping[str, Any] | None = None
-    """What weights that are fitted on this text are for; see `described`."""
+    """Store and model for which weights are fitted on this text; see `described`."""
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings with which components of other packages were looked up, by name."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)

@@ -112,7 +112,7 @@ class ScoredPart(NamedTuple):
     """Some tokens to fit a gate on."""
 
     evidence: Evidence
-    """In target form, n positions."""
+    """Evidence in target form, n positions."""
     targets: Tensor
     """The tokens, int64, shape (n,)."""
     lm_log_probs: Tensor

@@ -236,7 +236,7 @@ def look_back(
     """Compute the distances of some keys to the keys before them in the same text.
 
     Args:
-        keys: of one text after another, float32, shape (m, d).
+        keys: keys of one text after another, float32, shape (m, d).
         tokens: the token that each key predicts, int64, shape (m,); not read for the last key of a text.
         at: the queries: rows of `keys`, int64, shape (n,), ascending.
         starts: the first row of each query's text, int64, shape (n,).
@@ -272,7 +272,7 @@ def target_before(
     """Return the probabilities that the keys before some keys give to the target tokens, computed in blocks.
 
     Args:
-        keys: of one text after another, float32, shape (m, d).
+        keys: keys of one text after another, float32, shape (m, d).
         tokens: the token that each key predicts, int64, shape (m,).
         at: the queries: rows of `keys`, int64, shape (n,), ascending.
         starts: the first row of each query's text, int64, shape (n,).

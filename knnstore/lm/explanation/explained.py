@@ -111,7 +111,7 @@ class Explanation(Sequence[TokenExplanation]):
 
     tokens: tuple[TokenExplanation, ...]
     documents: tuple[DocumentEffect, ...] = ()
-    """Those with any effect, the one that helped most first."""
+    """Documents with any effect, the most helpful first."""
 
     @overload
     def __getitem__(self, at: int) -> TokenExplanation: ...

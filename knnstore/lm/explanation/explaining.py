@@ -33,7 +33,7 @@ def explain(
         lm: the model.
         text: the text to explain.
         knn: settings of this call; default ``lm.knn``.
-        neighbors: how many sources to name for each token; with 0 no document is named either.
+        neighbors: number of sources to name for each token; 0 names no documents either.
         after: a text that comes before and is not explained, e.g. the prompt.
 
     Returns:

@@ -32,7 +32,7 @@ def html_of(tokens: Sequence[Shown], documents: Sequence[tuple[str, str, int, fl
     """Return HTML in which each token is colored by the store's share of its probability.
 
     Args:
-        tokens: of the text.
+        tokens: displayed values of the text's tokens.
         documents: domain, id, tokens changed and nats gained; the best first.
     """
     if not tokens:

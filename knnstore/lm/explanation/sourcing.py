@@ -19,7 +19,7 @@ class Sources:
     Args:
         store: where records were found.
         reader: has the tokenizer.
-        tokens: of the explained text, shape (n,).
+        tokens: tokens of the explained text, shape (n,).
     """
 
     def __init__(self, store: Reader, reader: TextReader, tokens: NDArray[np.uint32]) -> None:
@@ -35,7 +35,7 @@ class Sources:
 
         Args:
             found: the places of each token.
-            positions: of the tokens in the text.
+            positions: positions of the tokens in the text.
         """
         ids = np.unique(np.array([one.id for of_token in found for one in of_token], np.int64))
         known = dict(zip(ids.tolist(), self._store.provenance(ids), strict=True))

@@ -303,20 +303,20 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             attention_mask: shape (b, past + t), 0 for padding; other shapes reach the base model only.
             position_ids: shape (b, t).
             past_key_values: the same as `cache`, under its name before transformers 5.24.
-            inputs_embeds: what the base model reads in place of input_ids, shape (b, t, h). With both,
+            inputs_embeds: input of the base model in place of input_ids, shape (b, t, h). With both,
                 input_ids are the tokens that these embeddings stand for.
             labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
             use_cache: True to return a cache.
-            logits_to_keep: how many of the last positions to predict from (0 is all), or which ones.
+            logits_to_keep: number of last positions to predict from (0 is all), or their indices.
             knn: settings of this call, or of each row; default ``self.knn``. Rows that share an object are
                 searched for together.
             text_mask: 0 where a new position is padding, shape (b, t), if attention_mask has not two
                 dimensions; `generate` gives it.
             return_dict: False returns a tuple.
-            cache: what the model remembers of earlier tokens; given to it under the name that it takes. This
-                model adds a layer: the texts that were read, which keys of several states, n-grams and
-                the recent text need. A cache that another model has filled does for settings without these.
-            **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
+            cache: the cache of earlier tokens; the base model gets it under its own name. This model adds a
+                layer with the texts so far, which keys of several states, n-grams and the recent text need. A
+                cache that another model has filled works only for settings without these.
+            **kwargs: further arguments of the base model, and ``num_items_in_batch`` for the loss.
 
         Returns:
             The base model's output with ``logits`` float32 log-probabilities of the mixture,

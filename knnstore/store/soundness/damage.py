@@ -52,7 +52,7 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
     Args:
         catalog: catalog of the store.
         datastore: datastore to check.
-        undone: what was not done, as the beginning of the message.
+        undone: the operation that was not done, as the beginning of the message.
 
     Raises:
         CorruptDatastoreError: documents lost records; the error names the documents.
