@@ -1,4 +1,4 @@
-"""What is accepted of a user, the same on every database, and how it is shown again."""
+"""Checks of names and text from users, the same for every database, and their printable form."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -38,7 +38,7 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a manifest says about one file."""
+    """The entry of one file in a manifest."""
 
     name: str
     """The path relative to the datastore's directory."""

@@ -1,4 +1,4 @@
-"""Whether the name of a model leads to one: found out in a moment, before torch is loaded."""
+"""Quick check that the name of a model leads to a model, before torch is loaded."""
 
 from pathlib import Path
 

@@ -158,7 +158,16 @@ def _by_group(
 
 
 def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
-    """Compare one query, rotated for each group, with all records of some cells, in one visit."""
+    """Compare a single query with all records of its cells.
+
+    Args:
+        visited: the group of each cell, the query in the coordinates of that group, shape (1, d), and the
+            number of the cell in the group.
+        ids: ids of the records to compare with; None compares with all.
+
+    Returns:
+        One visit of the query 0 with the records of all cells.
+    """
     cells = [_matching(group.cell(number), ids) for group, _, number in visited]
     found = np.concatenate([cell.ids for cell in cells])
     distances = torch.empty(len(found))

@@ -218,6 +218,7 @@ def _parser() -> Any:
             return Comparison(parts[0], "in", _check_same_kind(parts[1:]), negated=True)
 
         def field(self, names: list[str]) -> tuple[str, ...]:
+            """Return the names of a nested field; raises ConfigError if it is nested too deeply."""
             if len(names) > DEEPEST_FIELD:
                 raise ConfigError(
                     f"the field {'.'.join(names)[:40]!r}... has {len(names):,} levels, at most "

@@ -72,7 +72,7 @@ _BEGIN = "knnstore_begin"
 """Name of the execution option with the statement that begins a transaction on SQLite."""
 
 SECONDS_TO_WAIT = 30
-"""How long a statement waits for locks and readers of other connections."""
+"""Seconds that a statement waits for locks and readers of other connections."""
 
 LOCK = 0x6B6E6E73
 """First half of the keys of advisory locks on PostgreSQL; the second half is a hash of the schema's name."""

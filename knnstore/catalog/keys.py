@@ -59,7 +59,7 @@ class AccessKey:
 
     @property
     def has_expired(self) -> bool:
-        """Whether the time of expiry has passed."""
+        """True if the time of expiry has passed."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 

@@ -33,7 +33,7 @@ _PRAGMAS = (
 _MAY_BE_READ = "SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_FULL"
 """Errors at opening after which the database may be readable without its log."""
 _SECONDS_FOR_READERS = 1
-"""How long `take_in_log` waits for readers."""
+"""Seconds that `take_in_log` waits for readers."""
 
 
 class UnloggedConnection(sqlite3.Connection):

@@ -49,7 +49,7 @@ class Engine:
 
     @property
     def is_keyless(self) -> bool:
-        """Whether the store keeps no keys, so that documents have no records."""
+        """True if the store keeps no keys, so that documents have no records."""
         return self.adapter == KEYLESS
 
 

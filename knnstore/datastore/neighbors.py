@@ -50,7 +50,7 @@ class Neighbors:
 
     @classmethod
     def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
-        """Return all records that each query was compared with, unsorted and padded.
+        """Return all records that each query was compared with, unsorted and padded to at least one column.
 
         Args:
             found: the visited cells of the queries.

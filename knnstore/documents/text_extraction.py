@@ -278,7 +278,11 @@ def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_message(data: bytes, encoding: str) -> TextDocument:
-    """Convert a message to a document; raises `RefusedError` if it has no text."""
+    """Convert an e-mail to a document.
+
+    The text is that of its parts, some headers are the metadata, and the id is its Message-ID, else a hash of
+    the text. Raises RefusedError if it has no text.
+    """
     message = message_from_bytes(_QUOTED.sub(rb"\1", data))
     text = "\n\n".join(text for text in _text_parts(message, encoding) if text)
     if not text:

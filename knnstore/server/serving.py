@@ -266,7 +266,7 @@ class Serving:
         """
         shown = prompt.tokens[prompt.hidden :]
 
-        def texts(_: Any) -> tuple[list[str], int]:
+        def texts_and_unfinished(_: Any) -> tuple[list[str], int]:
             if isinstance(given, str):
                 return split_text(self._token_texts, given, shown), 0
             last = shown[-1]
@@ -278,7 +278,7 @@ class Serving:
             unfinished = len(shown) - len(found)
             return [*found, *[""] * unfinished], unfinished
 
-        found, unfinished = self.tokenizer(texts)
+        found, unfinished = self.tokenizer(texts_and_unfinished)
         return replace(prompt, texts=tuple(found), unfinished=unfinished)
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -151,7 +151,10 @@ class Counting:
         return counts
 
     def _count_later(self, view: Callable[[], View], selection: Selection) -> None:
-        """Have a selection counted in the background, if that is not about to be done."""
+        """Count a selection in the background, unless that is already queued.
+
+        Without a background thread nothing happens. Errors are logged.
+        """
 
         def count() -> None:
             self._queued.discard(selection)

@@ -58,9 +58,10 @@ class Current:
             return self._view
 
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
-        """Switch to another engine after `commit` has made the catalog name it; return the old datastore.
+        """Switch to another engine, and return the old datastore.
 
-        Other threads see both changes or none.
+        First `commit` makes the catalog name the engine; if it raises, nothing changes. The store then counts
+        as the owner of its keys. Other threads see both changes or none.
         """
         with self._viewing:
             commit()

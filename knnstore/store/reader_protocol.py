@@ -1,4 +1,4 @@
-"""What a language model needs of a store: to read it."""
+"""`Reader`: the methods of a store that a language model uses, all for reading."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol

@@ -689,11 +689,11 @@ class SubstituteEvaluation(NamedTuple):
     tokens: int
     """Tokens predicted."""
     base_ppl: float
-    """Of the model alone."""
+    """Perplexity of the model alone."""
     substitute_ppl: float
-    """Of the model with the substitute, without retrieval."""
+    """Perplexity of the model with the substitute, without retrieval."""
     store_ppl: float
-    """Of the model with the store's keys."""
+    """Perplexity of the model with the store's keys."""
     share: float | None
     """The substitute's gain divided by the store's, in log perplexity; None if the store gains nothing."""
 

@@ -60,6 +60,18 @@ def test_squares_are_what_separate_exponentials_are() -> None:
     assert torch.equal(visited.target_weights(torch.tensor([7.3 * 4]))[:, 0], visited.weights(7.3 * 4)[:, 0])
 
 
+@pytest.mark.parametrize("vocabulary", [None, TOKENS])
+@pytest.mark.parametrize("rows", [slice(3, 9), torch.tensor([7, 0, 11]), torch.arange(QUERIES) % 3 == 1])
+def test_some_of_the_queries_have_what_they_have_among_all(rows, vocabulary) -> None:
+    some, gold = cells(30), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
+    every = CellSums(some, gold, vocabulary, features=4)
+    chosen = every.select_rows(rows)
+    assert torch.equal(chosen.nearest, every.nearest[rows])
+    assert torch.equal(chosen.distances, every.distances[rows])
+    assert torch.equal(chosen.distinct, every.distinct[rows])
+    assert chosen.weights(7.3).numpy() == pytest.approx(every.weights(7.3)[rows].numpy(), abs=1e-6)
+
+
 @pytest.mark.parametrize("k", [1, 8, 16, 64, 500])
 def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
     """Also where a query met fewer than k, or none, and where a distance is negative."""

@@ -180,7 +180,7 @@ def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
 
 
 def write_digests(root: Path, segment: Segment) -> None:
-    """Write the file with the digests of a segment's keys again, durably, if it is missing.
+    """Check a segment's keys and write the file with their digests durably, if that file is missing.
 
     Raises:
         OSError: the disk is full or broken.

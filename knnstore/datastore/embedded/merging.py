@@ -167,7 +167,7 @@ class _Cursor:
         return taken
 
     def _numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row numbers of wanted rows, which are counted from 0."""
+        """Convert numbers among the wanted rows (0 is the first wanted row) to row numbers of the segment."""
         at = np.searchsorted(self._before, wanted, side="right") - 1
         numbers: NDArray[np.int64] = self._rows.starts[at] + wanted - self._before[at]
         return numbers

@@ -265,7 +265,10 @@ class SegmentReader:
     def _segment(
         self, entry: SegmentEntry, former: Segment | None, dim: int, codec: CodecFile | None
     ) -> Segment:
-        """Create a segment from its entry in the manifest; a former version's maps are used again."""
+        """Create a segment from its entry in the manifest.
+
+        With a former version of the segment, its mapped files are used again; only the dead rows are new.
+        """
         dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
         columns = (
             former.columns if former else MappedColumns(self.root, entry, dim, self._aside, codec_file=codec)

@@ -116,7 +116,11 @@ class FurtherSearches:
         return sum_cells(self.store, keys, targets, settings)
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, NeighborSums]]:
-        """Yield the tokens that have neighbors, and their neighbors with hits."""
+        """Search k neighbors of each token, in chunks.
+
+        Yields the indices of the tokens that have a neighbor, and their neighbors; hits mark the neighbors
+        with the target token.
+        """
         reading = self._reading
         for members, reached in self._groups(title, selection):
             for tokens in torch.split(members, max(1, _NEIGHBORS // k)):

@@ -21,7 +21,7 @@ S = TypeVar("S")
 
 
 class Form(Enum):
-    """How much of a finding is kept."""
+    """The parts of a finding that are kept."""
 
     DISTRIBUTION = "distribution"
     """The probabilities of all tokens."""

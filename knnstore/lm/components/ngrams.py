@@ -97,7 +97,10 @@ class Continuation(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
-        """Put the distributions of the same counts in several groups of contexts one after another."""
+        """Concatenate the distributions of several groups of contexts, all from the same counts.
+
+        Distributions with fewer places are padded with zeros.
+        """
         width = max(part.width for part in parts)
         weights, tokens = (
             torch.cat([pad(getattr(part, name), (0, width - part.width)) for part in parts])
@@ -149,7 +152,7 @@ class TargetContinuation(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
-        """Put the probabilities in several groups of contexts one after another."""
+        """Concatenate the probabilities of several groups of contexts."""
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
         )

@@ -61,7 +61,7 @@ class OwnNGrams(CountedNGrams):
         """Return the probability that n-grams up to a length give to the next token of each context."""
         key = self.name, order
         if key not in contexts.known:  # once for all positions of the texts
-            laid = _LaidOut.of(contexts.texts)
+            laid = _LaidOut.concatenate(contexts.texts)
             contexts.known[key] = laid.firsts, *_gold(laid, order)
         firsts, probs, suffixes = contexts.known[key]
         found, rows = TargetContinuation.empty(order, len(contexts)), np.flatnonzero(contexts.owners >= 0)
@@ -98,7 +98,7 @@ def _lay_out(contexts: Contexts) -> tuple["_LaidOut", Places, Places]:
         tokens.
     """
     cut = contexts.cut(_WHOLE)
-    laid = _LaidOut.of(cut.texts)
+    laid = _LaidOut.concatenate(cut.texts)
     return laid, cut.rows, laid.firsts[cut.owners] + cut.lengths - 1
 
 
@@ -117,7 +117,8 @@ class _LaidOut(NamedTuple):
     """Index of the text of each place."""
 
     @classmethod
-    def of(cls, texts: Texts) -> "_LaidOut":
+    def concatenate(cls, texts: Texts) -> "_LaidOut":
+        """Put texts one after another, each after a 0."""
         lengths = np.array([len(text) + 1 for text in texts], np.int64)
         begun = [np.append(0, text.astype(np.int64) + 1) for text in texts]
         symbols = np.concatenate([np.zeros(0, np.int64), *begun])
@@ -145,7 +146,16 @@ class _Before(NamedTuple):
 
 
 def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
-    """Find the earlier places that follow the ends of contexts, given by the places of their last tokens."""
+    """Find the earlier places in the same text that follow a context's last token, and their probabilities.
+
+    Each place also has the number of the context's last tokens, at most order - 1, that precede it. The
+    probabilities are those of absolute discounting, see the module.
+
+    Args:
+        laid: the texts.
+        at: place of the last token of each of q contexts, int64, shape (q,).
+        order: tokens of the longest n-grams.
+    """
     symbols, none = laid.symbols, np.zeros(0, np.int64)
     begins = (laid.firsts[laid.text[at]] - 1).tolist()
     found = [

@@ -50,7 +50,10 @@ class Sources:
         ]
 
     def _earlier(self, at: int, before: int) -> Provenance:
-        """Return a place of the text itself, and what stands around it before another one."""
+        """Return the token at position `at` of the text itself as a place, with the tokens around it.
+
+        The tokens after it end before the position `before`.
+        """
         behind = self._tokens[at + 1 : min(at + 1 + _AFTER, before)]
         context = self._tokens[max(0, at - _BEFORE) : at]
         return Provenance(THIS_TEXT, "", at, int(self._tokens[at]), context, behind)

@@ -165,12 +165,12 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
     """
     results: list[tuple[str, Tensor]] = []
 
-    def keep(path: str, _: nn.Module, __: Any, output: Any) -> None:
+    def keep_output(path: str, _: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             results.append((path, output))  # kept alive, so that its memory is not reused
 
     hooks = [
-        module.register_forward_hook(partial(keep, path))
+        module.register_forward_hook(partial(keep_output, path))
         for path, module in model.named_modules()
         if "norm" in type(module).__name__.lower()
     ]

@@ -43,7 +43,7 @@ _KEYS_ENOUGH = 16_384  # enough for any number of directions: half of KEYS_FITTE
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How many hidden states a key joins, and the discount of each earlier state.
+    """The number of hidden states that a key joins, and the discount of each earlier state.
 
     A store's identity has ``str(joining)`` after the name of the place, e.g.
     ``transformer.h.3.mlp:input +0.5 +0.35``. It is empty if a key is a single state.

@@ -123,8 +123,14 @@ class CellSums:
         return self.near(self._features)
 
     def select_rows(self, rows: slice | Tensor) -> "CellSums":
-        """Raise NotImplementedError: the sums of a group of queries cannot be divided."""
-        raise NotImplementedError("sums over cells cannot be divided by queries")
+        """Return the sums of some of the queries; no query may be chosen twice."""
+        device, count = self._targets.device, len(self.nearest)
+        chosen = torch.arange(count, device=device)[rows]
+        numbers = torch.full((count + 1,), -1, device=device)  # of the others, and of missing queries
+        numbers[chosen] = torch.arange(len(chosen), device=device)
+        cells = [some._replace(queries=numbers[some.queries]) for some in self._cells]
+        targets = self._targets[chosen].to(self._device)
+        return CellSums(cells, targets, self._vocabulary, self._features)
 
     def nearest_only(self) -> NeighborSums:
         """Return the nearest records as `NeighborSums`, with `hits` in place of tokens."""
@@ -322,12 +328,18 @@ def halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
 
 
 def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
-    """Find the hits in all cells: the records are sorted by token and searched by bisection.
+    """Find the records with the target token of a query that probes their cell.
+
+    A pair is a cell with a query that probes it. This function sorts the records of each cell by token and
+    finds the target tokens by bisection.
 
     Args:
         cells: the cells, on one device.
-        queries: the queries of all cells in a row, int64, shape (pairs,), from 0 to n - 1.
+        queries: the query of each pair, for all cells in a row, int64, shape (pairs,), from 0 to n - 1.
         targets: target token of each query, int64, shape (n,).
+
+    Returns:
+        The pair and the distance of each hit; empty without cells.
     """
     nothing = torch.empty(0, device=targets.device)
     if not cells:

@@ -141,13 +141,16 @@ class Encoder:
         return self.projected(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
 
     def key_states(self, input_ids: NDArray[np.int64] | Tensor) -> Tensor:
-        """Compute the hidden states that make keys, before joining and projection.
+        """Compute the hidden states at the key's location in the model.
+
+        `joining` and `projected` turn them into keys. Layers behind the location do not run, if possible.
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
 
         Returns:
-            Shape (b, t, h), in the model's dtype, on its device.
+            The states, h components each, shape (b, t, h), in the model's dtype, on its device; padding has
+            states too.
         """
         ids = torch.as_tensor(input_ids, device=self.model.device)
         if self._stops_at_keys:

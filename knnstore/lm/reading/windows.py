@@ -156,11 +156,14 @@ def pack(
 def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
     """Create the batch of windows.
 
+    The input of a window is its tokens without the last one, padded with 0. Each token from `first` on is a
+    gold token; the batch has its document and position.
+
     Args:
         text: all documents, concatenated.
         origins: index of token 0 of each document in `text`.
         table: one row (document, start, stop, first) for each window, int64.
-        width: length of the longest row.
+        width: length of the longest input, stop - start - 1.
     """
     document, start, stop, first = table.T
     column = np.arange(width)

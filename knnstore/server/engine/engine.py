@@ -121,7 +121,7 @@ class Engine:
             EngineBusyError: if `max_waiting` tasks and jobs are waiting.
             EngineStoppedError: if the engine is stopped or was not started.
         """
-        self._enter(lambda: self._waiting.add(ticket))
+        self._enqueue(lambda: self._waiting.add(ticket))
 
     def call(self, work: Callable[[], Found], *, is_part: bool = False) -> "Future[Found]":
         """Run a function in the engine's thread, between two steps. Returns a future of its result.
@@ -170,14 +170,20 @@ class Engine:
 
     def _promise(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
         job = Job(work)
-        self._enter(lambda: self._calls.append(job), is_part=is_part)
+        self._enqueue(lambda: self._calls.append(job), may_exceed_limit=is_part)
         return job.promised
 
-    def _enter(self, received: Callable[[], None], *, is_part: bool = False) -> None:
+    def _enqueue(self, received: Callable[[], None], *, may_exceed_limit: bool = False) -> None:
+        """Count a job and put it into the inbox of the engine's thread.
+
+        Raises:
+            EngineStoppedError: the engine is stopping or has stopped.
+            EngineBusyError: too many jobs wait; never with `may_exceed_limit`.
+        """
         with self._counting:
             if self._stopping or not self._thread.is_alive():
                 raise EngineStoppedError
-            if self._jobs >= self._max_waiting and not is_part:
+            if self._jobs >= self._max_waiting and not may_exceed_limit:
                 raise EngineBusyError
             self._jobs += 1
             self._inbox.put(received)

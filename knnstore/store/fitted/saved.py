@@ -61,14 +61,13 @@ class SavedSettings:
             return frozenset((self.calibration or {}).get("held_out", ()))
 
     def without_traces(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
-        """Return the settings that stay valid when documents are gone.
+        """Return these same settings if no removed document has shaped them; else only `trained` of them.
 
-        Not what was derived from the keys of one that is not in the snapshot, nor what was fitted on the text
-        of one that was removed.
+        A document has shaped them if they were calibrated on its text, or derived from its keys.
 
         Args:
-            snapshot: the documents that are there.
-            removed: the content hashes of documents that are there no more.
+            snapshot: the present documents.
+            removed: content hashes of the removed documents.
         """
         with settings_are_sound():
             derived = self.derived and Lineage.from_dict(self.derived)

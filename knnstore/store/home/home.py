@@ -89,11 +89,17 @@ class Home:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
-        """Read a home's description; `writing` says whether the store is to be changed.
+        """Read a home's description.
 
-        The catalog's URL with its password is the one given, else that of KNNSTORE_CATALOG or of the file
-        that KNNSTORE_CATALOG_FILE names, else the one written. For writing the reserve is given back if the
-        disk is full.
+        The URL of the catalog is the first of these:
+
+        1. `catalog`;
+        2. the value of KNNSTORE_CATALOG, or the content of the file that KNNSTORE_CATALOG_FILE names, if the
+           description has a URL;
+        3. the URL of the description, or SQLite in the home.
+
+        The first two may only add a password: they must name the same database as the third. With `writing`
+        the reserve file is deleted if the disk is full.
 
         Raises:
             StoreNotFoundError: the folder is no home.

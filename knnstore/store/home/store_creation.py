@@ -43,14 +43,15 @@ NOTE = "creation.json"
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Have the folder to make a home in, empty but for the note.
+def lock_new_folder(folder: Path) -> Iterator[None]:
+    """Make and lock the folder of a new home, and delete what an interrupted creation left in it.
 
-    In the end it was renamed, or what was made goes, with the folders above it that were not there before.
+    Only the file `NOTE` of the interrupted creation is kept. If the block raises, the folder is deleted with
+    the parents that were made; else it stays, and the block has renamed it.
 
     Raises:
         LockedError: another process makes the same home.
-        ConfigError: something is there that no creation has left.
+        ConfigError: the folder has files that no creation has left.
     """
     absent = [parent for parent in folder.parents if not parent.exists()]
     lock = _taken(folder)
@@ -166,7 +167,7 @@ def make_store(
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
     outside = _outside(home, engine, folder)
-    with medium_errors(unfinished), alone_in(unfinished):
+    with medium_errors(unfinished), lock_new_folder(unfinished):
         _check_absent(folder)
         creation = Creation.read(unfinished)
         begun = outside in creation.datastores

@@ -1,4 +1,4 @@
-"""What counts of n-grams say about some texts: probabilities, and the places that they are from."""
+"""Look-up of n-grams for texts: probabilities of the next tokens, and the places that they come from."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Suffixes(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """What may come next in q contexts: what was seen, and over all the vocabulary what was not."""
+    """Distributions of the next token in q contexts: seen tokens, and a rest over the whole vocabulary."""
 
     rows: Places
     """Index of the context of each entry, ascending, shape (e,)."""

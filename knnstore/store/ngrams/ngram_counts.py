@@ -93,7 +93,7 @@ class NGramCounts:
 
 
 class _Flags(NamedTuple):
-    """Of the n-grams of one length that begin at each place, in the order."""
+    """Flags of the suffix array for the n-grams of one length that begin at each place."""
 
     new: Flags
     """The n-gram comes first here."""

@@ -1,4 +1,4 @@
-"""What follows the end of a text where the stored text has the same words: a draft of what comes next."""
+"""Drafts from stored text: the tokens that follow the words at the end of a text."""
 
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple

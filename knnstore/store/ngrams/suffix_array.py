@@ -91,7 +91,7 @@ class SortedText:
         return self.positions[documents] + places - self.firsts[documents]
 
     def only(self, chosen: NDArray[np.bool_]) -> Self:
-        """Return the suffix array of the documents in a mask; the remaining suffixes keep their order."""
+        """Return the sorted text of the documents in a mask, without sorting again."""
         if chosen.all():
             return self
         lengths = np.diff(self.firsts, append=len(self.symbols) + 1)

@@ -41,7 +41,7 @@ Seen = Callable[[Ids, Keys], None]
 
 
 class Transferred(NamedTuple):
-    """What `transfer` did and found."""
+    """The result of `transfer`."""
 
     records: int
     """Records of the source, each of which the target holds."""

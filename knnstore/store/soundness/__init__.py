@@ -1,4 +1,4 @@
-"""What of the keys is damaged, and whose: parts that an engine gives up, keys unlike their checksum."""
+"""Damaged keys and their documents: parts that an engine sets aside, and keys that differ from checksums."""
 
 from knnstore.store.soundness.checksums import Checksums, checking, checksum, precision_of, sums_of, taking
 from knnstore.store.soundness.damage import (

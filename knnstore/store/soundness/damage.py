@@ -97,7 +97,7 @@ def documents_of(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) ->
 
 
 def named(catalog: Catalog, rows: Sequence[int]) -> str:
-    """Return the names of documents as one phrase; of more than five, the first five and a count."""
+    """Return the sorted ids and domains of documents as one phrase: the first five, and how many more."""
     labels = sorted(catalog.labels(rows).values())
     names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_NAMED])
     more = f" and {len(labels) - _NAMED:,} more" if len(labels) > _NAMED else ""
