@@ -366,6 +366,9 @@ def test_documents_that_it_was_trained_on_cannot_be_left_out(lm, substitute) -> 
 def test_a_text_scored_before_is_as_one_scored_after_training(lm, trained) -> None:
     scored = score_once(lm.store, lm.reader, HELD_OUT, k=8, selection=PHRASES_ONLY)
     assert set(scored.others) >= {"substitute"}
+    left_out = {HELD_OUT[0].content_hash: ("stored",)}
+    apart = score_once(lm.store, lm.reader, HELD_OUT, k=8, selection=PHRASES_ONLY, left_out=left_out)
+    assert "substitute" not in apart.others, "it cannot leave out a document"
     before = replace(scored, others={}, evidence=replace(scored.evidence, found={"n-grams": scored.ngrams}))
     added = add_substitute(before, lm.store, PHRASES_ONLY, "cpu")
     one, other = (of.evidence.found["substitute"] for of in (scored, added))

@@ -57,6 +57,17 @@ def test_a_document_removed_takes_them_with_it(store, writer, fitted) -> None:
     assert whole(store) == set()
 
 
+def test_weights_that_were_trained_on_no_document_stay_while_a_component_names_them(store, writer) -> None:
+    writer.add("law", "a", "b")
+    name = store.save_weights({"w": np.zeros(4, np.float32)}, {})
+    store.save_settings(SavedSettings(query={"others": {"rows": {"weights": name}}}))
+    store.remove_document("a")
+    assert [file.name for file in (store.home.path / "weights").iterdir()] == [name]
+    assert store.verify() == []
+    store.save_settings(SavedSettings(query={"others": {"rows": {"lam": 0.5}}}))
+    assert list((store.home.path / "weights").iterdir()) == []
+
+
 def test_a_document_replaced_takes_them_with_it(store, writer, fitted) -> None:
     writer.add("law", "b")
     assert whole(store) == set()
