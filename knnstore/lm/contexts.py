@@ -64,19 +64,42 @@ class Contexts:
             prefix: the token that precedes every document; None if documents have no prefix.
             kept: indices into the b * t positions, int64, shape (n,), in any order.
         """
+        at = kept.cpu().numpy()
+        owners = at // batch.is_text.shape[1]
+        read = np.array(batch.starts, np.int64)[:, None] + batch.is_text.cumsum(1)
+        is_text = batch.is_text.ravel()[at]
+        return cls.of_texts(batch.texts, batch.stops, prefix, owners, read.ravel()[at], is_text)
+
+    @classmethod
+    def of_texts(
+        cls,
+        states: Sequence[TextState],
+        stops: Sequence[int],
+        prefix: int | None,
+        owners: Numbers,
+        ends: Numbers,
+        is_text: NDArray[np.bool_] | None = None,
+    ) -> Self:
+        """Create the contexts of positions in texts that a model processes.
+
+        Args:
+            states: the state of each text.
+            stops: number of tokens of each text to use, at most its length.
+            prefix: the token that precedes every document; None if documents have no prefix.
+            owners: index of the text of each position, int64, shape (n,).
+            ends: see `Contexts.ends`.
+            is_text: False at padding, shape (n,); None means no padding.
+        """
         texts, is_whole, headed = list[Text](), list[bool](), list[int]()
-        for state, stop in zip(batch.texts, batch.stops, strict=True):
+        for state, stop in zip(states, stops, strict=True):
             tokens = state.tokens(0, stop)
             headed.append(int(prefix is not None and stop > 0 and tokens[0] == prefix))
             texts.append(tokens[headed[-1] :])
             is_whole.append(prefix is None or bool(headed[-1]))
-        at = kept.cpu().numpy()
-        owners = at // batch.is_text.shape[1]
-        read = np.array(batch.starts, np.int64)[:, None] + batch.is_text.cumsum(1)
-        ends = read.ravel()[at]
         lengths = ends - np.array(headed, np.int64)[owners]
-        is_text = batch.is_text.ravel()[at]
-        return cls(texts, is_whole, np.where(is_text, owners, -1), lengths, batch.texts, ends, {})
+        if is_text is not None:
+            owners = np.where(is_text, owners, -1)
+        return cls(texts, is_whole, owners, lengths, states, ends, {})
 
     @classmethod
     def of_documents(cls, texts: Sequence[Text]) -> Self:

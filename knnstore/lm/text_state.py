@@ -48,11 +48,17 @@ class TextState:
         self._states: Tensor | None = None
         self._unknown_stop = 0
         self._first_key = 0  # position of the first key that was not dropped
+        self._first_state = 0  # position of the first hidden state that was not dropped
 
     @property
     def has_all_tokens(self) -> bool:
         """True if every token id is known; False if the model received a part of the text as embeddings."""
         return self._unknown_stop == 0
+
+    @property
+    def has_all_keys(self) -> bool:
+        """True if no key was dropped."""
+        return self._first_key == 0
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return the tokens from position start to stop - 1: int64, shape (stop - start,); read only."""
@@ -80,8 +86,10 @@ class TextState:
         known = min(count, self.length)
         states = like.new_zeros((count, like.shape[-1]))
         if known:
+            first = self.length - known - self._first_state
             assert self._states is not None
-            states[count - known :] = self._states[self.length - known : self.length]
+            assert first >= 0, "the hidden states were dropped"
+            states[count - known :] = self._states[first : first + known]
         return states
 
     def append(self, tokens: Tokens | None, keys: Tensor, states: Tensor | None) -> None:
@@ -105,14 +113,28 @@ class TextState:
             self._unknown_stop = stop
         self._keys = _write(self._keys, keys, start - self._first_key)
         if states is not None:
-            self._states = _write(self._states, states, start)
+            self._states = _write(self._states, states, start - self._first_state)
         self.length = stop
+
+    def append_without_keys(self, tokens: Tokens) -> None:
+        """Append tokens that no forward pass computes because their KV cache is reused.
+
+        Drops the keys and hidden states of all earlier tokens, so later keys cannot join earlier states.
+
+        Args:
+            tokens: int64, shape (n,).
+        """
+        self._tokens = np.concatenate([self._tokens[: self.length], tokens])
+        self.length = self._first_key = self._first_state = len(self._tokens)
+        self._keys = self._states = None
 
     def truncate(self, length: int) -> None:
         """Remove all tokens from position `length` on. Does nothing if the text is not longer."""
         if length >= self.length:
             return
         self.length = max(0, length)
+        self._first_key = min(self._first_key, self.length)
+        self._first_state = min(self._first_state, self.length)
         if not self.length:
             self._unknown_stop = 0
 
@@ -123,15 +145,23 @@ class TextState:
             self._keys = self._keys[dropped : self.length - self._first_key].clone()
             self._first_key += dropped
 
+    def drop_states(self, stop: int) -> None:
+        """Drop the hidden states before position `stop` and free their memory."""
+        dropped = min(stop, self.length) - self._first_state
+        if self._states is not None and dropped > 0:
+            self._states = self._states[dropped : self.length - self._first_state].clone()
+            self._first_state += dropped
+
     def fork(self) -> "TextState":
         """Return an independent copy; changes of one text do not change the other."""
         copy = TextState()
         copy.length, copy._unknown_stop = self.length, self._unknown_stop
         copy._tokens = self._tokens[: self.length].copy()
-        if self.length:
-            assert self._keys is not None
-            copy._keys, copy._first_key = self._keys[: self.length - self._first_key].clone(), self._first_key
-            copy._states = None if self._states is None else self._states[: self.length].clone()
+        copy._first_key, copy._first_state = self._first_key, self._first_state
+        if self._keys is not None:
+            copy._keys = self._keys[: self.length - self._first_key].clone()
+        if self._states is not None:
+            copy._states = self._states[: self.length - self._first_state].clone()
         return copy
 
 

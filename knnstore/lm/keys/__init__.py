@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
-    from knnstore.lm.keys.fingerprints import model_fingerprint, same_model, tokenizer_fingerprint
+    from knnstore.lm.keys.fingerprints import (
+        compute_fingerprint,
+        model_fingerprint,
+        same_model,
+        tokenizer_fingerprint,
+    )
     from knnstore.lm.keys.key_capture import (
         KeyCapture,
         KeyLocation,
@@ -29,6 +34,7 @@ __all__ = [
     "KeyCapture",
     "KeyLocation",
     "Projection",
+    "compute_fingerprint",
     "described",
     "fit_projection",
     "hidden_forward",

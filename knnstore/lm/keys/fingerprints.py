@@ -3,13 +3,13 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from knnstore.errors import CatalogError
 
@@ -65,15 +65,38 @@ def model_fingerprint(model: PreTrainedModel) -> str:
         little-endian float32, in base64; and the fields of the configuration that change a forward pass,
         JSON in base64.
     """
+
+    def read_values(name: str, at: Tensor) -> Tensor:
+        flat = weights[name].detach().reshape(-1)
+        return flat[at.to(flat.device)]
+
+    weights = model.state_dict()
+    sizes = {name: weight.numel() for name, weight in weights.items()}
+    return compute_fingerprint(sizes, read_values, model.config)
+
+
+def compute_fingerprint(
+    sizes: Mapping[str, int], read_values: Callable[[str, Tensor], Tensor], config: PreTrainedConfig
+) -> str:
+    """Compute a fingerprint of a model whose weights are anywhere, for example in files.
+
+    Args:
+        sizes: number of values of each weight, by its name in the model's `state_dict`.
+        read_values: returns values of a weight, given its name and the indices of the values in the
+            flattened weight, int64, shape (m,).
+        config: the model's configuration.
+
+    Returns:
+        See `model_fingerprint`.
+    """
     values = []
-    for _, weight in sorted(model.state_dict().items()):
-        flat = weight.detach().reshape(-1)
-        count = min(len(flat), _VALUES_PER_TENSOR)
-        at = torch.arange(count) * (len(flat) - 1) // max(1, count - 1)
-        values.append(flat[at.to(flat.device)].to("cpu", torch.float32).numpy())
+    for name, size in sorted(sizes.items()):
+        count = min(size, _VALUES_PER_TENSOR)
+        at = torch.arange(count) * (size - 1) // max(1, count - 1)
+        values.append(read_values(name, at).to("cpu", torch.float32).numpy())
     sample = np.concatenate(values).astype("<f4").tobytes()
-    config = json.dumps(_select_forward_fields(model.config.to_dict()), sort_keys=True, default=str).encode()
-    parts = (base64.b64encode(part).decode() for part in (sample, config))
+    fields = json.dumps(_select_forward_fields(config.to_dict()), sort_keys=True, default=str).encode()
+    parts = (base64.b64encode(part).decode() for part in (sample, fields))
     return ":".join((hashlib.sha256(sample).hexdigest(), *parts))
 
 

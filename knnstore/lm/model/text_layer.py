@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import CACHE_NAMES, find_cache
+from knnstore.lm.reading import CACHE_NAMES, DummyLayer, find_cache
 from knnstore.lm.text_state import TextState
 
 

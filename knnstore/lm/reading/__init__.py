@@ -1,8 +1,15 @@
 """Tokens, windows, keys and log-probabilities of documents; adding documents to a store; loading models."""
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
+from knnstore.lm.reading.checkpoints import check_checkpoint
 from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits
-from knnstore.lm.reading.model_cache import CACHE_NAMES, as_cache_argument, cache_argument, find_cache
+from knnstore.lm.reading.model_cache import (
+    CACHE_NAMES,
+    DummyLayer,
+    as_cache_argument,
+    cache_argument,
+    find_cache,
+)
 from knnstore.lm.reading.models import (
     check_matches,
     check_runs,
@@ -25,13 +32,14 @@ from knnstore.lm.reading.token_text import (
     named_panics,
     split_text,
 )
-from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch
+from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch, prefix_of
 
 __all__ = [
     "BATCH_TOKENS",
     "CACHE_NAMES",
     "Added",
     "Detokenizer",
+    "DummyLayer",
     "Encoded",
     "Encoder",
     "LogProbs",
@@ -44,6 +52,7 @@ __all__ = [
     "add",
     "as_cache_argument",
     "cache_argument",
+    "check_checkpoint",
     "check_logits",
     "check_matches",
     "check_runs",
@@ -58,6 +67,7 @@ __all__ = [
     "loaded",
     "name_of",
     "named_panics",
+    "prefix_of",
     "sample_keys",
     "sample_tokens",
     "split_text",

@@ -1,4 +1,4 @@
-"""Finding the cache of earlier tokens among the arguments and the results of a model's forward pass.
+"""The cache of earlier tokens among the arguments and the results of a model's forward pass; its empty layer.
 
 The name of the cache argument differs between models of transformers. Since transformers 5.24 the name is
 ``cache``; before, it was ``past_key_values``, and ``cache_params`` for state space models.
@@ -6,7 +6,9 @@ The name of the cache argument differs between models of transformers. Since tra
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from transformers import cache_utils
 
 from knnstore.errors import ConfigError
 
@@ -40,3 +42,41 @@ def find_cache(values: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments or the results of a forward pass; None if they have no cache."""
     named = dict(values.items())  # a `ModelOutput` logs a warning for each access to an old name
     return next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)
+
+
+if TYPE_CHECKING or hasattr(cache_utils, "DummyLayer"):
+    from transformers.cache_utils import DummyLayer
+else:
+
+    class DummyLayer(cache_utils.CacheLayerMixin):
+        """Layer of a cache that holds no keys and values; transformers has this class since 5.20."""
+
+        is_compileable = is_croppable = True
+        supports_early_init = False
+
+        def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+            """Do nothing."""
+
+        def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[None, None]:
+            """Accept None in place of keys and values, and nothing else."""
+            if key_states is not None or value_states is not None:
+                raise NotImplementedError("this layer holds no keys and values")
+            return None, None
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            """Return the length and the offset of an attention mask without earlier tokens."""
+            return query_length, 0
+
+        def get_seq_length(self) -> int:
+            """Return 0."""
+            return 0
+
+        def get_max_length(self) -> int:
+            """Return -1, which means no limit."""
+            return -1
+
+        def offload(self) -> None:
+            """Do nothing."""
+
+        def prefetch(self) -> None:
+            """Do nothing."""

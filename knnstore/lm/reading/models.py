@@ -122,7 +122,7 @@ def load_model(
         if "/" in str(wanted_attention):  # a repository: transformers would download and run its code
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
         if gguf_file is None:
-            _check_shards(folder, **options)
+            check_shards(folder, **options)
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
@@ -257,7 +257,7 @@ def _check_sizes(name: str, config: Any) -> None:
             )
 
 
-def _check_shards(name: str, **options: Any) -> None:
+def check_shards(name: str, **options: Any) -> None:
     """Check that an index of weights names only safetensors files in the model's own folder.
 
     Transformers opens every file that the index names, in any folder, and unpickles files of other formats. A
@@ -475,7 +475,22 @@ def check_matches(
     Raises:
         FingerprintMismatchError: the model or the tokenizer differs; the message names both.
     """
-    found = model_fingerprint(model)
+    check_fingerprint(model_fingerprint(model), model.config.name_or_path or type(model).__name__, identity)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, identity)
+
+
+def check_fingerprint(found: str, name: str, identity: Identity) -> None:
+    """Check that a store was made with the model that has a fingerprint.
+
+    Args:
+        found: the model's fingerprint.
+        name: the model's name, for the message.
+        identity: the store's identity.
+
+    Raises:
+        FingerprintMismatchError: the model differs; the message names both.
+    """
     if not same_model(found, identity.model_fingerprint):
         if found.partition(":")[0] == identity.model_fingerprint.partition(":")[0]:
             raise FingerprintMismatchError(
@@ -484,11 +499,8 @@ def check_matches(
             )
         raise FingerprintMismatchError(
             f"the store was made with the model {identity.model} ({identity.model_fingerprint[:12]}), "
-            f"this is {model.config.name_or_path or type(model).__name__} ({found[:12]}): "
-            "load that one, or make a store for this one"
+            f"this is {name} ({found[:12]}): load that one, or make a store for this one"
         )
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, identity)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, identity: Identity) -> None:
