@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from knnstore.lm.reading import (
         Added,
         Detokenizer,
+        DummyLayer,
         Encoder,
         Synced,
         TextReader,
@@ -114,6 +115,7 @@ __all__ = [
     "DocumentScore",
     "DomainWeights",
     "Drafts",
+    "DummyLayer",
     "Encoder",
     "Evaluation",
     "Evidence",

@@ -8,7 +8,7 @@ prompts, single generated tokens, drafts. For each step the engine calls::
     logits = mixer.mix(logits, rows, ...)  # as often as the engine computes logits of rows of the pass
 
 The mixer keeps a `TextState` for each request. An error of one request does not affect the others: the
-request's rows keep the model's logits, and `take_failures` returns the error.
+request's rows keep the model's logits, and `take_failures` names the request.
 """
 
 import logging
@@ -64,7 +64,6 @@ class _Request:
     text: TextState = field(default_factory=TextState)
     error: Exception | None = None
     """The first error of the request; its rows keep the model's logits from then on."""
-    is_error_taken: bool = False
 
 
 class HostedSettings:
@@ -112,6 +111,7 @@ class HostedSettings:
             self._revision = revision
 
     def _resolve(self, options: RequestOptions, purpose: Purpose) -> KNNSettings:
+        """Return the settings for a request, not cached; see `resolve`."""
         domains = options.domains
         if domains is not None:
             domains = tuple(name for name in domains if name in self._domains)
@@ -146,6 +146,7 @@ class StepMixer:
         self._settings = HostedSettings(store)
         self._rows = RowMixer(store)
         self._requests: dict[str, _Request] = {}
+        self._failures: set[str] = set()
         self._step: Step | None = None
         self._keys: Tensor | None = None
 
@@ -158,7 +159,7 @@ class StepMixer:
         generated: Sequence[int] = (),
         wants_prompt_scores: bool = False,
     ) -> None:
-        """Register a request. A request with the option ``knn_off`` is ignored.
+        """Register a request. A request with the option ``knn_off`` is ignored; with a wrong option it fails.
 
         Args:
             name: id of the request.
@@ -166,30 +167,27 @@ class StepMixer:
             prompt: token ids of the prompt.
             generated: token ids that were generated before, if the engine resumes the request.
             wants_prompt_scores: True if the engine also computes log-probabilities of the prompt's tokens.
-
-        Raises:
-            ConfigError: an option is wrong.
         """
-        options = RequestOptions.parse(values)
-        if not options.is_off:
-            known = np.asarray([*prompt, *generated], np.int64)
-            self._requests[name] = _Request(options, known, len(prompt), wants_prompt_scores)
-
-    def knows(self, name: str) -> bool:
-        """Check whether a request is registered."""
-        return name in self._requests
+        error = None
+        try:
+            options = RequestOptions.parse(values)
+        except KnnstoreError as failure:
+            options, error = RequestOptions(), failure
+        if options.is_off:
+            return
+        known = np.asarray([*prompt, *generated], np.int64)
+        request = _Request(options, known, len(prompt), wants_prompt_scores)
+        self._requests[name] = request
+        if error is not None:
+            self._fail(name, request, error)
 
     def remove_request(self, name: str) -> None:
         """Forget a request. Does nothing if it is not registered."""
         self._requests.pop(name, None)
 
-    def take_failures(self) -> dict[str, Exception]:
-        """Return the error of each request that failed since the last call, by id."""
-        failures = {}
-        for name, request in self._requests.items():
-            if request.error is not None and not request.is_error_taken:
-                request.is_error_taken = True
-                failures[name] = request.error
+    def take_failures(self) -> set[str]:
+        """Return the ids of the requests that failed since the last call. The log has their errors."""
+        failures, self._failures = self._failures, set()
         return failures
 
     def begin_step(self, step: Step | None) -> None:
@@ -213,7 +211,8 @@ class StepMixer:
         """
         step = self._step
         assert step is not None
-        by_length: dict[int, list[tuple[_Request, int]]] = {}
+        # Requests with the same number of new tokens, for example all that generate, are one batch.
+        by_length: dict[int, list[tuple[str, _Request, int]]] = {}
         for row, name in enumerate(step.requests):
             request = self._requests.get(name)
             if request is None or request.error is not None:
@@ -221,27 +220,36 @@ class StepMixer:
             start, stop = int(step.starts[row]), int(step.starts[row + 1])
             try:
                 self._rewind(request, int(step.positions[start]))
-            except KnnstoreError as error:
+            except Exception as error:
                 self._fail(name, request, error)
-                continue
-            by_length.setdefault(stop - start, []).append((request, start))
-        # Requests with the same number of new tokens, for example all that generate, are one batch.
+            else:
+                by_length.setdefault(stop - start, []).append((name, request, start))
         for length, members in by_length.items():
-            rows = np.array([start for _, start in members])[:, None] + np.arange(length)
-            at = torch.from_numpy(rows.ravel()).to(states.device)
-            keys, _ = append_pass(
-                [request.text for request, _ in members],
-                torch.from_numpy(step.tokens[rows]),
-                states[at].reshape(*rows.shape, -1),
-                None,
-                self._joining,
-                self._project,
-            )
-            if self._keys is None:
-                self._keys = keys.new_zeros((int(step.starts[-1]), keys.shape[-1]))
-            self._keys[at] = keys.flatten(0, 1)
-            for request, _ in members:
-                self._drop_unneeded(request)
+            try:
+                self._extend_batch(step, states, members, length)
+            except Exception as error:
+                for name, request, _ in members:
+                    self._fail(name, request, error)
+
+    def _extend_batch(
+        self, step: Step, states: Tensor, members: Sequence[tuple[str, _Request, int]], length: int
+    ) -> None:
+        """Extend the texts of requests with `length` new tokens each; `members` has the first row of each."""
+        rows = np.array([start for _, _, start in members])[:, None] + np.arange(length)
+        index = torch.from_numpy(rows.ravel()).to(states.device)
+        keys, _ = append_pass(
+            [request.text for _, request, _ in members],
+            torch.from_numpy(step.tokens[rows]),
+            states[index].reshape(*rows.shape, -1),
+            None,
+            self._joining,
+            self._project,
+        )
+        if self._keys is None:
+            self._keys = keys.new_zeros((int(step.starts[-1]), keys.shape[-1]))
+        self._keys[index] = keys.flatten(0, 1)
+        for _, request, _ in members:
+            self._drop_unneeded(request)
 
     def mix(self, logits: Tensor, rows: Numbers, purpose: Purpose) -> Tensor:
         """Mix the store into the logits of rows of the step.
@@ -249,8 +257,8 @@ class StepMixer:
         Args:
             logits: logits of the model, shape (m, v), any floating dtype; they are not changed.
             rows: the row of the pass that each was computed from, int64, shape (m,).
-            purpose: `Purpose.GENERATION` for the next token after each row; `Purpose.SCORING` for the prompt's
-                own tokens, for requests that want these.
+            purpose: `Purpose.GENERATION` for the next token after each row; `Purpose.SCORING` for the tokens
+                of the prompt, in requests that want their scores.
 
         Returns:
             Shape (m, v): log-probabilities of the mixture, float32; or the unchanged `logits` if nothing is
@@ -275,17 +283,18 @@ class StepMixer:
                 chosen.append(at)
         if not chosen:
             return logits
-        # 2) Mix.
-        at = np.array(chosen, np.int64)
-        contexts = self._contexts(members, owners[at], positions[at] + 1)
-        index = torch.from_numpy(at).to(logits.device)
-        keys = self._keys[torch.from_numpy(rows[at]).to(self._keys.device)]
-        each = [one for owner in owners[at].tolist() if (one := settings[owner]) is not None]
-        chosen_rows = Rows(logits if len(at) == len(rows) else logits[index], keys, contexts)
-        mixed = self._mix(chosen_rows, each, [step.requests[owner] for owner in owners[at]])
+        # 2) Mix them.
+        picked = np.array(chosen, np.int64)
+        is_all = len(picked) == len(rows)
+        index = torch.from_numpy(picked).to(logits.device)
+        keys = self._keys[torch.from_numpy(rows[picked]).to(self._keys.device)]
+        contexts = self._contexts(members, owners[picked], positions[picked] + 1)
+        chosen_rows = Rows(logits if is_all else logits[index], keys, contexts)
+        each = [one for owner in owners[picked].tolist() if (one := settings[owner]) is not None]
+        mixed = self._mix(chosen_rows, each, [step.requests[owner] for owner in owners[picked]])
         if mixed is chosen_rows.logits:
             return logits
-        if len(at) == len(rows):
+        if is_all:
             return mixed.to(torch.float32)
         result = logits.to(torch.float32, copy=True)
         result[index] = mixed.to(torch.float32)
@@ -294,8 +303,9 @@ class StepMixer:
     def _mix(self, rows: Rows, each: list[KNNSettings], names: list[str]) -> Tensor:
         """Mix rows; after an error mix the rows of each request alone, so that only its own request fails."""
         try:
-            return self._rows.mix(rows, each)
-        except Exception:  # which request it is, the second attempt tells
+            mixed: Tensor = self._rows.mix(rows, each)
+            return mixed
+        except Exception:  # the second attempt finds the request whose store failed
             _logger.debug("mixing the requests one by one", exc_info=True)
         mixed = rows.logits.to(torch.float32, copy=True)
         for name in dict.fromkeys(names):
@@ -359,9 +369,11 @@ class StepMixer:
         text.drop_states(text.length - len(self._joining.discounts) - self._most_drafts)
 
     def _project(self, states: Tensor) -> Tensor:
+        """Convert joined states, shape (..., width), to the store's keys, float32, shape (..., d)."""
         return states.float() if self._projection is None else self._projection(states)
 
     def _fail(self, name: str, request: _Request, error: Exception) -> None:
         """Mark a request as failed."""
         _logger.warning("request %s: the store failed: %s", name, error)
         request.error = error
+        self._failures.add(name)

@@ -12,7 +12,8 @@ This is the only module that uses names of vLLM. It attaches in four places:
 3. The runners' `load_model`: after loading, the model's `compute_logits` is replaced on this instance. All
    logits go through it: those of next tokens, of drafts, and of the prompt. So penalties, grammars, sampling,
    log-probabilities, echo and the verification of drafts all use the mixture.
-4. `Scheduler.update_from_output`: ends requests whose retrieval failed with the finish reason ``error``.
+4. `Scheduler.update_from_output`: ends requests whose retrieval failed, with the finish reason ``error``;
+   and `OutputProcessor.process_outputs` in the front end counts these requests.
 
 vLLM changes these names between releases. Another release than `VERSIONS`, or a missing name, is an error at
 the start, because vLLM would otherwise serve the bare model without notice.
@@ -24,7 +25,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm.hosts import HOME
@@ -62,7 +64,12 @@ NAMES = {
     ),
     "vllm.v1.worker.cpu_model_runner": ("CPUModelRunner.load_model",),
     "vllm.v1.worker.gpu.model_runner": ("GPUModelRunner.load_model", "GPUModelRunner.sample"),
-    "vllm.v1.core.sched.scheduler": ("Scheduler.update_from_output",),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.update_from_output", "Scheduler.finish_requests"),
+    "vllm.v1.engine": ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason.ERROR"),
+    "vllm.v1.engine.output_processor": ("OutputProcessor.process_outputs",),
+    "vllm.v1.request": ("RequestStatus.FINISHED_ERROR",),
+    "vllm.distributed": ("get_tp_group", "get_pp_group"),
+    "vllm.platforms": ("current_platform.use_all_gather",),
 }
 """All names of vLLM that the plugin uses, by module. `check_vllm` checks that they exist."""
 
@@ -102,6 +109,8 @@ def attach() -> None:
         "_build_logits_processors_params_validator",
         _checking_options,
     )
+    _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _ending_failed)
+    _wrap("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _counting_failures)
     for module, name in _RUNNERS:
         if "load_model" in vars(getattr(importlib.import_module(module), name)):
             _wrap(module, name, "load_model", _attaching_store)
@@ -340,25 +349,37 @@ class Attachment:
     """
 
     def __init__(self, runner: Any) -> None:
-        from transformers import AutoTokenizer
         from vllm.distributed import get_tp_group
+        from vllm.platforms import current_platform
 
         self._runner = runner
-        self._group = get_tp_group()
-        config = runner.vllm_config
-        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-        store = KNNStore.open(os.environ[HOME])
-        place, _ = Joining.parse(store.identity.key)
-        self._tap = None if _is_head_input(runner.model, place) else StateTap(runner.model, place)
-        model = config.model_config
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
-        self.mixer = StepMixer(store, prefix_of(tokenizer), drafts)
         self._hidden: Tensor | None = None
+        self._tap: StateTap | None = None
+        self.mixer: StepMixer | None = None
+        # Each rank of a tensor parallel group samples for itself, so all need the same mixed logits.
+        self._group = get_tp_group()
+        self._is_shared = self._group.world_size > 1 and current_platform.use_all_gather()
+        if self._group.rank_in_group == 0:
+            self._open_store()
         self._compute_logits = runner.model.compute_logits
         runner.model.compute_logits = self.compute_logits
 
+    def _open_store(self) -> None:
+        """Open the store, and attach to the model's module where its keys are taken."""
+        runner, config = self._runner, self._runner.vllm_config
+        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        store = KNNStore.open(os.environ[HOME])
+        place, _ = Joining.parse(store.identity.key)
+        if not _is_head_input(runner.model, place):
+            self._tap = StateTap(runner.model, place)
+        model = config.model_config
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+        self.mixer = StepMixer(store, prefix_of(tokenizer), drafts)
+
     def add_request(self, new: Any) -> None:
         """Register a request that begins, or that Model Runner V2 resumes; `new` is its `NewRequestData`."""
+        if self.mixer is None:
+            return
         params, prompt = new.sampling_params, new.prompt_token_ids
         self.mixer.add_request(
             new.req_id,
@@ -376,13 +397,47 @@ class Attachment:
             count: number of tokens of the pass, n.
         """
         self._hidden = hidden
-        if not self.mixer.is_idle:
+        if self.mixer is not None and not self.mixer.is_idle:
             self.mixer.extend_texts(hidden[:count] if self._tap is None else self._tap.states(count))
 
-    def end_step(self) -> None:
-        """End the step; until the next step logits stay as they are (vLLM's trial passes have no step)."""
-        self.mixer.begin_step(None)
+    def remove_request(self, name: str) -> None:
+        """Forget a request that has ended."""
+        if self.mixer is not None:
+            self.mixer.remove_request(name)
+
+    def begin_step(self, names: Sequence[str], starts: Numbers, tokens: Tensor, positions: Tensor) -> None:
+        """Begin a step.
+
+        Args:
+            names: ids of the b requests of the batch.
+            starts: see `Step.starts`.
+            tokens: the model's input of at least n token ids.
+            positions: their positions, at least n.
+        """
+        if self.mixer is not None:
+            count = int(starts[-1])
+            self.mixer.begin_step(
+                Step(
+                    list(names),
+                    starts,
+                    tokens[:count].cpu().numpy().astype(np.int64),
+                    positions[:count].cpu().numpy().astype(np.int64),
+                )
+            )
+
+    def end_step(self, output: Any) -> Any:
+        """End the step, and return the runner's output with the failures of the step.
+
+        Until the next step logits stay as they are, because vLLM's trial passes have no step.
+        """
         self._hidden = None
+        if self.mixer is None:
+            return output
+        self.mixer.begin_step(None)
+        failures = self.mixer.take_failures()
+        if failures and output is not None:
+            _add_failures(output, failures)
+        return output
 
     def compute_logits(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         """Compute the model's logits, and mix the store into them if this is a step.
@@ -400,7 +455,11 @@ class Attachment:
             rows, purpose = self.sampled_rows(), Purpose.GENERATION
         else:
             rows, purpose = np.arange(first, first + len(hidden)), Purpose.SCORING
-        return self.mixer.mix(logits, rows, purpose)
+        if self.mixer is not None:
+            logits = self.mixer.mix(logits, rows, purpose)
+        if self._is_shared:
+            logits = self._group.broadcast(logits.float().contiguous(), src=0)
+        return logits
 
     def sampled_rows(self) -> Numbers:
         """Return the row of the pass of each row whose next token is sampled, int64, shape (m,)."""
@@ -428,17 +487,19 @@ class FirstRunnerAttachment(Attachment):
             return output
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = None
             try:
-                return sample(*args, **kwargs)
+                output = sample(*args, **kwargs)
             finally:
                 self._count = 0
-                self.end_step()
+                output = self.end_step(output)
+            return output
 
         runner._prepare_inputs = _prepare_inputs
         runner._model_forward = _model_forward
         runner.sample_tokens = sample_tokens
 
-    def sampled_rows(self) -> Numbers:
+    def sampled_rows(self) -> Numbers:  # noqa: D102
         assert self._logits_indices is not None
         rows: Numbers = self._logits_indices.cpu().numpy().astype(np.int64)
         return rows
@@ -449,7 +510,7 @@ class FirstRunnerAttachment(Attachment):
         batch = runner.input_batch
         # 1) Requests that began or ended.
         for name in scheduler_output.finished_req_ids:
-            self.mixer.remove_request(name)
+            self.remove_request(name)
         for new in scheduler_output.scheduled_new_reqs:
             self.add_request(new)
         # 2) The tokens that the model receives. With asynchronous scheduling the runner's lists of generated
@@ -458,9 +519,7 @@ class FirstRunnerAttachment(Attachment):
         starts = runner.query_start_loc.np[: len(names) + 1].astype(np.int64)
         self._count = int(starts[-1])
         self._logits_indices = logits_indices
-        tokens = runner.input_ids.gpu[: self._count].cpu().numpy().astype(np.int64)
-        positions = runner.positions[: self._count].cpu().numpy().astype(np.int64)
-        self.mixer.begin_step(Step(names, starts, tokens, positions))
+        self.begin_step(names, starts, runner.input_ids.gpu, runner.positions)
 
 
 class SecondRunnerAttachment(Attachment):
@@ -479,7 +538,7 @@ class SecondRunnerAttachment(Attachment):
 
         def finish_requests(scheduler_output: Any) -> Any:
             for name in scheduler_output.finished_req_ids:
-                self.mixer.remove_request(name)
+                self.remove_request(name)
             return remove(scheduler_output)
 
         def sample_batch(hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
@@ -487,15 +546,17 @@ class SecondRunnerAttachment(Attachment):
             return sample(hidden_states, input_batch, grammar_output)
 
         def sample_step(*args: Any, **kwargs: Any) -> Any:
+            output = None
             try:
-                return sample_tokens(*args, **kwargs)
+                output = sample_tokens(*args, **kwargs)
             finally:
-                self.end_step()
+                output = self.end_step(output)
+            return output
 
         runner.add_requests, runner.finish_requests = add_requests, finish_requests
         runner.sample, runner.sample_tokens = sample_batch, sample_step
 
-    def sampled_rows(self) -> Numbers:
+    def sampled_rows(self) -> Numbers:  # noqa: D102
         rows: Numbers = self._batch.logits_indices.cpu().numpy().astype(np.int64)
         return rows
 
@@ -503,11 +564,93 @@ class SecondRunnerAttachment(Attachment):
         """Begin a step with the batch that the runner samples from."""
         self._batch = batch
         starts = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
-        count = int(starts[-1])
-        tokens = batch.input_ids[:count].cpu().numpy().astype(np.int64)
-        positions = batch.positions[:count].cpu().numpy().astype(np.int64)
-        self.mixer.begin_step(Step(list(batch.req_ids), starts, tokens, positions))
-        self.extend_texts(hidden, count)
+        self.begin_step(batch.req_ids, starts, batch.input_ids, batch.positions)
+        self.extend_texts(hidden, int(starts[-1]))
+
+
+# 4. Requests whose retrieval failed.
+
+_FAILURES = "knnstore_failures"
+"""Attribute of a runner's output: ids of the requests that failed in the step."""
+
+_FAILED, _FELL_BACK = "knnstore_failed", "knnstore_fallback"
+"""Stop reason of a request whose retrieval failed, and that ended for this or went on without the store."""
+
+
+def _add_failures(output: Any, failures: set[str]) -> None:
+    """Attach the ids of failed requests to the output of a runner, which may be asynchronous."""
+    if not hasattr(output, "get_output"):
+        setattr(output, _FAILURES, failures)
+        return
+    get_output = output.get_output
+
+    def get_marked_output() -> Any:
+        result = get_output()
+        setattr(result, _FAILURES, failures)
+        return result
+
+    output.get_output = get_marked_output
+
+
+def _ending_failed(update_from_output: Any) -> Any:
+    """Wrap the scheduler's use of a step's output: end failed requests, or mark them at their end."""
+
+    @functools.wraps(update_from_output)
+    def wrapped(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+        from vllm.v1.request import RequestStatus
+
+        failures: set[str] = getattr(model_runner_output, _FAILURES, set())
+        falls_back = _on_error() == "fallback"
+        ended = []
+        if failures and not falls_back:
+            ended = self.finish_requests(failures, RequestStatus.FINISHED_ERROR)
+        outputs = update_from_output(self, scheduler_output, model_runner_output)
+        for request in ended:
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            of_client.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    stop_reason=_FAILED,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        if falls_back:
+            marked: set[str] = self.__dict__.setdefault(_FAILURES, set())
+            marked |= failures
+            for output in (one for of_client in outputs.values() for one in of_client.outputs):
+                if output.finish_reason is not None and output.request_id in marked:
+                    marked.discard(output.request_id)
+                    output.stop_reason = output.stop_reason or _FELL_BACK
+        return outputs
+
+    return wrapped
+
+
+def _counting_failures(process_outputs: Any) -> Any:
+    """Wrap the front end's use of outputs: count failed requests in vLLM's metrics."""
+    from prometheus_client import Counter
+
+    counter = Counter(
+        "knnstore_failed_requests",
+        "Requests whose retrieval failed, by what happened to them: fail or fallback.",
+        ["action"],
+    )
+    actions = {_FAILED: "fail", _FELL_BACK: "fallback"}
+    for action in actions.values():
+        counter.labels(action)
+
+    @functools.wraps(process_outputs)
+    def wrapped(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if output.stop_reason in actions:
+                counter.labels(actions[output.stop_reason]).inc()
+        return process_outputs(self, engine_core_outputs, *args, **kwargs)
+
+    return wrapped
 
 
 def _is_head_input(model: nn.Module, place: str) -> bool:

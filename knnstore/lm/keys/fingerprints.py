@@ -67,7 +67,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     """
 
     def read_values(name: str, at: Tensor) -> Tensor:
-        flat = weights[name].detach().reshape(-1)
+        flat: Tensor = weights[name].detach().reshape(-1)
         return flat[at.to(flat.device)]
 
     weights = model.state_dict()

@@ -57,7 +57,8 @@ def _read_fingerprint(model: str, revision: str) -> str | None:
             slices = _open_weights(model, revision, opened)
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
             with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                make: Any = AutoModelForCausalLM.from_config
+                empty = make(config, trust_remote_code=False)
         except (OSError, ValueError, SafetensorError):
             return None
         # 1) Find each weight in the files. Tied weights are stored once, and the weights of a base model
@@ -112,7 +113,8 @@ def _read_values(stored: Any, at: Tensor) -> Tensor:
     """Read values of a weight in a file, given their indices in the flattened weight, shape (m,)."""
     shape = stored.get_shape()
     if len(shape) < 2:
-        return stored[:][at] if shape else stored[...].reshape(1)[at]
+        whole: Tensor = stored[:] if shape else stored[...].reshape(1)
+        return whole[at]
     row_size = math.prod(shape[1:])
     values = [
         stored[row : row + 1].reshape(-1)[rest]

@@ -45,7 +45,7 @@ def find_cache(values: Mapping[str, Any]) -> Any:
 
 
 if TYPE_CHECKING or hasattr(cache_utils, "DummyLayer"):
-    from transformers.cache_utils import DummyLayer
+    from transformers.cache_utils import DummyLayer as DummyLayer
 else:
 
     class DummyLayer(cache_utils.CacheLayerMixin):

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from knnstore.lm import (
+    DummyLayer,
     ForwardPass,
     KNNLMForCausalLM,
     KNNSettings,
