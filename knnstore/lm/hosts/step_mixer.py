@@ -121,7 +121,7 @@ class HostedSettings:
 
 
 def needs_all_states(settings: KNNSettings, joining: Joining) -> bool:
-    """Check whether predictions need hidden states of earlier tokens, so that their KV cache is not enough."""
+    """Check whether predictions need hidden states of earlier tokens, which a KV cache does not have."""
     return not settings.is_model_alone and (settings.cache is not None or bool(joining.discounts))
 
 
