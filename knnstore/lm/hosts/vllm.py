@@ -269,6 +269,8 @@ class OptionChecker:
                 if missing:
                     raise ConfigError(f"knn_domains: the store has no domain {missing[0]!r}")
                 settings = self._settings.resolve(options, Purpose.SCORING)
+                if self._store.is_keyless and settings.retrieves:
+                    raise ConfigError("knn_lambda: the store has no keys, it retrieves with n-grams only")
                 _, joining = Joining.parse(self._store.identity.key)
         except KnnstoreError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
