@@ -1,4 +1,4 @@
-"""`vllm serve` with a store: requests over HTTP, a store that changes or breaks meanwhile, refused starts."""
+"""The server of vLLM with a store: requests over HTTP, and a store that changes or breaks meanwhile."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ SECRET = "The secret of the brass key is that it opens the green door behind the
 
 
 class Served:
-    """A running `vllm serve`."""
+    """A running server."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", log
@@ -50,23 +50,25 @@ class Served:
     def failures(self, action: str) -> float:
         """Return the number of failed requests that the server counts."""
         name = f'knnstore_failed_requests_total{{action="{action}"}} '
-        return next(
-            float(line.split()[-1]) for line in self.get("/metrics").splitlines() if line.startswith(name)
-        )
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        return float(lines[0].split()[-1])
 
 
 @contextmanager
 def serve(vllm_python: str, home: Path, folder: Path, **variables: str) -> Iterator[Served]:
-    """Start `vllm serve` for the small model, and stop it at the end."""
+    """Serve the small model, and stop the server at the end.
+
+    The command `vllm serve` does not work in the CPU wheel, which has another name.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = Path(vllm_python).with_name("vllm")
+    module = "vllm.entrypoints.openai.api_server"
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--port", str(port)]
     log = folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [program, "serve", str(MODEL), "--served-model-name", "tiny", *options],
+            [vllm_python, "-m", module, "--model", str(MODEL), "--served-model-name", "tiny", *options],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=vllm_environment(home, **variables),
@@ -112,22 +114,17 @@ def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path
         expected = whole[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
         assert answer["choices"][0]["logprobs"]["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
         # 2) Wrong options are refused by name.
-        for values, name in (
-            ({"knn_lambda": 2}, "knn_lambda"),
-            ({"knn_domains": "none"}, "knn_domains"),
-            ({"knn_x": 1}, "knn_x"),
-        ):
-            status, answer = served.complete(start, vllm_xargs=values)
+        for name, value in (("knn_lambda", 2), ("knn_domains", "none"), ("knn_x", 1)):
+            status, answer = served.complete(start, vllm_xargs={name: value})
             assert status == 400
             assert name in answer["error"]["message"]
         # 3) The next request sees a document that is added, and does not see it after its removal.
         _, before = served.complete(start, **options)
         lm.add([TextDocument("secret", SECRET)], domain="secrets")
-        _, answer = served.complete(
-            start, vllm_xargs={"knn_domains": "secrets", "knn_lambda": 0.99}, **options
-        )
+        only_new = {"knn_domains": "secrets", "knn_lambda": 0.99}
+        _, answer = served.complete(start, vllm_xargs=only_new, **options)
         assert answer["choices"][0]["token_ids"] == rest
-        lm.store.remove(["secret"])
+        lm.store.remove_document("secret")
         _, after = served.complete(start, **options)
         assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"] != rest
 
@@ -135,7 +132,6 @@ def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path
 @pytest.mark.parametrize("action", ["fail", "fallback"])
 def test_a_damaged_store_fails_requests_and_not_the_engine(lm, vllm_python, tmp_path, action) -> None:
     home = tmp_path / "copy"
-    lm.store.flush()
     shutil.copytree(lm.store.home.path, home)
     prompt = [lm.reader.prefix, *lm.reader.tokens(SECRET).tolist()][:20]
     off = {"vllm_xargs": {"knn_off": 1}, "return_token_ids": True}

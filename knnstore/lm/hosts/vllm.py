@@ -164,8 +164,8 @@ def _refuse_to_start(error: KnnstoreError) -> None:
 
 
 def _raise_or_exit(error: KnnstoreError) -> None:
-    """Raise an error; in the command ``vllm`` print its message instead and exit with status 1."""
-    if os.path.basename(sys.argv[0]) == "vllm":
+    """Raise an error; in the server's commands print its message instead and exit with status 1."""
+    if os.path.basename(sys.argv[0]) in ("vllm", "api_server.py"):
         sys.exit(f"knnstore: {error}")
     raise error
 
@@ -249,7 +249,8 @@ class OptionChecker:
         """Check the options in `SamplingParams`.
 
         If the settings need hidden states of earlier tokens, the request is marked to compute its whole
-        prompt, because vLLM's prefix cache has no hidden states.
+        prompt, because vLLM's prefix cache has no hidden states. If the store cannot be read, nothing is
+        checked: the engine then fails the request, or continues without the store.
 
         Raises:
             VLLMValidationError: an option is wrong, or a domain does not exist; becomes HTTP 400.
@@ -258,24 +259,33 @@ class OptionChecker:
 
         try:
             options = RequestOptions.parse(getattr(params, "extra_args", None))
-            if options.is_off:
-                return
-            with self._lock:
-                if self._store is None:
-                    self._store = KNNStore.open(os.environ[HOME])
-                    self._settings = HostedSettings(self._store)
-                assert self._settings is not None
-                missing = self._settings.find_missing_domains(options)
-                if missing:
-                    raise ConfigError(f"knn_domains: the store has no domain {missing[0]!r}")
-                settings = self._settings.resolve(options, Purpose.SCORING)
-                if self._store.is_keyless and settings.retrieves:
-                    raise ConfigError("knn_lambda: the store has no keys, it retrieves with n-grams only")
-                _, joining = Joining.parse(self._store.identity.key)
-        except KnnstoreError as error:
+            if not options.is_off and self._needs_all_states(options):
+                params.skip_reading_prefix_cache = True
+        except ConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
-        if needs_all_states(settings, joining):
+        except Exception as error:
             params.skip_reading_prefix_cache = True
+            _logger.warning("the options of a request cannot be checked, the store failed: %s", error)
+
+    def _needs_all_states(self, options: RequestOptions) -> bool:
+        """Check options against the store; return True if they need hidden states of earlier tokens.
+
+        Raises:
+            ConfigError: a domain does not exist, or the store cannot do what the options ask for.
+        """
+        with self._lock:
+            if self._settings is None:
+                self._store = KNNStore.open(os.environ[HOME])
+                self._settings = HostedSettings(self._store)
+            assert self._store is not None
+            missing = self._settings.find_missing_domains(options)
+            if missing:
+                raise ConfigError(f"knn_domains: the store has no domain {missing[0]!r}")
+            settings = self._settings.resolve(options, Purpose.SCORING)
+            if self._store.is_keyless and settings.retrieves:
+                raise ConfigError("knn_lambda: the store has no keys, it retrieves with n-grams only")
+            _, joining = Joining.parse(self._store.identity.key)
+            return needs_all_states(settings, joining)
 
 
 # 3. In the workers: the logits.
