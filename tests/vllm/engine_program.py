@@ -39,10 +39,12 @@ def main() -> None:
 
 
 def interpret_triton() -> None:
-    """Make vLLM use Triton without a driver, which Model Runner V2 asks for."""
-    import vllm.triton_utils.importing as importing
+    """Make vLLM use Triton, whose kernels its interpreter runs (TRITON_INTERPRET=1), without a driver."""
+    from types import SimpleNamespace
 
-    importing.HAS_TRITON = True
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
 def describe(answer) -> dict:

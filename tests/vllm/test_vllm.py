@@ -119,6 +119,29 @@ def test_vllm_predicts_what_this_library_does(lm, run_engine, mode) -> None:
         assert found["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+def test_two_processes_share_the_model(lm, run_engine) -> None:
+    """Tensor parallelism over gloo: the first process mixes, and both sample from the same logits."""
+    requests = requests_for(lm)
+    engine = {"model": str(MODEL), "max_model_len": 128, "tensor_parallel_size": 2}
+    found = run_engine(
+        lm.store.home.path,
+        {"engine": engine, "rounds": [requests]},
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )
+    check(lm, requests, found["rounds"][0])
+
+
+def test_the_second_model_runner_predicts_the_same(lm, run_engine) -> None:
+    """Model Runner V2, whose kernels Triton's interpreter runs."""
+    requests = [{**request, "tokens": TOKENS} for request in requests_for(lm)]
+    engine = {"model": str(MODEL), "max_model_len": 128}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+    found = run_engine(
+        lm.store.home.path, {"engine": engine, "rounds": [requests], "triton": True}, **variables
+    )
+    check(lm, requests, found["rounds"][0])
+
+
 KEYS: dict[str, dict[str, Any]] = {
     "single states": {"states": 1},
     "head input": {"states": 1, "key": "final_hidden"},
