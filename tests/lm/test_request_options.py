@@ -3,7 +3,7 @@
 import pytest
 
 from knnstore.errors import ConfigError
-from knnstore.lm.hosts.request_options import RequestOptions
+from knnstore.lm.hosts import RequestOptions
 
 
 def test_names_of_other_programs_are_ignored_and_nothing_is_the_default() -> None:

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from knnstore.errors import CorruptDatastoreError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, Purpose, resolve, save_settings
-from knnstore.lm.hosts.request_options import RequestOptions
-from knnstore.lm.hosts.step_mixer import Step, StepMixer
+from knnstore.lm.hosts import RequestOptions, Step, StepMixer
 from knnstore.lm.keys import KeyCapture
 from knnstore.store import KNNStore
 from tests.lm.phrases import documents, phrases

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from knnstore.documents import read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings, Purpose, resolve, save_settings
-from knnstore.lm.hosts.request_options import RequestOptions
+from knnstore.lm.hosts import RequestOptions
 from tests.vllm.conftest import EXAMPLES, MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

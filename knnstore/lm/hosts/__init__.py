@@ -1,21 +1,19 @@
 """Programs other than knnstore that run the model, and mix a store into its predictions.
 
-`vllm` is a plugin of vLLM. `step_mixer` does the same for any engine that batches requests, without knowing
-the engine. `request_options` are the options that a request of such a program can set.
+`vllm` is a plugin of vLLM, with its entry point in `vllm_entry`. `step_mixer` does the same for any engine
+that batches requests, and `request_options` are the options of a request there. `processors` has n-grams for
+transformers' `generate` of any class and for llama-cpp-python.
 """
 
-import os
+from typing import TYPE_CHECKING
 
-HOME = "KNNSTORE_HOME"
-"""Environment variable that names the store's home. Without it the plugin does nothing."""
+from knnstore.lazy_imports import attach_lazy_imports
 
+if TYPE_CHECKING:
+    from knnstore.lm.hosts.processors import NGramLogitsProcessor
+    from knnstore.lm.hosts.request_options import RequestOptions
+    from knnstore.lm.hosts.step_mixer import Step, StepMixer
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
-def register_vllm_plugin() -> None:
-    """Attach the store named by ``KNNSTORE_HOME`` to vLLM; do nothing if the variable is unset or empty.
-
-    vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``).
-    """
-    if os.environ.get(HOME):
-        from knnstore.lm.hosts import vllm
-
-        vllm.attach()
+__all__ = ["NGramLogitsProcessor", "RequestOptions", "Step", "StepMixer"]

@@ -37,13 +37,15 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from knnstore.errors import ConfigError, KnnstoreError
-from knnstore.lm.hosts import HOME
 from knnstore.lm.hosts.request_options import RequestOptions
 from knnstore.lm.hosts.step_mixer import HostedSettings, Step, StepMixer, needs_all_states
 from knnstore.lm.keys import Joining
 from knnstore.lm.reading import check_checkpoint, prefix_of
 from knnstore.lm.settings import Purpose
 from knnstore.store import KNNStore
+
+HOME = "KNNSTORE_HOME"
+"""Environment variable: the folder of the store. `vllm_entry` does nothing without it."""
 
 ON_ERROR = "KNNSTORE_ON_ERROR"
 """Environment variable: ``fail`` (default) ends a request whose retrieval fails; ``fallback`` continues it

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
     from knnstore.lm.settings.precedence import (
+        DEFAULT_NGRAMS,
         DEFAULT_PROBES,
         Overrides,
         Purpose,
@@ -45,6 +46,7 @@ else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
+    "DEFAULT_NGRAMS",
     "DEFAULT_PROBES",
     "CalibrationRecord",
     "KNNModel",

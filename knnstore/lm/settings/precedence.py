@@ -51,8 +51,8 @@ DEFAULT_PROBES = 16
 _DEFAULT_K = 1024
 _DEFAULT_LAMBDA = 0.25
 """The λ of Khandelwal et al. 2020, used where the distances do not say what is near."""
-_DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
-"""Default of a store without keys."""
+DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
+"""Default n-grams of a store without keys."""
 _NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 _LAMBDAS = (0.9, 0.83, 0.7, 0.57, 0.4, 0.28, 0.12, 0.04, 0.005)
 """λ by the distance to the nearest record, in variances of the keys. Text like the stored text finds a
@@ -240,7 +240,7 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
         Settings for all documents, whatever the selection; without keys, those of n-grams.
     """
     if store.is_keyless:
-        return KNNSettings(k=1, lam=0.0, ngrams=_DEFAULT_NGRAMS)
+        return KNNSettings(k=1, lam=0.0, ngrams=DEFAULT_NGRAMS)
     sample = next(store.records(selection, batch_size=_SAMPLE_RECORDS), None)
     variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
     probes = DEFAULT_PROBES if store.has_cells else None

@@ -1,0 +1,14 @@
+"""The entry point of the plugin for vLLM; imports the plugin only if a store is configured."""
+
+import os
+
+
+def register_vllm_plugin() -> None:
+    """Attach the store named by ``KNNSTORE_HOME`` to vLLM; do nothing if the variable is unset or empty.
+
+    vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``).
+    """
+    if os.environ.get("KNNSTORE_HOME"):
+        from knnstore.lm.hosts import vllm
+
+        vllm.attach()

@@ -1,0 +1,113 @@
+"""N-grams of a store as a logits processor, next to the n-gram component in `generate`."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, LogitsProcessorList, T5Config
+
+from knnstore.errors import ConfigError
+from knnstore.lm import KNNSettings, NGramSettings, save_settings
+from knnstore.lm.hosts import NGramLogitsProcessor
+from knnstore.store import KNNStore, Selection
+from tests.lm.conftest import SPECIAL
+from tests.lm.phrases import documents, phrases
+
+RNG = np.random.default_rng(5)
+FIRST, SECOND = (phrases(RNG, 12) for _ in range(2))
+NGRAMS = NGramSettings(5, 0.4, (0.05, 0.2, 0.5, 0.7))
+LENGTH = 14
+
+
+@pytest.fixture(scope="module")
+def lm(make_lm):
+    texts = {"first": documents(RNG, FIRST, "f", 8), "second": documents(RNG, SECOND, "s", 8)}
+    lm = make_lm(texts, max_length=64)
+    save_settings(lm.store, KNNSettings(16, 6.0, lam=0.5, ngrams=NGRAMS))
+    return lm
+
+
+@pytest.fixture(scope="module")
+def reader(lm):
+    with KNNStore.open(lm.store.home.path) as store:
+        yield store
+
+
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3}])
+@pytest.mark.parametrize("domains", [None, ["second"]])
+@pytest.mark.parametrize(("weight", "order"), [(None, None), (0.6, 3)])
+def test_a_causal_model_generates_what_the_component_generates(
+    lm, reader, mode, domains, weight, order
+) -> None:
+    prefix, pad = lm.reader.prefix, 2
+    texts = [
+        [prefix, *lm.reader.tokens(text)[:length].tolist()]
+        for text, length in ((FIRST[0], 7), (SECOND[1], 3))
+    ]
+    ids = torch.tensor([[pad] * (8 - len(text)) + text for text in texts])
+    options = {
+        "attention_mask": (ids != pad).long(),
+        "max_new_tokens": LENGTH,
+        "min_new_tokens": LENGTH,
+        **mode,
+    }
+    ngrams = NGRAMS if weight is None else NGramSettings(order, weight)
+    selection = Selection(domains=domains and tuple(domains))
+    torch.manual_seed(1)
+    expected = lm.generate(ids, knn=KNNSettings(lam=0.0, ngrams=ngrams, selection=selection), **options)
+    processor = NGramLogitsProcessor(reader, domains=domains, weight=weight, order=order, skip=[prefix, pad])
+    torch.manual_seed(1)
+    found = lm.base.generate(ids, logits_processor=LogitsProcessorList([processor]), **options)
+    assert found.tolist() == expected.tolist()
+
+
+def test_arrays_of_one_text_are_mixed_as_tensors_are(lm, reader) -> None:
+    """As llama-cpp-python calls it."""
+    processor = NGramLogitsProcessor(lm.store.home.path, skip=[0])
+    ids = np.array([0, *lm.reader.tokens(FIRST[2])[:5]], np.intc)
+    scores = np.random.default_rng(0).normal(size=101).astype(np.single)
+    scores[[5, 60]] = -np.inf
+    mixed = processor(ids, scores)
+    assert (mixed.dtype, mixed.shape) == (np.single, (101,))
+    assert np.isneginf(mixed[[5, 60]]).all()
+    whole = processor(torch.from_numpy(ids.astype(np.int64))[None], torch.from_numpy(scores)[None])
+    np.testing.assert_array_equal(mixed, whole[0].numpy())
+    assert int(lm.reader.tokens(FIRST[2])[5]) == int(mixed.argmax())
+
+
+def test_removed_text_and_missing_domains_count_at_once(make_lm) -> None:
+    lm = make_lm({"kept": documents(RNG, FIRST, "f", 4)}, max_length=64)
+    lm.add(documents(RNG, SECOND, "s", 8), domain="secret")
+    tokens = lm.reader.tokens(SECOND[0]).tolist()
+    ids, answer, scores = torch.tensor([tokens[:4]]), tokens[4], torch.zeros(1, 101)
+    processor = NGramLogitsProcessor(lm.store.home.path, domains=["secret", "never"], weight=0.9)
+    assert int(processor(ids, scores).argmax()) == answer
+    lm.store.remove_selected(Selection(domains=("secret",)))
+    assert processor(ids, scores).softmax(-1)[0, answer] == pytest.approx(1 / 101)
+    lm.store.remove_domain("secret")
+    assert processor(ids, scores) is scores
+
+
+def test_an_encoder_decoder_model_follows_the_stored_text(lm, reader) -> None:
+    config = T5Config(
+        **SPECIAL, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=2
+    )
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    source, text = (
+        torch.tensor([lm.reader.tokens(SECOND[3])[:6].tolist()]),
+        lm.reader.tokens(FIRST[5]).tolist(),
+    )
+    start = torch.tensor([[2, *text[:4]]])
+    processor = NGramLogitsProcessor(reader, domains=["first"], weight=0.99, skip=[2])
+    options = {"decoder_input_ids": start, "max_new_tokens": 6, "do_sample": False}
+    found = model.generate(source, logits_processor=LogitsProcessorList([processor]), **options)
+    assert found[0, 5:].tolist() == text[4:10]
+    assert model.generate(source, **options)[0, 5:].tolist() != text[4:10]
+
+
+def test_wrong_values_and_another_vocabulary_are_refused(reader) -> None:
+    for options in ({"weight": 1.5}, {"order": 1}, {"order": 99}):
+        with pytest.raises(ConfigError):
+            NGramLogitsProcessor(reader, **options)
+    with pytest.raises(ConfigError, match="101 tokens, the scores have 50"):
+        NGramLogitsProcessor(reader)(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 50))
