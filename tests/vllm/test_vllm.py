@@ -37,6 +37,13 @@ MODES: dict[str, dict[str, Any]] = {
             "prompt_lookup_max": 3,
         }
     },
+    "drafts from documents": {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "knnstore.lm.hosts.vllm.StoreDrafts",
+            "num_speculative_tokens": 6,
+        }
+    },
 }
 
 
@@ -115,8 +122,23 @@ def test_vllm_predicts_what_this_library_does(lm, run_engine, mode) -> None:
         check(lm, requests, answers)
     if mode == "preemption":
         assert found["metrics"]["vllm:num_preemptions"] > 0
-    if mode == "drafts":
+    if "drafts" in mode:
         assert found["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_drafts_from_documents_serve_a_model_without_a_store(lm, make_store, run_engine) -> None:
+    """The drafts' store has no keys. The text is that of the model alone, and most drafts are right."""
+    text = next(iter(read_documents([EXAMPLES / "workshop/handbook"]))).text
+    request = {"prompt": [lm.reader.prefix, *lm.reader.tokens(text)[:20].tolist()], "tokens": 24}
+    engine = {"model": str(MODEL), "max_model_len": 128}
+    alone = run_engine(None, {"engine": engine, "rounds": [[request]]})
+    drafted = run_engine(
+        None,
+        {"engine": engine | MODES["drafts from documents"], "rounds": [[request]]},
+        KNNSTORE_DRAFTS_HOME=str(make_store(key=None).store.home.path),
+    )
+    assert drafted["rounds"][0][0]["tokens"] == alone["rounds"][0][0]["tokens"]
+    assert drafted["metrics"]["vllm:spec_decode_num_drafts"] > 0
 
 
 def test_two_processes_share_the_model(lm, run_engine) -> None:

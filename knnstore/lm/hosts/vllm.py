@@ -25,6 +25,7 @@ import logging
 import os
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,11 +38,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from knnstore.errors import ConfigError, KnnstoreError
+from knnstore.lm.drafts import Drafts
 from knnstore.lm.hosts.request_options import RequestOptions
 from knnstore.lm.hosts.step_mixer import HostedSettings, Step, StepMixer, needs_all_states
 from knnstore.lm.keys import Joining
-from knnstore.lm.reading import check_checkpoint, prefix_of
-from knnstore.lm.settings import Purpose
+from knnstore.lm.reading import check_checkpoint, check_tokenizer, prefix_of
+from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.store import KNNStore
 
 HOME = "KNNSTORE_HOME"
@@ -50,6 +52,9 @@ HOME = "KNNSTORE_HOME"
 ON_ERROR = "KNNSTORE_ON_ERROR"
 """Environment variable: ``fail`` (default) ends a request whose retrieval fails; ``fallback`` continues it
 with the model alone."""
+
+DRAFTS_HOME = "KNNSTORE_DRAFTS_HOME"
+"""Environment variable: the folder of the store for `StoreDrafts`; default is that of ``KNNSTORE_HOME``."""
 
 VERSIONS = SpecifierSet(">=0.32,<0.33")
 """Releases of vLLM that the plugin was tested with."""
@@ -82,6 +87,9 @@ _RUNNERS = (
 )
 _SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 """The module of Model Runner V2."""
+
+_IDENTIFYING, _MOST_PENDING = 16, 4096
+"""Number of tokens at the end of a text that identify its request, and of requests that are remembered."""
 
 Numbers = NDArray[np.int64]
 
@@ -580,6 +588,87 @@ class SecondRunnerAttachment(Attachment):
         starts = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
         self.begin_step(batch.req_ids, starts, batch.input_ids, batch.positions)
         self.extend_texts(hidden, int(starts[-1]))
+
+
+# Drafts, which vLLM asks for by the name of the class.
+
+
+class StoreDrafts:
+    """Proposes drafts from the text of a store; with or without the mixture, and for any model.
+
+    A draft continues the last tokens of a text as the store's documents, or the text itself, continued them; see
+    `Drafts`. vLLM verifies drafts, so they do not change the generated text. Only Model Runner V1 has this
+    interface. Start vLLM with::
+
+        --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,
+                               "model": "knnstore.lm.hosts.vllm.StoreDrafts"}'
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ConfigError: neither ``KNNSTORE_DRAFTS_HOME`` nor ``KNNSTORE_HOME`` names a store.
+        FingerprintMismatchError: the store was made with another tokenizer.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        home = os.environ.get(DRAFTS_HOME) or os.environ.get(HOME)
+        if not home:
+            raise ConfigError(f"drafts need a store: set {DRAFTS_HOME}, or {HOME}, to its home")
+        self._store = KNNStore.open(home)
+        model = vllm_config.model_config
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+        check_tokenizer(tokenizer, self._store.identity)
+        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._longest = model.max_model_len
+        self._pending: OrderedDict[tuple[int, bytes], tuple[Drafts, int]] = OrderedDict()
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.integer[Any]],
+        token_ids_cpu: NDArray[np.integer[Any]],
+        **_: Any,
+    ) -> list[list[int]]:
+        """Draft the next tokens of each request of a batch.
+
+        Args:
+            sampled_token_ids: the tokens that each of b requests got in this step; empty for a request whose
+                prompt is not complete, which gets no draft.
+            num_tokens_no_spec: number of tokens of each request, shape (b or more,).
+            token_ids_cpu: tokens of each request, shape (b or more, longest).
+            **_: further arguments of vLLM, not used.
+
+        Returns:
+            The draft of each request, possibly empty.
+        """
+        proposed = list[list[int]]()
+        for row, sampled in enumerate(sampled_token_ids):
+            count = int(num_tokens_no_spec[row])
+            if not len(sampled) or count >= self._longest:
+                proposed.append([])
+                continue
+            text = token_ids_cpu[row, :count].astype(np.int64)
+            # vLLM does not say which request a row is, so the end of its text identifies it.
+            drafts, drafted = self._pending.pop(_end_of(text[: count - len(sampled)]), (None, 0))
+            if drafts is None:
+                drafts = Drafts(self._store, KNNSettings())
+            else:
+                drafts.learn(drafted, len(sampled) - 1)
+            draft = drafts.propose(text, min(self._most, self._longest - count)).tolist()
+            self._pending[_end_of(text)] = drafts, len(draft)
+            if len(self._pending) > _MOST_PENDING:
+                self._pending.popitem(last=False)
+            proposed.append(draft)
+        return proposed
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the drafts need no model."""
+
+
+def _end_of(text: Numbers) -> tuple[int, bytes]:
+    """Return the length and the last tokens of a text, which identify its request."""
+    return len(text), text[-_IDENTIFYING:].tobytes()
 
 
 # 4. Requests whose retrieval failed.
