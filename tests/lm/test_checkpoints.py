@@ -1,6 +1,7 @@
 """A model's files are compared with a store without loading the model."""
 
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.lm.conftest import FAMILIES
 def test_the_fingerprint_of_files_is_that_of_the_loaded_model(family, shards, dtype, tmp_path) -> None:
     """Tied weights (GPT-2) are in the files once. Weights with other names (GPT-NeoX) have to be loaded."""
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(FAMILIES[family].config).to(dtype).save_pretrained(
+    AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family].config)).to(dtype).save_pretrained(
         tmp_path, max_shard_size=shards
     )
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "40KB")
@@ -28,7 +29,7 @@ def test_the_fingerprint_of_files_is_that_of_the_loaded_model(family, shards, dt
 
 
 def test_files_without_the_prefix_of_the_causal_model_are_read(tmp_path) -> None:
-    model = AutoModelForCausalLM.from_config(FAMILIES["gpt2"].config)
+    model = AutoModelForCausalLM.from_config(deepcopy(FAMILIES["gpt2"].config))
     model.transformer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert checkpoints._read_fingerprint(str(tmp_path), "main") == model_fingerprint(loaded)
@@ -38,7 +39,7 @@ def test_another_model_is_refused(make_lm, model_path, tmp_path) -> None:
     identity = make_lm().store.identity
     check_checkpoint(identity, str(model_path))
     torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(FAMILIES["gpt2"].config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(deepcopy(FAMILIES["gpt2"].config)).save_pretrained(tmp_path)
     with pytest.raises(FingerprintMismatchError, match=str(tmp_path)):
         check_checkpoint(identity, str(tmp_path))
 
