@@ -597,7 +597,7 @@ class StoreDrafts:
     """Proposes drafts from the text of a store; with or without the mixture, and for any model.
 
     A draft continues the last tokens of a text as the store's documents, or the text itself, continued them;
-    see `Drafts`. vLLM verifies drafts, so they do not change the generated text. Only Model Runner V1 has this
+    see `Drafts`. vLLM verifies drafts, so the generated text stays the same. Only Model Runner V1 has this
     interface. Start vLLM with::
 
         --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,
