@@ -285,13 +285,46 @@ class StepMixer:
             return logits
         # 2) Mix them.
         picked = np.array(chosen, np.int64)
+        names = [step.requests[owner] for owner in owners[picked].tolist()]
+        try:
+            return self._mix_rows(logits, rows, picked, owners, members, settings)
+        except Exception as error:
+            for name in dict.fromkeys(names):
+                self._fail(name, self._requests[name], error)
+            return logits
+
+    def _mix_rows(
+        self,
+        logits: Tensor,
+        rows: Numbers,
+        picked: Numbers,
+        owners: Numbers,
+        members: Sequence[_Request | None],
+        settings: Sequence[KNNSettings | None],
+    ) -> Tensor:
+        """Mix the store into some rows of logits.
+
+        Args:
+            logits: see `mix`.
+            rows: see `mix`.
+            picked: indices of the logits to mix, int64, shape (p,).
+            owners: index of the request of each row, int64, shape (m,).
+            members: the requests of the step.
+            settings: the settings of each request.
+
+        Returns:
+            See `mix`.
+        """
+        step = self._step
+        assert step is not None
+        assert self._keys is not None
         is_all = len(picked) == len(rows)
         index = torch.from_numpy(picked).to(logits.device)
         keys = self._keys[torch.from_numpy(rows[picked]).to(self._keys.device)]
-        contexts = self._contexts(members, owners[picked], positions[picked] + 1)
+        contexts = self._contexts(members, owners[picked], step.positions[rows[picked]] + 1)
         chosen_rows = Rows(logits if is_all else logits[index], keys, contexts)
         each = [one for owner in owners[picked].tolist() if (one := settings[owner]) is not None]
-        mixed = self._mix(chosen_rows, each, [step.requests[owner] for owner in owners[picked]])
+        mixed = self._mix_or_fail(chosen_rows, each, [step.requests[owner] for owner in owners[picked]])
         if mixed is chosen_rows.logits:
             return logits
         if is_all:
@@ -300,7 +333,7 @@ class StepMixer:
         result[index] = mixed.to(torch.float32)
         return result
 
-    def _mix(self, rows: Rows, each: list[KNNSettings], names: list[str]) -> Tensor:
+    def _mix_or_fail(self, rows: Rows, each: list[KNNSettings], names: list[str]) -> Tensor:
         """Mix rows; after an error mix the rows of each request alone, so that only its own request fails."""
         try:
             mixed: Tensor = self._rows.mix(rows, each)

@@ -306,7 +306,11 @@ def _attaching_store(load_model: Any) -> Any:
 
     @functools.wraps(load_model)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.distributed import get_pp_group
+
         result = load_model(self, *args, **kwargs)
+        if not get_pp_group().is_last_rank:  # of a pipeline only the last stage has the head
+            return result
         is_second = any(cls.__module__ == _SECOND_RUNNER for cls in type(self).__mro__)
         attachment = SecondRunnerAttachment if is_second else FirstRunnerAttachment
         self.knnstore = attachment(self)
@@ -408,7 +412,9 @@ class Attachment:
             params.extra_args,
             prompt,
             generated=(new.prefill_token_ids or ())[len(prompt) :],
-            wants_prompt_scores=params.prompt_logprobs is not None,
+            wants_prompt_scores=not (
+                params.prompt_logprobs is None and params.prompt_logprob_token_ids is None
+            ),
         )
 
     def extend_texts(self, hidden: Tensor, count: int) -> None:
@@ -474,7 +480,7 @@ class Attachment:
             return logits
         first = _first_row(hidden, self._hidden)
         if first is None:
-            rows, purpose = self.sampled_rows(), Purpose.GENERATION
+            rows, purpose = self.sampled_rows()[: len(hidden)], Purpose.GENERATION
         else:
             rows, purpose = np.arange(first, first + len(hidden)), Purpose.SCORING
         if self.mixer is not None:
