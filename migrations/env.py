@@ -11,7 +11,7 @@ A schema only moves forward: there are no downgrades.
 from alembic import context
 from sqlalchemy import Connection
 
-from knnstore.catalog.connection import connect, exclusive, parse_url
+from knnstore.catalog.connection import connect, parse_url, run_exclusive_transaction
 from knnstore.catalog.schema import VERSION_TABLE
 from knnstore.catalog.tables import Base
 
@@ -31,5 +31,7 @@ given: Connection | None = context.config.attributes.get("connection")
 if given is not None:
     run(given)
 else:
-    with exclusive(connect(parse_url(context.get_x_argument(as_dictionary=True)["url"]))) as opened:
+    with run_exclusive_transaction(
+        connect(parse_url(context.get_x_argument(as_dictionary=True)["url"]))
+    ) as opened:
         run(opened)

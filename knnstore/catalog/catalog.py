@@ -17,30 +17,30 @@ from knnstore.catalog.connection import (
     connect,
     identify,
     is_sqlite_file,
-    reading,
     render_location,
-    translated_errors,
+    run_read_transaction,
+    translate_errors,
 )
-from knnstore.catalog.digests import digest_of_values
+from knnstore.catalog.digests import hash_values
 from knnstore.catalog.queries import (
     DOCUMENTS,
-    among,
-    by_value,
-    checked_names,
-    live_documents,
-    read_altered,
+    check_names,
+    decode_tokens,
+    find_altered,
+    find_problems,
+    group_rows_by_value,
     read_documents,
     read_domains,
     read_engine,
     read_identity,
-    read_problems,
     read_rows_by_content,
     read_snapshot,
     read_tags,
-    scope_of,
-    unpacked,
+    restrict_to_live,
+    select_among,
+    settings_key,
 )
-from knnstore.catalog.sqlite import Commits, make_private, take_in_log, unchanged
+from knnstore.catalog.sqlite import Commits, create_private_file, fail_if_changed, take_in_log
 from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
@@ -85,21 +85,22 @@ class Catalog:
 
     def __init__(self, engine: SqlEngine) -> None:
         self.sql = engine
-        with ExitStack() as opened:
-            opened.callback(engine.dispose)
-            with translated_errors(engine), engine.connect() as connection:
-                schema.check(connection)
-            with reading(engine) as current:
-                row = current.get(StoreRow, 1)
+        with ExitStack() as cleanup:
+            cleanup.callback(engine.dispose)
+            with translate_errors(engine), engine.connect() as connection:
+                schema.check_version(connection)
+            with run_read_transaction(engine) as session:
+                row = session.get(StoreRow, 1)
                 if row is None:
-                    raise schema.not_found(engine.url)
+                    raise schema.make_not_found_error(engine.url)
                 self.identity = read_identity(row)
                 self.store_id = row.store_id
             self._commits = Commits(engine) if is_sqlite_file(engine.url) else None
-            self._known: tuple[int | None, int] = (None, 0)  # version of the file, and the revision at it
+            # Version of the file (see `Commits.version`), and the revision that was read at this version.
+            self._cached_revision: tuple[int | None, int] = (None, 0)
             if self._commits is not None:
-                opened.callback(self._commits.close)
-            self.opened = opened.pop_all()
+                cleanup.callback(self._commits.close)
+            self.opened = cleanup.pop_all()
 
     @classmethod
     def create(cls, url: URL, identity: Identity, engine: Engine, *, store_id: str | None = None) -> Self:
@@ -117,12 +118,12 @@ class Catalog:
             StoreUnavailableError: the database cannot be reached.
         """
         if is_sqlite_file(url):
-            make_private(Path(str(url.database)))
+            create_private_file(Path(str(url.database)))
         sql = connect(url)
-        with ExitStack() as failed:
-            failed.callback(sql.dispose)
-            schema.make(sql, identity, engine, store_id)
-            failed.pop_all()
+        with ExitStack() as cleanup:
+            cleanup.callback(sql.dispose)
+            schema.create_store(sql, identity, engine, store_id)
+            cleanup.pop_all()
         return cls(sql)
 
     @classmethod
@@ -141,47 +142,56 @@ class Catalog:
         self.opened.close()
 
     def take_in_log(self) -> None:
-        """Copy SQLite's write-ahead log into the database file and empty it; see `sqlite.take_in_log`.
+        """Copy SQLite's write-ahead log into the database file and empty the log; see `sqlite.take_in_log`.
 
-        Does nothing on PostgreSQL and for a database in memory.
+        Does nothing on PostgreSQL and for a database in memory. If readers block the copy or the disk is
+        full, the log stays and no error is raised.
         """
         if is_sqlite_file(self.sql.url):
             take_in_log(self.sql)
 
     def database(self) -> tuple[str, str]:
-        """Return an identifier that a copy of the database does not share, and the location for messages."""
+        """Return an identifier that a copy of the database does not share, and the location for messages.
+
+        The location is the absolute path of a SQLite file; see `render_location` for other databases.
+        """
         url = self.sql.url
         location = render_location(url)
         return identify(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
 
     def revision(self) -> int:
-        """Return the revision, which grows with every change that readers can see.
+        """Return the revision: a counter in the database that grows with every change that readers can see.
 
-        Every search calls this, so the revision is cached until another commit changes the file, where
-        `Commits` can tell.
+        Every search calls this method. So the revision is cached until `Commits` notices a commit to the
+        SQLite file. On PostgreSQL, and where `Commits` cannot notice commits, each call runs a query.
         """
         version = self._commits.version() if self._commits else None
-        known_for, known = self._known
-        if version is not None and version == known_for:
-            return known
+        cached_version, cached_revision = self._cached_revision
+        if version is not None and version == cached_version:
+            return cached_revision
         with (
-            translated_errors(self.sql),
+            translate_errors(self.sql),
             self.sql.connect() as connection,  # cheaper than a session
-            unchanged(connection.connection.driver_connection),
+            fail_if_changed(connection.connection.driver_connection),
         ):
             revision = int(connection.execute(select(StoreRow.revision)).scalar_one())
-        self._known = version, revision  # the version was read first, so a later commit invalidates the pair
+        # The version was read before the revision. So a commit between the two reads makes the cache invalid.
+        self._cached_revision = version, revision
         return revision
 
     def engine(self) -> Engine:
         """Return the adapter that holds the keys; `CatalogWriter.move` changes it."""
-        with reading(self.sql) as current:
-            return read_engine(current)
+        with run_read_transaction(self.sql) as session:
+            return read_engine(session)
 
     def snapshot(self) -> Snapshot:
-        """Return the live documents at the current revision."""
-        with reading(self.sql) as current:
-            return read_snapshot(current, has_prefix=self.identity.has_prefix)
+        """Return the live documents at the current revision: an immutable `Snapshot` of all of them.
+
+        Raises:
+            CatalogError: the positions of documents overlap or are out of range.
+        """
+        with run_read_transaction(self.sql) as session:
+            return read_snapshot(session, has_prefix=self.identity.has_prefix)
 
     def documents(
         self,
@@ -206,42 +216,52 @@ class Catalog:
         Raises:
             InputError: a name is not valid, see `check_name`.
         """
-        chosen = live_documents(DOCUMENTS, domain=domain, id=id, tag=tag)
+        statement = restrict_to_live(DOCUMENTS, domain=domain, id=id, tag=tag)
         if domains is not None:
-            names = checked_names(domains, "the domain's name")
-            chosen = chosen.where(DomainRow.name.in_(names))
+            names = check_names(domains, "the domain's name")
+            statement = statement.where(DomainRow.name.in_(names))
         if limit is not None:
-            chosen = chosen.offset(offset).limit(limit)
-        with reading(self.sql) as current:
-            return list(read_documents(current, current.execute(chosen)).values())
+            statement = statement.offset(offset).limit(limit)
+        with run_read_transaction(self.sql) as session:
+            return list(read_documents(session, session.execute(statement)).values())
 
     def documents_of(self, rows: Iterable[int]) -> dict[int, Document]:
-        """Return live documents by primary key; rows that are not live are left out."""
-        with reading(self.sql) as current:
-            return read_documents(current, among(current, live_documents(DOCUMENTS), DocumentRow.id, rows))
+        """Return the live documents with the primary keys `rows`, by primary key; other keys are left out."""
+        with run_read_transaction(self.sql) as session:
+            return read_documents(
+                session, select_among(session, restrict_to_live(DOCUMENTS), DocumentRow.id, rows)
+            )
 
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
-        """Return the primary keys of the live documents that `documents` lists."""
-        with reading(self.sql) as current:
-            chosen = live_documents(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
-            return list(current.scalars(chosen))
+        """Return the primary keys of the live documents with a domain, external id and tag, in any order.
+
+        The arguments mean the same as in `documents`; unknown names give an empty list.
+        """
+        with run_read_transaction(self.sql) as session:
+            statement = restrict_to_live(
+                select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag
+            )
+            return list(session.scalars(statement))
 
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
-        """Return the primary keys of live documents by external id; unknown ids are left out."""
-        ids = checked_names(ids, "the document's id")
-        chosen = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
-        with reading(self.sql) as current:
-            return by_value(among(current, chosen, DocumentRow.external_id, ids))
+        """Return the primary keys of live documents by external id; unknown ids are left out.
+
+        An id has several keys if several domains hold a document with this id.
+        """
+        ids = check_names(ids, "the document's id")
+        statement = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
+        with run_read_transaction(self.sql) as session:
+            return group_rows_by_value(select_among(session, statement, DocumentRow.external_id, ids))
 
     def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
         """Return the primary keys of live documents by tag; unknown tags are left out."""
-        tags = checked_names(tags, "the tag")
-        chosen = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
-        with reading(self.sql) as current:
-            return by_value(among(current, chosen, TagRow.tag, tags))
+        tags = check_names(tags, "the tag")
+        statement = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
+        with run_read_transaction(self.sql) as session:
+            return group_rows_by_value(select_among(session, statement, TagRow.tag, tags))
 
     def rows_where(self, condition: str, groups: Collection[int]) -> list[int]:
-        """Return the primary keys of the live documents whose metadata meet a condition.
+        """Return the primary keys of the live documents whose metadata meet a condition, in any order.
 
         Args:
             condition: condition as text; see `knnstore.catalog.conditions`.
@@ -253,16 +273,19 @@ class Catalog:
         is_met = build_condition_clause(
             parse_condition(condition), DocumentRow.attributes, self.sql.dialect.name
         )
-        chosen = select(DocumentRow.id).where(IS_LIVE, is_met)
-        with reading(self.sql) as current:
-            return [row for (row,) in among(current, chosen, DocumentRow.domain_id, groups)]
+        statement = select(DocumentRow.id).where(IS_LIVE, is_met)
+        with run_read_transaction(self.sql) as session:
+            return [row for (row,) in select_among(session, statement, DocumentRow.domain_id, groups)]
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Return (external id, domain) of live documents by primary key; other rows are left out."""
         columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
-        chosen = live_documents(select(*columns).join(DomainRow))
-        with reading(self.sql) as current:
-            return {row: (id, domain) for row, id, domain in among(current, chosen, DocumentRow.id, rows)}
+        statement = restrict_to_live(select(*columns).join(DomainRow))
+        with run_read_transaction(self.sql) as session:
+            return {
+                row: (id, domain)
+                for row, id, domain in select_among(session, statement, DocumentRow.id, rows)
+            }
 
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
         """Return the token ids of a live document, uint32, shape (n,); None if the row is not live.
@@ -270,17 +293,17 @@ class Catalog:
         Raises:
             CatalogError: the tokens are damaged.
         """
-        with reading(self.sql) as current:
+        with run_read_transaction(self.sql) as session:
             columns = TokensRow.tokens, TokensRow.digest
-            chosen = select(*columns).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
-            found = current.execute(chosen).one_or_none()
-        return None if found is None else unpacked(*found)
+            statement = select(*columns).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
+            stored = session.execute(statement).one_or_none()
+        return None if stored is None else decode_tokens(*stored)
 
     def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the content hashes of live documents by primary key; other rows are left out."""
-        chosen = select(DocumentRow.id, DocumentRow.content_hash).where(IS_LIVE)
-        with reading(self.sql) as current:
-            return dict(among(current, chosen, DocumentRow.id, rows))
+        statement = select(DocumentRow.id, DocumentRow.content_hash).where(IS_LIVE)
+        with run_read_transaction(self.sql) as session:
+            return dict(select_among(session, statement, DocumentRow.id, rows))
 
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield primary key and token ids, uint32, shape (n,), of live documents, in any order.
@@ -290,45 +313,58 @@ class Catalog:
         Raises:
             CatalogError: the tokens of a document are damaged.
         """
-        chosen = select(DocumentRow.id, TokensRow.tokens, TokensRow.digest).join(TokensRow).where(IS_LIVE)
-        with reading(self.sql) as current:
-            for row, blob, digest in among(current, chosen, DocumentRow.id, rows):
-                yield row, unpacked(blob, digest)
+        statement = select(DocumentRow.id, TokensRow.tokens, TokensRow.digest).join(TokensRow).where(IS_LIVE)
+        with run_read_transaction(self.sql) as session:
+            for row, blob, digest in select_among(session, statement, DocumentRow.id, rows):
+                yield row, decode_tokens(blob, digest)
 
     def altered(self, rows: Iterable[int]) -> set[int]:
-        """Return the primary keys of the live documents that do not match their digests."""
+        """Return the primary keys, among `rows`, of live documents whose stored fields were altered.
+
+        These are documents whose tokens, tags or other fields do not match their digests, or cannot be read.
+        Vector keys are not checked. Empty if all documents match.
+        """
         altered: set[int] = set()
         ordered = sorted(rows)
-        waiting = [ordered[at : at + _CHECKED_AT_ONCE] for at in range(0, len(ordered), _CHECKED_AT_ONCE)]
-        while waiting:
-            chunk = waiting.pop()
+        chunks = [
+            ordered[start : start + _CHECKED_AT_ONCE] for start in range(0, len(ordered), _CHECKED_AT_ONCE)
+        ]
+        while chunks:
+            chunk = chunks.pop()
             try:
-                with reading(self.sql) as current:
-                    altered |= read_altered(current, chunk[0], chunk[-1])
+                with run_read_transaction(self.sql) as session:
+                    altered |= find_altered(session, chunk[0], chunk[-1])
             except CatalogError:  # a value is unreadable: bisect the chunk to find its document
                 middle = len(chunk) // 2
                 if middle:
-                    waiting += [chunk[:middle], chunk[middle:]]
+                    chunks += [chunk[:middle], chunk[middle:]]
                 else:
                     altered |= set(chunk)
         return altered.intersection(ordered)
 
     def checksums(self) -> dict[int, str]:
-        """Return the checksums of the live documents' vector keys, by primary key.
+        """Return the stored checksums of the live documents' vector keys, by primary key of the document.
 
-        The result is empty if the engine checks its keys itself.
+        A document without a stored checksum is left out. So the result is empty if the engine checks its keys
+        itself, because the store then saves no checksums.
         """
-        chosen = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
-        with reading(self.sql) as current:
-            return dict(current.execute(chosen).all())
+        statement = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
+        with run_read_transaction(self.sql) as session:
+            return dict(session.execute(statement).all())
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
-        """Return the live versions of a domain's documents by external id; unknown ids are left out."""
-        ids = checked_names(ids, "a document's id")
-        chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain)
-        with reading(self.sql) as current:
-            rows = [row for (row,) in among(current, chosen, DocumentRow.external_id, ids)]
-            tags = read_tags(current, [row.id for row in rows])
+        """Return primary key, content hash, metadata and tags of a domain's live documents, by external id.
+
+        Ids that the domain does not hold are left out; an unknown domain gives an empty result.
+
+        Raises:
+            InputError: a name is not valid, see `check_name`.
+        """
+        ids = check_names(ids, "a document's id")
+        statement = restrict_to_live(select(DocumentRow).join(DomainRow), domain=domain)
+        with run_read_transaction(self.sql) as session:
+            rows = [row for (row,) in select_among(session, statement, DocumentRow.external_id, ids)]
+            tags = read_tags(session, [row.id for row in rows])
             return {
                 row.external_id: StoredVersion(
                     row.id, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
@@ -338,31 +374,34 @@ class Catalog:
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """Return the primary keys of live documents by content hash; unknown hashes are left out."""
-        with reading(self.sql) as current:
-            return read_rows_by_content(current, hashes)
+        with run_read_transaction(self.sql) as session:
+            return read_rows_by_content(session, hashes)
 
     def domains(self) -> list[Domain]:
         """Return the domains that have a live document, sorted by name."""
-        with reading(self.sql) as current:
-            return read_domains(current, has_prefix=self.identity.has_prefix)
+        with run_read_transaction(self.sql) as session:
+            return read_domains(session, has_prefix=self.identity.has_prefix)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """Return the documents that are not live: a writer adds or removes them, or a crash left them."""
-        chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
-        with reading(self.sql) as current:
-            rows = current.scalars(chosen)
+        """Return the documents that are pending or deleting, by position; empty if none.
+
+        A writer is adding or removing these documents, or a crash interrupted a writer.
+        """
+        statement = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
+        with run_read_transaction(self.sql) as session:
+            rows = session.scalars(statement)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def problems(self) -> list[str]:
-        """Check the database. Returns one message per problem; none if the database is sound."""
-        with reading(self.sql) as current:
-            return read_problems(current)
+        """Check the database. Returns one message per problem; an empty list if the database is sound."""
+        with run_read_transaction(self.sql) as session:
+            return find_problems(session)
 
     def retired_content(self) -> set[str]:
         """Return the content hashes of the documents in the state "deleting"."""
-        with reading(self.sql) as current:
+        with run_read_transaction(self.sql) as session:
             retired = select(DocumentRow.content_hash).where(IS_UNSETTLED, DocumentRow.state == DELETING)
-            return set(current.scalars(retired))
+            return set(session.scalars(retired))
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """Return the settings saved for exactly this set of domains; None if none are saved.
@@ -372,9 +411,9 @@ class Catalog:
         Raises:
             CatalogError: the settings are damaged.
         """
-        with _naming_settings(), reading(self.sql) as current:
-            row = current.get(SettingRow, scope_of(domains)[0])
-            return None if row is None else _sound_payload(row)
+        with _explain_damaged_settings(), run_read_transaction(self.sql) as session:
+            row = session.get(SettingRow, settings_key(domains)[0])
+            return None if row is None else _check_settings_row(row)
 
     def all_settings(self) -> dict[tuple[str, ...], Mapping[str, Any]]:
         """Return all saved settings by their sorted domains; the key () stands for the whole store.
@@ -382,28 +421,34 @@ class Catalog:
         Raises:
             CatalogError: settings are damaged.
         """
-        with _naming_settings(), reading(self.sql) as current:
-            return {tuple(row.domains): _sound_payload(row) for row in current.scalars(select(SettingRow))}
+        with _explain_damaged_settings(), run_read_transaction(self.sql) as session:
+            return {
+                tuple(row.domains): _check_settings_row(row) for row in session.scalars(select(SettingRow))
+            }
 
     def damaged_settings(self) -> list[str]:
-        """Return the keys of damaged settings, which `CatalogWriter.drop_settings` takes."""
+        """Return the keys of saved settings that are damaged; empty if none are.
+
+        A key identifies a set of domains, see `SettingRow.scope`. `CatalogWriter.drop_settings` deletes
+        settings by these keys.
+        """
         damaged = []
-        with reading(self.sql) as current:
-            scopes = list(current.scalars(select(SettingRow.scope)))
+        with run_read_transaction(self.sql) as session:
+            scopes = list(session.scalars(select(SettingRow.scope)))
         for scope in scopes:
             try:
-                with reading(self.sql) as current:
-                    row = current.get(SettingRow, scope)
+                with run_read_transaction(self.sql) as session:
+                    row = session.get(SettingRow, scope)
                     if row is not None:
-                        _sound_payload(row)
+                        _check_settings_row(row)
             except CatalogError:
                 damaged.append(scope)
         return damaged
 
 
 @contextmanager
-def _naming_settings() -> Iterator[None]:
-    """Convert a CatalogError to one that blames the saved settings and says how to repair them."""
+def _explain_damaged_settings() -> Iterator[None]:
+    """Convert a CatalogError in the block to a CatalogError that says how to repair the saved settings."""
     try:
         yield
     except CatalogError as error:
@@ -413,8 +458,8 @@ def _naming_settings() -> Iterator[None]:
         ) from error
 
 
-def _sound_payload(row: SettingRow) -> Mapping[str, Any]:
-    """Return the saved settings; raises CatalogError if they do not match their digest or key."""
-    if row.digest != digest_of_values(row.domains, row.payload) or row.scope != scope_of(row.domains)[0]:
+def _check_settings_row(row: SettingRow) -> Mapping[str, Any]:
+    """Return the settings of a row; raises CatalogError if they do not match the row's digest or key."""
+    if row.digest != hash_values(row.domains, row.payload) or row.scope != settings_key(row.domains)[0]:
         raise CatalogError("saved settings were altered")
     return row.payload

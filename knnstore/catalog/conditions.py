@@ -56,7 +56,7 @@ class Exists:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """True if `part` is false."""
+    """True if the condition `part` is false."""
 
     part: "Condition"
 
@@ -149,7 +149,9 @@ def check_condition(text: object) -> None:
 
 
 def list_condition_fields(text: str) -> tuple[str, ...]:
-    """Return the fields that a condition uses, spelled and quoted as in a condition.
+    """Return the fields that a condition uses, written as in a condition: joined by dots, quoted if needed.
+
+    Each field occurs once, in order of first use.
 
     Raises:
         ConfigError: see `check_condition`.
@@ -165,7 +167,7 @@ def _quote_field_name(name: str) -> str:
 
 @lru_cache(256)
 def parse_condition(text: str) -> Condition:
-    """Parse a condition; the 256 conditions used last are cached.
+    """Parse a condition. The results for the 256 conditions that were used last are cached.
 
     Raises:
         ConfigError: see `check_condition`.
@@ -177,13 +179,13 @@ def parse_condition(text: str) -> Condition:
     from lark.exceptions import UnexpectedInput
 
     try:
-        condition: Any = _parser().parse(text)
+        condition: Any = _build_parser().parse(text)
     except UnexpectedInput as error:
-        at = error.pos_in_stream
+        position = error.pos_in_stream
         is_end = getattr(getattr(error, "token", None), "type", "") == "$END"
-        found = "its end" if at is None or is_end else repr(text[at : at + 20])
+        place = "its end" if position is None or is_end else repr(text[position : position + 20])
         raise ConfigError(
-            f"the condition cannot be read from {found} on: {text[:200]!r}; write it as {EXAMPLE!r}, "
+            f"the condition cannot be read from {place} on: {text[:200]!r}; write it as {EXAMPLE!r}, "
             "strings in single quotes"
         ) from error
     if _nesting_depth(condition) > DEEPEST:
@@ -192,7 +194,8 @@ def parse_condition(text: str) -> Condition:
 
 
 @cache
-def _parser() -> Any:
+def _build_parser() -> Any:
+    """Build the parser, once per process. Its method `parse` converts a text to a `Condition`."""
     from lark import Lark, Transformer, v_args  # imported late: most runs parse no condition
 
     class Conditions(Transformer[Any, Condition]):
@@ -245,7 +248,7 @@ def _parser() -> Any:
 
 
 def _parse_number(digits: str) -> int | float:
-    """Parse a number; raises ConfigError for an integer beyond 64 bits or an infinite float."""
+    """Parse a number, an int if possible; raises ConfigError beyond 64 signed bits or the range of floats."""
     try:
         whole = int(digits)
     except ValueError:
@@ -259,7 +262,10 @@ def _parse_number(digits: str) -> int | float:
 
 
 def _make_comparison(field: tuple[str, ...], operator: str, value: Value) -> Condition:
-    """Build a comparison with one value; raises ConfigError if booleans are compared by order."""
+    """Build a comparison with one value; ``=`` becomes ``in`` with one value, and ``!=`` its negation.
+
+    Raises ConfigError if a boolean is compared by order.
+    """
     if operator in ("=", "!="):
         return Comparison(field, "in", (value,), negated=operator == "!=")
     if isinstance(value, bool):
@@ -268,14 +274,14 @@ def _make_comparison(field: tuple[str, ...], operator: str, value: Value) -> Con
 
 
 def _make_like(field: tuple[str, ...], pattern: str, *, negated: bool = False) -> Condition:
-    """Build a `like` comparison; raises ConfigError if the pattern ends with an unpaired backslash."""
+    """Build a `like` comparison; raises ConfigError if the last backslash of the pattern escapes nothing."""
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ConfigError(f"the pattern {pattern!r} ends with a backslash that nothing follows: write two")
     return Comparison(field, "like", (pattern,), negated)
 
 
 def _check_same_kind(values: list[Value]) -> tuple[Value, ...]:
-    """Return the values as a tuple; raises ConfigError if their kinds differ."""
+    """Return the values as a tuple; raises ConfigError if their kinds (string, number, boolean) differ."""
     if len(set(map(_value_kind, values))) > 1:
         raise ConfigError("values after `in` must be all strings, all numbers, or all true and false")
     return tuple(values)
@@ -301,7 +307,7 @@ def build_condition_clause(condition: Condition, metadata: Metadata, dialect: st
         metadata: JSON column that holds the metadata.
         dialect: ``sqlite`` or ``postgresql``.
     """
-    document = _sanitized_text(metadata)
+    document = _replace_invalid_escapes(metadata)
     if dialect == "sqlite":  # SQLite stores any value in any column: invalid JSON counts as an empty object
         is_json = func.json_valid(cast(metadata, Text)) == 1
         document = case((is_json, document), else_=literal("{}"))
@@ -311,7 +317,12 @@ def build_condition_clause(condition: Condition, metadata: Metadata, dialect: st
 
 
 def _translate_condition(condition: Condition, test: Any) -> ColumnElement[bool]:
-    """Translate a condition to SQL; `test` translates one `Comparison` or `Exists`."""
+    """Translate a condition to SQL.
+
+    Args:
+        condition: condition to translate.
+        test: function that translates one `Comparison` or `Exists` to SQL.
+    """
     match condition:
         case Not(part):
             return not_(_translate_condition(part, test))
@@ -324,10 +335,10 @@ def _translate_condition(condition: Condition, test: Any) -> ColumnElement[bool]
             return clause
 
 
-def _sanitized_text(metadata: Metadata) -> ColumnElement[str]:
-    """Return the metadata as SQL text, invalid escapes replaced by U+FFFD.
+def _replace_invalid_escapes(metadata: Metadata) -> ColumnElement[str]:
+    """Build the SQL expression for the metadata as JSON text, with U+FFFD in place of invalid escapes.
 
-    Without the replacement, one document with an invalid escape would fail the whole query in PostgreSQL.
+    Without the replacement, PostgreSQL would refuse the whole query because of one invalid escape.
     """
     backslash = "\x01"  # placeholder for an escaped backslash: each remaining backslash starts an escape
     text = cast(metadata, Text)
@@ -340,36 +351,49 @@ def _sanitized_text(metadata: Metadata) -> ColumnElement[str]:
 
 
 def regexp_replace(text: Any, pattern: str, replacement: str, _global: str) -> Any:
-    """Implement PostgreSQL's `regexp_replace` for SQLite. Returns None for a value that is not text."""
+    """Replace all matches of a pattern, as PostgreSQL's function `regexp_replace` with the flag "g" does.
+
+    SQLite calls this function. Returns None if `text` is not a string.
+    """
     return re.sub(pattern, replacement, text) if isinstance(text, str) else None
 
 
 def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exists) -> ColumnElement[bool]:
-    """Build the test of one field for SQLite. Each level of nested objects is one `json_each` table."""
+    """Build the SQL expression of one test for SQLite. Each level of nested objects is a `json_each` table.
+
+    Args:
+        document: SQL expression of the metadata as valid JSON text.
+        test: test of one field.
+    """
     levels: list[Any] = []
     for _ in test.field:
         inside: Any = document
         if levels:
             inside = case((levels[-1].c.type == "object", levels[-1].c.value))
         levels.append(func.json_each(inside).table_valued("key", "value", "type", joins_implicitly=True))
-    at = levels[-1].c
-    found = select(literal(1)).select_from(*levels)
-    found = found.where(*(level.c.key == name for level, name in zip(levels, test.field, strict=True)))
+    field_level = levels[-1].c
+    matches = select(literal(1)).select_from(*levels)
+    matches = matches.where(*(level.c.key == name for level, name in zip(levels, test.field, strict=True)))
     if isinstance(test, Exists):
-        return found.where(at.type != "null").exists()
+        return matches.where(field_level.type != "null").exists()
     values = [int(value) if isinstance(value, bool) else value for value in test.values]
     if test.operator == "in":
-        holds = at.value.in_(values)
+        holds = field_level.value.in_(values)
     elif test.operator == "like":
-        holds = at.value.op("GLOB", is_comparison=True)(_convert_like_to_glob(str(values[0])))
+        holds = field_level.value.op("GLOB", is_comparison=True)(_convert_like_to_glob(str(values[0])))
     else:
-        holds = _ORDER_OPERATORS[test.operator](at.value, values[0])
-    is_of_kind = at.type.in_(_JSON_KINDS["sqlite"][_value_kind(test.values[0])])
-    return found.where(is_of_kind, not_(holds) if test.negated else holds).exists()
+        holds = _ORDER_OPERATORS[test.operator](field_level.value, values[0])
+    is_of_kind = field_level.type.in_(_JSON_KINDS["sqlite"][_value_kind(test.values[0])])
+    return matches.where(is_of_kind, not_(holds) if test.negated else holds).exists()
 
 
 def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> ColumnElement[bool]:
-    """Build the test of one field for PostgreSQL. CASE checks the kind before the value is cast."""
+    """Build the SQL expression of one test for PostgreSQL. CASE checks the kind before the value is cast.
+
+    Args:
+        document: SQL expression of the metadata as JSON.
+        test: test of one field.
+    """
     *above, name = test.field
     for part in above:
         document = document[part]
@@ -396,7 +420,7 @@ def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> Colum
 
 
 def _value_kind(value: Value) -> type:
-    """Return the kind of a value: str, bool, or float for every number."""
+    """Return the kind of a value as a type: str, bool, or float for every number."""
     return str if isinstance(value, str) else bool if isinstance(value, bool) else float
 
 

@@ -79,7 +79,7 @@ LOCK = 0x6B6E6E73
 
 
 def parse_url(url: str) -> URL:
-    """Parse a SQLAlchemy URL. Returns it with the driver that the catalog uses.
+    """Parse a SQLAlchemy URL. Returns the URL with the driver that the catalog uses, psycopg on PostgreSQL.
 
     Raises:
         ConfigError: the URL is not valid, names an unsupported database, or has its password as an option.
@@ -118,10 +118,11 @@ def is_sqlite_file(url: URL) -> bool:
 
 
 def connect(url: URL) -> Engine:
-    """Make an engine with the durability settings that the commit protocol relies on.
+    """Make a SQLAlchemy engine with the durability settings that the commit protocol relies on.
 
-    The password of PostgreSQL comes from the URL, else from PGPASSWORD or the file named by PGPASSWORD_FILE.
-    A database in memory has one connection, which threads use in turn.
+    Connects to no database yet. The password of PostgreSQL comes from the URL, else from the environment
+    variable PGPASSWORD or the file that PGPASSWORD_FILE names. A database in memory has one connection, which
+    threads use in turn.
 
     Raises:
         ConfigError: the database driver is not installed, or the password file cannot be read.
@@ -145,7 +146,7 @@ def connect(url: URL) -> Engine:
             url,
             hide_parameters=True,  # error messages must not contain documents
             json_serializer=partial(json.dumps, allow_nan=False),  # PostgreSQL refuses NaN
-            json_deserializer=_from_json,
+            json_deserializer=_parse_json,
             **options,
         )
     except ImportError as error:
@@ -153,15 +154,15 @@ def connect(url: URL) -> Engine:
             "PostgreSQL needs the driver psycopg. Install it with: pip install 'knnstore[postgres]'"
         ) from error
     if engine.dialect.name == "sqlite":
-        sqlite.prepare(engine)
-        event.listen(engine, "begin", _begin)
+        sqlite.register_handlers(engine)
+        event.listen(engine, "begin", _begin_transaction)
     else:
         event.listen(engine, "connect", _check_encoding, insert=True)  # runs before SQLAlchemy reads text
     return engine
 
 
-def _from_json(text: str) -> Any:
-    """Parse JSON; returns `TOO_DEEP` for a value that is nested too deeply."""
+def _parse_json(text: str) -> Any:
+    """Parse JSON; returns the placeholder `TOO_DEEP` for a value that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -180,14 +181,16 @@ def _check_encoding(connection: Any, _record: object) -> None:
         )
 
 
-def _begin(connection: Connection) -> None:
+def _begin_transaction(connection: Connection) -> None:
     """Begin a transaction on SQLite with the statement in the execution option `_BEGIN`."""
     connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
 
 @contextmanager
-def translated_errors(engine: Engine) -> Iterator[None]:
+def translate_errors(engine: Engine) -> Iterator[None]:
     """Convert the exceptions of drivers and SQLAlchemy in the block to subclasses of KnnstoreError.
+
+    A KnnstoreError that the block raises passes unchanged.
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
@@ -200,9 +203,9 @@ def translated_errors(engine: Engine) -> Iterator[None]:
     except PoolTimeoutError as error:
         raise StoreUnavailableError(f"{render_location(engine.url)}: all connections are in use") from error
     except DBAPIError as error:
-        medium = sqlite.medium_error(error.orig, render_location(engine.url))
-        if medium is not None:
-            raise medium from error
+        disk_error = sqlite.convert_disk_error(error.orig, render_location(engine.url))
+        if disk_error is not None:
+            raise disk_error from error
         lines = str(error.orig).strip().splitlines()  # lines after the first may quote stored values
         reason = lines[0] if lines else type(error.orig).__name__
         undecoded = _NO_TEXT.match(reason)
@@ -230,7 +233,12 @@ def translated_errors(engine: Engine) -> Iterator[None]:
 
 
 def _is_too_complex(error: DBAPIError, reason: str) -> bool:
-    """Check whether the database refused a statement because of its size or depth."""
+    """Check whether the database refused a statement because it is too large or too deeply nested.
+
+    Args:
+        error: the driver's error. PostgreSQL's errors are recognized by their SQLSTATE.
+        reason: first line of the driver's message, by which SQLite's errors are recognized.
+    """
     state = str(getattr(error.orig, "sqlstate", None) or "")
     if state:
         return state.startswith("54")  # program limit exceeded
@@ -239,29 +247,36 @@ def _is_too_complex(error: DBAPIError, reason: str) -> bool:
 
 
 def _is_unreachable(error: DBAPIError) -> bool:
-    """Check whether a retry can succeed; otherwise the statement or the data cause the error."""
+    """Check whether an error has a cause outside the statement and the data, so that a retry can succeed."""
     if error.connection_invalidated:
         return True
     if not isinstance(error, OperationalError):
         return False
     if isinstance(error.orig, sqlite3.Error):
         name = str(getattr(error.orig, "sqlite_errorname", ""))
-        return not name or name.startswith(_UNREACHABLE_SQLITE)  # errors of `sqlite._connect` have no name
+        return not name or name.startswith(
+            _UNREACHABLE_SQLITE
+        )  # errors of `sqlite._open_connection` have no name
     return True
 
 
 def render_location(url: URL) -> str:
-    """Render the location of the database for messages: a path, or a URL without password and options."""
+    """Render the location of the database for messages.
+
+    Returns the path of a SQLite file, ":memory:" for a database in memory, else the URL without options and
+    with *** in place of the password.
+    """
     if url.get_backend_name() == "sqlite":
         return url.database or ":memory:"
     return url.set(query={}).render_as_string()  # renders the password as ***
 
 
 def identify(engine: Engine) -> str:
-    """Return an identifier of the database that a copy does not share.
+    """Return an identifier of the database that a copy of the database does not share.
 
-    For a file, it consists of the inode numbers of the folder and the file, which a renamed folder keeps. On
-    PostgreSQL, it consists of the system identifier, "-" if not readable, and the database's OID.
+    For a SQLite file, the identifier consists of the inode numbers of the folder and the file. A renamed
+    folder keeps its inode number. On PostgreSQL, the identifier consists of the server's system identifier,
+    or "-" if this user may not read it, and the database's OID. For a database in memory, it is "memory".
     """
     if is_sqlite_file(engine.url):
         return identify_file(Path(str(engine.url.database)))
@@ -269,7 +284,7 @@ def identify(engine: Engine) -> str:
         return "memory"
     database = "SELECT oid FROM pg_database WHERE datname = current_database()"
     allowed = "SELECT has_function_privilege('pg_control_system()', 'execute')"
-    with translated_errors(engine), engine.connect() as connection:
+    with translate_errors(engine), engine.connect() as connection:
         server = "-"
         if connection.scalar(text(allowed)):
             server = connection.scalar(text("SELECT system_identifier FROM pg_control_system()"))
@@ -277,38 +292,48 @@ def identify(engine: Engine) -> str:
 
 
 def identify_file(path: Path) -> str:
-    """Return the identifier of a SQLite file, see `identify`; raises OSError if the file does not exist."""
+    """Return the inode numbers of a file's folder and of the file, joined by "-"; see `identify`.
+
+    Raises OSError if the file does not exist.
+    """
     return f"{path.parent.stat().st_ino}-{path.stat().st_ino}"
 
 
 @contextmanager
-def session(engine: Engine) -> Iterator[Session]:
-    """Run one transaction: commit at the end of the block, roll back on an exception.
+def run_transaction(engine: Engine) -> Iterator[Session]:
+    """Yield a session in one transaction: commit at the end of the block, roll back on an exception.
 
     Raises:
-        StoreUnavailableError: the file changed during the block, see `sqlite.unchanged`.
-        KnnstoreError: the database failed, see `translated_errors`.
+        StoreUnavailableError: the SQLite file changed during the block; see `sqlite.fail_if_changed`.
+        KnnstoreError: the database failed, see `translate_errors`.
     """
     with (
-        translated_errors(engine),
-        Session(engine, expire_on_commit=False) as current,
-        current.begin(),
-        sqlite.unchanged(current.connection().connection.driver_connection),
+        translate_errors(engine),
+        Session(engine, expire_on_commit=False) as opened_session,
+        opened_session.begin(),
+        sqlite.fail_if_changed(opened_session.connection().connection.driver_connection),
     ):
-        yield current
+        yield opened_session
 
 
-def reading(engine: Engine) -> AbstractContextManager[Session]:
-    """Run one transaction whose queries all see the same snapshot of the database."""
+def run_read_transaction(engine: Engine) -> AbstractContextManager[Session]:
+    """Yield a session in one transaction whose queries all see the same snapshot of the database.
+
+    Raises the exceptions of `run_transaction`.
+    """
     if engine.dialect.name == "postgresql":  # SQLite isolates every transaction in this way
         engine = engine.execution_options(isolation_level="REPEATABLE READ")
-    return session(engine)
+    return run_transaction(engine)
 
 
 @contextmanager
-def exclusive(engine: Engine) -> Iterator[Connection]:
-    """Run one transaction that may change the schema. Concurrent exclusive transactions wait for its end."""
-    with translated_errors(engine), engine.connect() as connection:
+def run_exclusive_transaction(engine: Engine) -> Iterator[Connection]:
+    """Yield a connection in one transaction that may change the schema. Commits at the end of the block.
+
+    Other transactions of this function, also in other processes, wait until this one ends. On SQLite, foreign
+    keys are not enforced in the block.
+    """
+    with translate_errors(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             with connection.begin():
                 lock = text("SELECT pg_advisory_xact_lock(:lock, hashtext(current_schema()))")

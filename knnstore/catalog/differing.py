@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import Literal
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.queries import in_chunks
+from knnstore.catalog.queries import split_into_chunks
 from knnstore.catalog.types import StoredVersion
 from knnstore.documents import TextDocument
 
@@ -35,30 +35,54 @@ class Difference:
     def of(
         cls, catalog: Catalog, domain: str, documents: Iterable[TextDocument], tags: frozenset[str]
     ) -> "Difference":
-        """Compare documents with a domain; see `StoreReader.difference`."""
-        found: dict[Change, list[str]] = {"added": [], "replaced": [], "described": [], "unchanged": []}
-        left = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
+        """Compare documents with the live documents of a domain; see `StoreReader.difference`.
+
+        Args:
+            catalog: catalog to read.
+            domain: name of the domain, which need not exist.
+            documents: documents that the domain should hold.
+            tags: tags that each document should carry.
+        """
+        ids_by_change: dict[Change, list[str]] = {
+            "added": [],
+            "replaced": [],
+            "described": [],
+            "unchanged": [],
+        }
+        missing_ids = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
         new_ids: dict[str, str] = {}
-        for some in _groups(documents):
-            stored = catalog.versions(domain, [document.id for document in some])
-            for document in some:
+        for group in _split_documents(documents):
+            stored = catalog.versions(domain, [document.id for document in group])
+            for document in group:
                 change = classify_change(document, stored.get(document.id), tags)
-                found[change].append(document.id)
-                left.discard(document.id)
+                ids_by_change[change].append(document.id)
+                missing_ids.discard(document.id)
                 if change == "added":
                     new_ids.setdefault(document.content_hash, document.id)
-        removed = tuple(sorted(left))
+        removed = tuple(sorted(missing_ids))
         renamed = {
             id: new_ids.pop(version.content_hash)
-            for some in in_chunks(removed if new_ids else ())
-            for id, version in sorted(catalog.versions(domain, some).items())
+            for group in split_into_chunks(removed if new_ids else ())
+            for id, version in sorted(catalog.versions(domain, group).items())
             if version.content_hash in new_ids
         }
-        return cls(**{name: tuple(ids) for name, ids in found.items()}, removed=removed, renamed=renamed)
+        return cls(
+            **{name: tuple(ids) for name, ids in ids_by_change.items()}, removed=removed, renamed=renamed
+        )
 
 
 def classify_change(document: TextDocument, stored: StoredVersion | None, tags: frozenset[str]) -> Change:
-    """Return the change that storing a document with `tags` makes; `stored` is its live version, if any."""
+    """Return the change that storing a document would make.
+
+    Args:
+        document: document to store.
+        stored: live version with the document's id; None if the domain has no document with this id.
+        tags: tags to store. Further tags of the stored version do not count as a change.
+
+    Returns:
+        "added" without a stored version, "replaced" if the text differs, "described" if only the metadata
+        differ or a tag is missing, else "unchanged".
+    """
     if stored is None:
         return "added"
     if stored.content_hash != document.content_hash:
@@ -70,20 +94,26 @@ def classify_change(document: TextDocument, stored: StoredVersion | None, tags: 
 def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
     """Find texts that a domain already holds under another id; see `StoreReader.other_ids`.
 
-    Returns the stored id by new id. `ids` maps content hashes to new ids.
+    Args:
+        catalog: catalog to read.
+        domain: name of the domain.
+        ids: new ids by content hash.
+
+    Returns:
+        The stored id by new id. New ids whose text the domain does not hold under another id are left out.
     """
     rows = catalog.rows_by_content(ids)
     labels = catalog.labels(chain(*rows.values()))
     return {
         ids[content]: labels[row][0]
-        for content, found in rows.items()
-        for row in found
+        for content, keys in rows.items()
+        for row in keys
         if row in labels and labels[row][1] == domain and labels[row][0] != ids[content]
     }
 
 
-def _groups(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
+def _split_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
     """Yield the documents in lists of at most `_TOGETHER`."""
     remaining = iter(documents)
-    while some := list(islice(remaining, _TOGETHER)):
-        yield some
+    while group := list(islice(remaining, _TOGETHER)):
+        yield group

@@ -18,18 +18,21 @@ _NOT_HASHED = {"model"}
 """Identity fields left out of the digest: the path of the model may change."""
 
 
-def digest_of_bytes(content: bytes) -> str:
-    """Return the digest of bytes, for example of a document's tokens."""
+def hash_bytes(content: bytes) -> str:
+    """Return the BLAKE2b digest of bytes, for example of a document's tokens: 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def digest_of_values(*values: Any) -> str:
-    """Return the digest of JSON values; the order of an object's keys does not matter."""
-    read = json.loads(json.dumps(values))  # numeric keys become strings, as in the database
-    return digest_of_bytes(json.dumps(read, sort_keys=True).encode())
+def hash_values(*values: Any) -> str:
+    """Return the digest of JSON values; the order of the values matters, that of an object's keys does not.
+
+    Numeric keys of objects count as strings.
+    """
+    normalized_values = json.loads(json.dumps(values))  # numeric keys become strings, as in the database
+    return hash_bytes(json.dumps(normalized_values, sort_keys=True).encode())
 
 
-def digest_of_document(
+def hash_document_fields(
     *,
     id: str,
     domain: str,
@@ -40,11 +43,22 @@ def digest_of_document(
     tags: Iterable[str],
     tokens: str,
 ) -> str:
-    """Return the digest of a document; `tokens` is the digest of its tokens."""
-    return digest_of_values(id, domain, start, stop, content_hash, dict(metadata), sorted(tags), tokens)
+    """Return the digest of a document's fields; the order of the tags does not matter.
+
+    Args:
+        id: external id.
+        domain: name of the domain.
+        start: position of the first token.
+        stop: position after the last token.
+        content_hash: SHA-256 of the text.
+        metadata: metadata.
+        tags: tags.
+        tokens: digest of the document's tokens.
+    """
+    return hash_values(id, domain, start, stop, content_hash, dict(metadata), sorted(tags), tokens)
 
 
-def digest_of_store(identity: Identity, params: Mapping[str, Any]) -> str:
+def hash_store_identity(identity: Identity, params: Mapping[str, Any]) -> str:
     """Return the digest of a store's identity, without the model's path, and of its engine's parameters."""
     hashed = {name: value for name, value in asdict(identity).items() if name not in _NOT_HASHED}
-    return digest_of_values(hashed, dict(params))
+    return hash_values(hashed, dict(params))

@@ -1,7 +1,7 @@
 """API keys of a server: rights, domains and limits. The catalog stores only the hash of a key.
 
-Readers of the store do not see the rows of keys. So keys are changed in separate transactions, without the
-catalog's writer and its fence.
+Readers of the store do not see the rows of keys. So keys are changed in separate transactions, which need no
+`CatalogWriter`.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from enum import StrEnum
 from sqlalchemy import delete, select
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import reading, session
-from knnstore.catalog.queries import utc
+from knnstore.catalog.connection import run_read_transaction, run_transaction
+from knnstore.catalog.queries import convert_to_utc
 from knnstore.catalog.tables import KeyRow
 from knnstore.checks import check_name
 from knnstore.errors import ConfigError, KeyNotFoundError
@@ -64,10 +64,10 @@ class AccessKey:
 
 
 class AccessKeys:
-    """API keys of one store.
+    """Creates, lists, revokes and looks up the API keys of one store.
 
     Args:
-        catalog: open catalog; the caller closes it.
+        catalog: open catalog, which the caller closes.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -94,47 +94,47 @@ class AccessKeys:
             tokens: maximum number of tokens a minute, prompt and generated, >= 1; None is unlimited.
 
         Returns:
-            The key's description and the key itself, which cannot be read again.
+            The key's description, and the text of the key, which cannot be read again.
 
         Raises:
             ConfigError: `rights` or `domains` is empty, a limit is out of range, or the expiry has passed.
             InputError: a name is not valid, see `check_name`.
         """
-        given, named = sorted(set(rights)), None if domains is None else sorted(set(domains))
-        if not given:
+        sorted_rights, sorted_domains = sorted(set(rights)), None if domains is None else sorted(set(domains))
+        if not sorted_rights:
             raise ConfigError("a key needs at least one right")
-        if named is not None and not named:
+        if sorted_domains is not None and not sorted_domains:
             raise ConfigError("a key for no domain is of no use: name one, or give none for all")
         if expires_at is not None and expires_at <= datetime.now(UTC):
             raise ConfigError("the key would have expired already")
         for limit in (requests, tokens):
             if limit is not None and not 1 <= limit < 2**31:
                 raise ConfigError(f"a limit of a key is at least 1 and below 2**31, got {limit}")
-        for domain in named or ():
+        for domain in sorted_domains or ():
             check_name(domain, "the domain")
         if name:
             check_name(name, "the key's name")
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
-        with session(self._sql) as current:
+        with run_transaction(self._sql) as session:
             row = KeyRow(
                 id=id,
                 name=name,
-                hash=_hashed(secret),
-                rights=[right.value for right in given],
-                domains=named,
+                hash=_hash_secret(secret),
+                rights=[right.value for right in sorted_rights],
+                domains=sorted_domains,
                 expires_at=expires_at,
                 requests=requests,
                 tokens=tokens,
             )
-            current.add(row)
-            current.flush()
-            return _read(row), f"knn_{id}_{secret}"
+            session.add(row)
+            session.flush()
+            return _describe_key(row), f"knn_{id}_{secret}"
 
     def all(self) -> list[AccessKey]:
         """Return all keys in the order of their creation, expired keys included."""
-        with reading(self._sql) as current:
-            rows = current.scalars(select(KeyRow).order_by(KeyRow.created_at, KeyRow.id))
-            return [_read(row) for row in rows]
+        with run_read_transaction(self._sql) as session:
+            rows = session.scalars(select(KeyRow).order_by(KeyRow.created_at, KeyRow.id))
+            return [_describe_key(row) for row in rows]
 
     def revoke(self, id: str) -> AccessKey:
         """Delete a key, and return its description.
@@ -142,47 +142,53 @@ class AccessKeys:
         Raises:
             KeyNotFoundError: no key has this id.
         """
-        with session(self._sql) as current:
-            row = current.get(KeyRow, id)
+        with run_transaction(self._sql) as session:
+            row = session.get(KeyRow, id)
             if row is None:
                 raise KeyNotFoundError(f"there is no key {id!r}; `knnstore key list` shows all")
-            gone = _read(row)
-            current.execute(delete(KeyRow).where(KeyRow.id == id))
-            return gone
+            revoked_key = _describe_key(row)
+            session.execute(delete(KeyRow).where(KeyRow.id == id))
+            return revoked_key
 
     @staticmethod
-    def is_one(text: str) -> bool:
-        """Check whether a text has the format of a key."""
+    def has_key_format(text: str) -> bool:
+        """Check whether a text has the format of an API key; the key itself need not exist."""
         return _FORM.fullmatch(text) is not None
 
     def find(self, text: str) -> AccessKey | None:
-        """Look up a key. Returns None for an unknown or expired key.
+        """Look up an API key. Returns its description, or None for an unknown, malformed or expired key.
 
         The secret is compared in constant time, also if no key has the id.
+
+        Args:
+            text: the whole key, as `add` returned it.
         """
-        found = _FORM.fullmatch(text)
-        id, secret = (found[1], found[2]) if found else ("", "")
-        with reading(self._sql) as current:
-            row = current.get(KeyRow, id)
-            is_right = hmac.compare_digest(_hashed(secret), row.hash if row else _hashed("none"))
-            key = _read(row) if row and is_right else None
+        match = _FORM.fullmatch(text)
+        id, secret = (match[1], match[2]) if match else ("", "")
+        with run_read_transaction(self._sql) as session:
+            row = session.get(KeyRow, id)
+            is_match = hmac.compare_digest(_hash_secret(secret), row.hash if row else _hash_secret("none"))
+            key = _describe_key(row) if row and is_match else None
         return None if key is None or key.has_expired else key
 
 
-def _hashed(secret: str) -> str:
-    """Return the SHA-256 of a secret; secrets have 256 random bits, so a slow hash is not needed."""
+def _hash_secret(secret: str) -> str:
+    """Return the SHA-256 of a secret, hexadecimal.
+
+    Secrets have 256 random bits, so a slow hash is not needed.
+    """
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _read(row: KeyRow) -> AccessKey:
-    """Convert a row to a description of the key."""
+def _describe_key(row: KeyRow) -> AccessKey:
+    """Convert a key's row to its description, with all times in UTC."""
     return AccessKey(
         id=row.id,
         name=row.name,
         rights=frozenset(map(Right, row.rights)),
         domains=None if row.domains is None else tuple(row.domains),
-        created_at=utc(row.created_at).isoformat(),
-        expires_at=None if row.expires_at is None else utc(row.expires_at).isoformat(),
+        created_at=convert_to_utc(row.created_at).isoformat(),
+        expires_at=None if row.expires_at is None else convert_to_utc(row.expires_at).isoformat(),
         requests=row.requests,
         tokens=row.tokens,
     )

@@ -19,9 +19,9 @@ from sqlalchemy import ColumnElement, Row, Select, case, func, select, text
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from knnstore.catalog.digests import (
-    digest_of_bytes,
-    digest_of_document,
-    digest_of_store,
+    hash_bytes,
+    hash_document_fields,
+    hash_store_identity,
 )
 from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, StoreRow, TagRow, TokensRow
 from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot
@@ -36,68 +36,80 @@ DOCUMENTS = select(DocumentRow, DomainRow.name).join(DomainRow).order_by(Documen
 """Statement that selects documents with the names of their domains, in the order of their positions."""
 
 
-def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+def split_into_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Split values into lists of at most `MANY`; empty input gives no list."""
     listed = list(values)
-    return (listed[at : at + MANY] for at in range(0, len(listed), MANY))
+    return (listed[start : start + MANY] for start in range(0, len(listed), MANY))
 
 
-def among(
-    current: Session,
-    chosen: Select[*tuple[Any, ...]],
+def select_among(
+    session: Session,
+    statement: Select[*tuple[Any, ...]],
     column: InstrumentedAttribute[Any],
     values: Iterable[Any],
 ) -> Iterator[Row[*tuple[Any, ...]]]:
-    """Yield the rows of a statement where `column` has one of `values`; runs it once per `MANY` values."""
-    for chunk in in_chunks(values):
-        yield from current.execute(chosen.where(column.in_(chunk)))
+    """Yield the rows that a statement selects, restricted to rows whose `column` has one of `values`.
+
+    The statement runs once for each `MANY` values, so the rows follow no order across chunks.
+    """
+    for chunk in split_into_chunks(values):
+        yield from session.execute(statement.where(column.in_(chunk)))
 
 
-def by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
-    """Group primary keys by value. Each row is a pair of a value and a primary key."""
-    found: dict[str, list[int]] = {}
+def group_rows_by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
+    """Group primary keys by value; returns a list of keys for each value, in the order of the rows.
+
+    Args:
+        rows: tuples (value, primary key).
+    """
+    keys_by_value: dict[str, list[int]] = {}
     for value, row in rows:
-        found.setdefault(value, []).append(row)
-    return found
+        keys_by_value.setdefault(value, []).append(row)
+    return keys_by_value
 
 
-def checked_names(names: Iterable[str], what: str) -> list[str]:
-    """Return the names as a list.
+def check_names(names: Iterable[str], noun: str) -> list[str]:
+    """Check names, and return them as a list in the same order.
+
+    Args:
+        names: names to check.
+        noun: what a name is called in the message.
 
     Raises:
-        InputError: a name is not valid, see `check_name`; the message calls it `what`.
+        InputError: a name is not valid, see `check_name`.
     """
     listed = list(names)
     for name in listed:
-        check_name(name, what)
+        check_name(name, noun)
     return listed
 
 
-def utc(moment: datetime) -> datetime:
+def convert_to_utc(moment: datetime) -> datetime:
     """Convert a stored time to UTC. SQLite drops the time zone, so a time without one is taken as UTC."""
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
 
 
-def scope_of(domains: Iterable[str]) -> tuple[str, list[str]]:
-    """Return the key of the settings for a set of domains, and the names of the domains, sorted.
+def settings_key(domains: Iterable[str]) -> tuple[str, list[str]]:
+    """Return the primary key of the settings for a set of domains, and the names of the domains, sorted.
 
-    The key is the SHA-256 of the sorted names. No domains stand for the whole store.
+    The primary key is the SHA-256 of the sorted names in JSON, hexadecimal. Duplicate names count once. No
+    domains stand for the whole store.
     """
     names = sorted(set(domains))
     return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names
 
 
-def live_documents(
-    chosen: Select[*tuple[Any, ...]],
+def restrict_to_live(
+    statement: Select[*tuple[Any, ...]],
     *,
     domain: str | None = None,
     id: str | None = None,
     tag: str | None = None,
 ) -> Select[*tuple[Any, ...]]:
-    """Restrict a statement over documents and domains to live documents.
+    """Return a statement over documents and domains restricted to live documents that match all arguments.
 
     Args:
-        chosen: statement to restrict.
+        statement: statement to restrict; it is not changed.
         domain: name of the documents' domain; None allows all.
         id: external id of the documents; None allows all.
         tag: tag that the documents carry; None allows all.
@@ -105,41 +117,46 @@ def live_documents(
     Raises:
         InputError: a name is not valid, see `check_name`.
     """
-    chosen = chosen.where(IS_LIVE)
+    statement = statement.where(IS_LIVE)
     if domain is not None:
         check_name(domain, "the domain's name")
-        chosen = chosen.where(DomainRow.name == domain)
+        statement = statement.where(DomainRow.name == domain)
     if id is not None:
         check_name(id, "the document's id")
-        chosen = chosen.where(DocumentRow.external_id == id)
+        statement = statement.where(DocumentRow.external_id == id)
     if tag is not None:
         check_name(tag, "the tag")
-        chosen = chosen.where(DocumentRow.id.in_(select(TagRow.document_id).where(TagRow.tag == tag)))
-    return chosen
+        statement = statement.where(DocumentRow.id.in_(select(TagRow.document_id).where(TagRow.tag == tag)))
+    return statement
 
 
-def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
-    """Return the tags of documents by primary key; documents without tags are left out."""
+def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
+    """Return the tags, in any order, of documents by primary key; documents without tags are left out."""
     tags: dict[int, list[str]] = {}
-    for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
+    for row, tag in select_among(session, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
     return tags
 
 
-def read_rows_by_content(current: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
+def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
     """Return the primary keys of the live documents with each content hash; absent hashes are left out."""
     wanted = set(hashes)
-    chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
+    statement = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
     # Content hashes have no index, so each statement scans all documents. Many hashes share one scan.
     if len(wanted) > MANY:
-        return by_value(row for row in current.execute(chosen) if row[0] in wanted)
-    return by_value(among(current, chosen, DocumentRow.content_hash, wanted))
+        return group_rows_by_value(row for row in session.execute(statement) if row[0] in wanted)
+    return group_rows_by_value(select_among(session, statement, DocumentRow.content_hash, wanted))
 
 
-def read_documents(current: Session, rows: Iterable[Any]) -> dict[int, Document]:
-    """Return documents by primary key. Each row is a pair of a document and its domain's name."""
+def read_documents(session: Session, rows: Iterable[Any]) -> dict[int, Document]:
+    """Convert rows of `DOCUMENTS` to documents with their tags. Returns documents by primary key.
+
+    Args:
+        session: session in which the tags are read.
+        rows: tuples (document row, name of its domain).
+    """
     listed = list(rows)
-    tags = read_tags(current, [row.id for row, _ in listed])
+    tags = read_tags(session, [row.id for row, _ in listed])
     return {
         row.id: Document(
             id=row.external_id,
@@ -148,39 +165,42 @@ def read_documents(current: Session, rows: Iterable[Any]) -> dict[int, Document]
             tags=tuple(sorted(tags.get(row.id, ()))),
             metadata=row.attributes,
             content_hash=row.content_hash,
-            added_at=utc(row.added_at).isoformat(),
+            added_at=convert_to_utc(row.added_at).isoformat(),
         )
         for row, name in listed
     }
 
 
-def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
-    """Return the domains that have a live document, sorted by name."""
+def read_domains(session: Session, *, has_prefix: bool) -> list[Domain]:
+    """Return the domains that have a live document, sorted by name, with their totals.
+
+    `has_prefix` is `Identity.has_prefix`. In a store without keys, the number of records is 0.
+    """
     tokens = func.sum(DocumentRow.stop - DocumentRow.start)
-    records = func.sum(records_of_document(has_prefix=has_prefix))
-    chosen = (
+    records = func.sum(count_records_clause(has_prefix=has_prefix))
+    statement = (
         select(DomainRow.name, func.count(), tokens, records)
         .select_from(DomainRow)
         .join(DocumentRow)
         .where(IS_LIVE)
         .group_by(DomainRow.name)
     )
-    rows = current.execute(chosen).all()
+    rows = session.execute(statement).all()
     domains = [Domain(name, *map(int, sums)) for name, *sums in rows]
-    if read_engine(current).is_keyless:
+    if read_engine(session).is_keyless:
         domains = [replace(domain, records=0) for domain in domains]
     return sorted(domains, key=attrgetter("name"))  # not in SQL: databases order text differently
 
 
-def read_engine(current: Session) -> Engine:
+def read_engine(session: Session) -> Engine:
     """Return the adapter that holds the keys, with its location and parameters.
 
     Raises:
         CatalogError: the stored values are damaged.
     """
-    row = current.get_one(StoreRow, 1)
-    texts = all(isinstance(text, str) and "\0" not in text for text in (row.adapter, row.location))
-    if not (texts and isinstance(row.params, dict)):
+    row = session.get_one(StoreRow, 1)
+    are_texts = all(isinstance(text, str) and "\0" not in text for text in (row.adapter, row.location))
+    if not (are_texts and isinstance(row.params, dict)):
         raise CatalogError(
             "the catalog is damaged: it does not say where the keys are; restore it from a backup"
         )
@@ -202,7 +222,7 @@ def read_identity(row: StoreRow) -> Identity:
     if values["metric"] not in {metric.value for metric in Metric}:
         raise CatalogError("the catalog is damaged: metric of the store; restore it from a backup")
     identity = Identity(**values)
-    if not isinstance(row.params, dict) or row.digest != digest_of_store(identity, row.params):
+    if not isinstance(row.params, dict) or row.digest != hash_store_identity(identity, row.params):
         raise CatalogError(
             "the catalog is damaged: what the store was made for, or its engine's "
             "parameters, were altered; restore it from a backup"
@@ -210,13 +230,17 @@ def read_identity(row: StoreRow) -> Identity:
     return identity
 
 
-def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
-    """Return the live documents at one revision. The session must be one of `reading`.
+def read_snapshot(session: Session, *, has_prefix: bool) -> Snapshot:
+    """Return the live documents at one revision.
+
+    Args:
+        session: session of `run_read_transaction`, so that all queries see the same revision.
+        has_prefix: True if the first token of a document has a record; see `Identity.has_prefix`.
 
     Raises:
         CatalogError: the positions of documents overlap or are out of range.
     """
-    records = records_of_document(has_prefix=has_prefix)
+    records = count_records_clause(has_prefix=has_prefix)
     documents = (
         select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
         .where(IS_LIVE)
@@ -225,8 +249,8 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     domains = select(DomainRow.name, DomainRow.id).where(
         DomainRow.id.in_(select(DocumentRow.domain_id).where(IS_LIVE))
     )
-    revision = current.scalars(select(StoreRow.revision)).one()
-    values = chain.from_iterable(current.execute(documents))
+    revision = session.scalars(select(StoreRow.revision)).one()
+    values = chain.from_iterable(session.execute(documents))
     table = np.fromiter(values, np.int64).reshape(-1, 5).T.copy()
     table.setflags(write=False)
     _, _, starts, stops, _ = table
@@ -234,54 +258,60 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     if (np.diff(borders, prepend=0) < 0).any() or (borders > POSITION_LIMIT).any():
         raise CatalogError("the catalog is damaged: positions of documents overlap; restore it from a backup")
     rows, groups, starts, stops, counts = table
-    engine, names = read_engine(current), dict(current.execute(domains).all())
+    engine, names = read_engine(session), dict(session.execute(domains).all())
     if engine.is_keyless:
         counts = np.zeros_like(counts)
     return Snapshot(revision, engine, rows, groups, starts, stops, counts, names)
 
 
-def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
-    """Build the SQL expression for a document's number of records."""
+def count_records_clause(*, has_prefix: bool) -> ColumnElement[int]:
+    """Build the SQL expression for a document's number of records; see `Identity.has_prefix`."""
     tokens = DocumentRow.stop - DocumentRow.start
     # Without a prefix, the first token has no predecessor and so no record.
     return tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
 
 
-def read_problems(current: Session) -> list[str]:
-    """Check the database. Returns one message per problem; none if the database is sound.
+def find_problems(session: Session) -> list[str]:
+    """Check the database. Returns one message per problem; an empty list if the database is sound.
 
-    Runs SQLite's integrity check, and checks that the position counter is beyond every used position.
+    Runs SQLite's integrity check (nothing of this kind on PostgreSQL), and checks that the counter of token
+    positions is at or beyond the end of every document.
     """
-    found = []
-    if current.get_bind().dialect.name == "sqlite":
-        said = "\n".join(current.scalars(text("PRAGMA integrity_check(5)")))
-        found = [line for line in said.splitlines() if line not in ("ok", "*** in database main ***")]
+    problems = []
+    if session.get_bind().dialect.name == "sqlite":
+        report = "\n".join(session.scalars(text("PRAGMA integrity_check(5)")))
+        problems = [line for line in report.splitlines() if line not in ("ok", "*** in database main ***")]
     last_used = select(func.max(DocumentRow.stop)).scalar_subquery()
-    given, used = current.execute(select(StoreRow.next_position, last_used)).one()
-    if not (used or 0) <= given <= POSITION_LIMIT:
-        found.append("positions would be given twice")
-    return [f"the catalog is damaged, restore it from a backup: {line}" for line in found]
+    next_position, last_stop = session.execute(select(StoreRow.next_position, last_used)).one()
+    if not (last_stop or 0) <= next_position <= POSITION_LIMIT:
+        problems.append("positions would be given twice")
+    return [f"the catalog is damaged, restore it from a backup: {line}" for line in problems]
 
 
-def unpacked(blob: bytes, digest: str) -> NDArray[np.uint32]:
-    """Decode a document's tokens to uint32, shape (n,).
+def decode_tokens(blob: bytes, digest: str) -> NDArray[np.uint32]:
+    """Decode a document's tokens to a read-only array, uint32, shape (n,).
+
+    Args:
+        blob: stored bytes of the tokens.
+        digest: stored digest of the bytes.
 
     Raises:
         CatalogError: the stored bytes do not match their digest.
     """
-    if not isinstance(blob, bytes) or digest_of_bytes(blob) != digest:
+    if not isinstance(blob, bytes) or hash_bytes(blob) != digest:
         raise CatalogError(
             "the tokens of a document are damaged: `knnstore verify` names it; remove it and add it again"
         )
     return np.frombuffer(blob, "<u4")
 
 
-def read_altered(current: Session, first: int, last: int) -> set[int]:
-    """Find live documents whose digests do not match, with primary keys from `first` to `last`.
+def find_altered(session: Session, first: int, last: int) -> set[int]:
+    """Return the primary keys of altered live documents, among the keys from `first` to `last` inclusive.
 
-    Returns their primary keys. The digests cover tokens, tags and the other fields, not the vector keys.
+    A document is altered if its digests do not match. The digests cover tokens, tags and the other fields,
+    not the vector keys. Raises an error if a stored value has a wrong type.
     """
-    chosen = (
+    statement = (
         select(DocumentRow, DomainRow.name, TokensRow)
         .outerjoin(DomainRow, DomainRow.id == DocumentRow.domain_id)
         .outerjoin(TokensRow, TokensRow.document_id == DocumentRow.id)
@@ -289,24 +319,24 @@ def read_altered(current: Session, first: int, last: int) -> set[int]:
         .execution_options(yield_per=100)  # limits how many texts are in memory
     )
     tags: dict[int, list[str]] = {}
-    chosen_tags = select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.between(first, last))
-    for document, tag in current.execute(chosen_tags):
+    tags_statement = select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.between(first, last))
+    for document, tag in session.execute(tags_statement):
         tags.setdefault(document, []).append(tag)
     altered = set()
-    for row, domain, tokens in current.execute(chosen):
-        sound = (
+    for row, domain, tokens in session.execute(statement):
+        is_intact = (
             tokens is not None
-            and tokens.digest == digest_of_bytes(tokens.tokens)
-            and row.digest == document_digest(row, domain, tags.get(row.id, ()), tokens.digest)
+            and tokens.digest == hash_bytes(tokens.tokens)
+            and row.digest == compute_document_digest(row, domain, tags.get(row.id, ()), tokens.digest)
         )
-        if not sound:
+        if not is_intact:
             altered.add(row.id)
     return altered
 
 
-def document_digest(row: DocumentRow, domain: str, tags: Iterable[str], tokens: str) -> str:
+def compute_document_digest(row: DocumentRow, domain: str, tags: Iterable[str], tokens: str) -> str:
     """Compute the digest of a document from its row, domain name, tags and the digest of its tokens."""
-    return digest_of_document(
+    return hash_document_fields(
         id=row.external_id,
         domain=domain,
         start=row.start,

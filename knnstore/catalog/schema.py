@@ -12,8 +12,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, delete, insert, inspect, select
 from sqlalchemy import Engine as SqlEngine
 
-from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, render_location
-from knnstore.catalog.digests import digest_of_store
+from knnstore.catalog.connection import connect, is_sqlite_file, render_location, run_exclusive_transaction
+from knnstore.catalog.digests import hash_store_identity
 from knnstore.catalog.tables import StoreRow
 from knnstore.catalog.types import Engine, Identity
 from knnstore.errors import (
@@ -43,13 +43,13 @@ def script_location() -> Path:
     raise CatalogError("the installation is broken: its migrations are missing; install knnstore again")
 
 
-def is_empty(connection: Connection) -> bool:
-    """Check whether the database has no catalog yet."""
+def lacks_catalog(connection: Connection) -> bool:
+    """Check whether the database holds no catalog; other tables do not matter."""
     return not inspect(connection).has_table(VERSION_TABLE)
 
 
-def not_found(url: URL) -> StoreNotFoundError:
-    """Make the error for a database that holds no catalog."""
+def make_not_found_error(url: URL) -> StoreNotFoundError:
+    """Make the error for a database that holds no catalog, without raising it."""
     return StoreNotFoundError(
         f"there is no catalog in {render_location(url)}; restore it from a backup, or make a store with "
         "`knnstore init`"
@@ -57,26 +57,26 @@ def not_found(url: URL) -> StoreNotFoundError:
 
 
 def connect_existing(url: URL) -> SqlEngine:
-    """Make an engine for an existing database; see `connect`.
+    """Make a SQLAlchemy engine for an existing database; see `connect`. Does not check for a catalog.
 
     Raises:
         StoreNotFoundError: the SQLite file does not exist.
         ConfigError: see `connect`.
     """
     if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would create the file
-        raise not_found(url)
+        raise make_not_found_error(url)
     return connect(url)
 
 
-def check(connection: Connection) -> None:
+def check_version(connection: Connection) -> None:
     """Check that the database holds a catalog with this package's schema.
 
     Raises:
         StoreNotFoundError: the database holds no catalog.
         SchemaOutdatedError, SchemaTooNewError: the schema differs from this package's.
     """
-    if is_empty(connection):
-        raise not_found(connection.engine.url)
+    if lacks_catalog(connection):
+        raise make_not_found_error(connection.engine.url)
     if not _is_newest(connection):
         raise SchemaOutdatedError(
             "the catalog's schema is older than this package: run `knnstore db upgrade`"
@@ -92,31 +92,40 @@ def upgrade_catalog(url: URL) -> None:
     """
     sql = connect_existing(url)
     try:
-        with exclusive(sql) as connection:
-            if is_empty(connection):
-                raise not_found(url)
+        with run_exclusive_transaction(sql) as connection:
+            if lacks_catalog(connection):
+                raise make_not_found_error(url)
             upgrade(connection)
     finally:
         sql.dispose()
 
 
 def upgrade(connection: Connection) -> None:
-    """Create the tables, or upgrade them to the newest schema, in the caller's `exclusive` transaction."""
-    if not _is_newest(connection):
-        command.upgrade(_config(connection), "head")
+    """Create the tables, or upgrade them to the newest schema; does nothing if the schema is the newest.
 
-
-def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | None) -> None:
-    """Create the tables and the store's row in one transaction; see `Catalog.create`.
+    Args:
+        connection: connection in a transaction of `run_exclusive_transaction`, which the caller commits.
 
     Raises:
-        StoreExistsError: the database holds another store, or this store and it was written to.
+        SchemaTooNewError: the schema is newer than this package.
     """
-    with exclusive(sql) as connection:
-        if not is_empty(connection):
-            check(connection)
-            there = connection.execute(select(StoreRow.store_id, StoreRow.writer_epoch)).first()
-            if there and (there.store_id != store_id or there.writer_epoch > 0):
+    if not _is_newest(connection):
+        command.upgrade(_make_config(connection), "head")
+
+
+def create_store(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | None) -> None:
+    """Create the tables and the store's row in one transaction; see `Catalog.create`.
+
+    An existing row with `store_id`, left by an interrupted creation, is replaced.
+
+    Raises:
+        StoreExistsError: the database holds a store with another id, or this store after a writer opened it.
+    """
+    with run_exclusive_transaction(sql) as connection:
+        if not lacks_catalog(connection):
+            check_version(connection)
+            existing = connection.execute(select(StoreRow.store_id, StoreRow.writer_epoch)).first()
+            if existing and (existing.store_id != store_id or existing.writer_epoch > 0):
                 raise StoreExistsError(f"{render_location(sql.url)} already holds a store's catalog")
             connection.execute(delete(StoreRow))
         upgrade(connection)
@@ -126,17 +135,20 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | Non
                 store_id=store_id or uuid4().hex,
                 **asdict(engine),
                 **asdict(identity),
-                digest=digest_of_store(identity, engine.params),
+                digest=hash_store_identity(identity, engine.params),
             )
         )
         failpoint("catalog.create.inside")
 
 
 def _is_newest(connection: Connection) -> bool:
-    """Check whether the schema is the newest; raises SchemaTooNewError for an unknown version."""
+    """Check whether the database has the newest schema; False also for a database without a catalog.
+
+    Raises SchemaTooNewError if this package does not know the schema's version.
+    """
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
-    scripts = ScriptDirectory.from_config(_config())
+    scripts = ScriptDirectory.from_config(_make_config())
     known = {script.revision for script in scripts.walk_revisions()}
     if current is not None and current not in known:
         raise SchemaTooNewError(
@@ -145,8 +157,8 @@ def _is_newest(connection: Connection) -> bool:
     return current == scripts.get_current_head()
 
 
-def _config(connection: Connection | None = None) -> Config:
-    """Build the configuration of Alembic; migrations run on `connection`."""
+def _make_config(connection: Connection | None = None) -> Config:
+    """Build the configuration of Alembic. Migrations run on `connection`, if it is not None."""
     config = Config()
     config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
     config.attributes["connection"] = connection

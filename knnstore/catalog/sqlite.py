@@ -41,11 +41,11 @@ class UnloggedConnection(sqlite3.Connection):
 
     path: Path
     seen: tuple[int, ...]
-    """State of the files when the connection was opened; see `_state`."""
+    """State of the files when the connection was opened; see `_read_file_state`."""
 
     def is_stale(self) -> bool:
         """Check whether the database has changed since the connection was opened."""
-        return _state(self.path) != self.seen
+        return _read_file_state(self.path) != self.seen
 
 
 class Commits:
@@ -61,9 +61,10 @@ class Commits:
         self._connection: PoolProxiedConnection | None = None
 
     def version(self) -> int | None:
-        """Return a number that differs after each commit.
+        """Return a number that changes with each commit of another connection. Opens a connection if needed.
 
-        Returns None if commits cannot be detected: without a log, or if the database cannot be read.
+        Returns None if commits cannot be detected: the database is open without its write-ahead log, or
+        cannot be read. No error is raised then.
         """
         with self._lock:
             try:
@@ -71,49 +72,54 @@ class Commits:
                     self._connection = self._engine.raw_connection()
                 driver: Any = self._connection.driver_connection
                 if isinstance(driver, UnloggedConnection):
-                    self._release()
+                    self._close_connection()
                     return None
                 ((version,),) = driver.execute("PRAGMA data_version").fetchall()
                 return int(version)
             except (sqlite3.Error, SQLAlchemyError):  # the caller's query will raise the error
-                self._release()
+                self._close_connection()
                 return None
 
     def close(self) -> None:
-        """Close the connection; the next call of `version` opens another."""
+        """Close the connection, if one is open; the next call of `version` opens a new connection."""
         with self._lock:
-            self._release()
+            self._close_connection()
 
-    def _release(self) -> None:
+    def _close_connection(self) -> None:
         """Close the connection if one is open. The caller holds the lock."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
 
 
-def prepare(engine: Engine) -> None:
-    """Register this module's connection handling with an engine of SQLite.
+def register_handlers(engine: Engine) -> None:
+    """Register this module's event handlers with a SQLAlchemy engine for SQLite.
 
-    Connections are opened by `_connect`, have the function `regexp_replace`, and are checked for stale files
-    at checkout.
+    The engine then opens connections by `_open_connection` and defines the SQL function `regexp_replace` in
+    each. When the pool hands out a connection, a stale `UnloggedConnection` is replaced.
     """
-    event.listen(engine, "do_connect", _connect)
-    event.listen(engine, "connect", _add_function)
-    event.listen(engine, "checkout", _check)
+    event.listen(engine, "do_connect", _open_connection)
+    event.listen(engine, "connect", _add_regexp_replace)
+    event.listen(engine, "checkout", _refuse_stale)
 
 
-def make_private(path: Path) -> None:
-    """Create an empty file with mode 600 if none exists; SQLite copies the mode to the log's files.
+def create_private_file(path: Path) -> None:
+    """Create an empty file that only its owner can read (mode 600); an existing file is not changed.
 
-    Ignores errors.
+    SQLite gives the files of its log the same mode. Errors are ignored.
     """
     with suppress(OSError):  # SQLite reports the error when it opens the file
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
 
 @contextmanager
-def unchanged(connection: Any) -> Iterator[None]:
-    """Check at the end of the block that the database did not change, if the connection has no log.
+def fail_if_changed(connection: Any) -> Iterator[None]:
+    """Check at the end of the block that the database file did not change since the connection was opened.
+
+    Only an `UnloggedConnection` is checked; with any other connection, SQLite isolates reads itself.
+
+    Args:
+        connection: the driver's connection that the block uses.
 
     Raises:
         StoreUnavailableError: the database changed, so the block's reads may be inconsistent.
@@ -128,8 +134,8 @@ def unchanged(connection: Any) -> Iterator[None]:
 def take_in_log(engine: Engine) -> None:
     """Copy the write-ahead log into the database file and empty the log.
 
-    The database file is then complete by itself. If a reader blocks this for a second, or the disk is full,
-    the log stays for the next connection, and no error is raised.
+    The database file then contains all commits. If a reader blocks the copy for a second, or the disk is
+    full, the log stays as it is and the next connection reads it; no error is raised.
     """
     with suppress(sqlite3.Error):
         connection = engine.raw_connection()
@@ -141,8 +147,11 @@ def take_in_log(engine: Engine) -> None:
             connection.invalidate()  # its busy_timeout differs, so it must not return to the pool
 
 
-def medium_error(error: object, path: str) -> KnnstoreError | None:
-    """Convert a SQLite error about the disk to ReadOnlyError or DiskFullError; returns None for others."""
+def convert_disk_error(error: object, path: str) -> KnnstoreError | None:
+    """Convert a SQLite error about the disk to a ReadOnlyError or DiskFullError, without raising it.
+
+    Returns None for any other error. `path` is the database file.
+    """
     name = str(getattr(error, "sqlite_errorname", ""))
     # An immutable connection on a full disk also reports SQLITE_READONLY.
     if name.startswith("SQLITE_READONLY") and is_read_only(Path(path).parent):
@@ -152,15 +161,21 @@ def medium_error(error: object, path: str) -> KnnstoreError | None:
     return None
 
 
-def _connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
-    """Open a connection with a log, or an `UnloggedConnection` if the log cannot be used.
+def _open_connection(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
+    """Open a connection that uses the write-ahead log, or an `UnloggedConnection` if the log cannot be used.
+
+    Args:
+        arguments: positional arguments of `sqlite3.connect`; the first is the path of the database.
+        options: keyword arguments of `sqlite3.connect`.
 
     Raises:
         sqlite3.OperationalError: the database cannot be read, or its log holds changes and cannot be used.
     """
     path = Path(arguments[0])
     connection = sqlite3.connect(*arguments, **options)
-    connection.isolation_level = None  # `connection._begin` runs BEGIN, so that DDL is transactional too
+    connection.isolation_level = (
+        None  # `connection._begin_transaction` runs BEGIN, so that DDL is transactional too
+    )
     try:
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").close()
@@ -170,7 +185,7 @@ def _connect(_dialect: object, _record: object, arguments: list[Any], options: d
         connection.close()
         if not error.sqlite_errorname.startswith(_MAY_BE_READ) or not path.exists():
             raise
-        seen = _state(path)
+        seen = _read_file_state(path)
         if seen[-1]:
             raise sqlite3.OperationalError(
                 f"{error}; {path}-wal has changes that are not in {path.name} yet, and nothing can be "
@@ -183,19 +198,22 @@ def _connect(_dialect: object, _record: object, arguments: list[Any], options: d
     return unlogged
 
 
-def _add_function(connection: Any, _record: object) -> None:
-    """Register `regexp_replace`, which conditions use, with a connection."""
+def _add_regexp_replace(connection: Any, _record: object) -> None:
+    """Define the SQL function `regexp_replace`, which conditions on metadata use, in a connection."""
     connection.create_function("regexp_replace", 4, regexp_replace, deterministic=True)
 
 
-def _check(connection: Any, _record: object, _proxy: object) -> None:
-    """Raise DisconnectionError for a stale connection, so that the pool opens another in its place."""
+def _refuse_stale(connection: Any, _record: object, _proxy: object) -> None:
+    """Raise DisconnectionError for a stale `UnloggedConnection`. The pool then opens a new connection."""
     if isinstance(connection, UnloggedConnection) and connection.is_stale():
         raise DisconnectionError
 
 
-def _state(path: Path) -> tuple[int, ...]:
-    """Return inode, size and time of change of the database file, and the size of its log, 0 without one."""
+def _read_file_state(path: Path) -> tuple[int, ...]:
+    """Return inode, size and time of change in ns of the database file, and the size of its log.
+
+    The size of the log is 0 if no log exists. Raises FileNotFoundError if the database file does not exist.
+    """
     status, log = path.stat(), 0
     with suppress(FileNotFoundError):
         log = Path(f"{path}-wal").stat().st_size

@@ -90,7 +90,7 @@ class StoreRow(Base):
     params: Mapped[dict[str, Any]] = mapped_column(JSON)
 
     next_position: Mapped[int] = mapped_column(BigInteger, default=0)
-    """Next free token position, 43 bits. Never decreases, so no record id is used twice."""
+    """Next free token position, 43 bits. The number never decreases, so no record id is used twice."""
 
     revision: Mapped[int] = mapped_column(BigInteger, default=0)
     """Incremented in every transaction that changes what readers see."""

@@ -70,7 +70,7 @@ class NewDocument:
 
 @dataclass(frozen=True, slots=True)
 class PlacedDocument:
-    """Document that is not live, with the positions that are allocated to it."""
+    """Document that is pending or deleting, with the token positions that are allocated to it."""
 
     row: int
     """Primary key in SQL."""
@@ -152,5 +152,5 @@ class Snapshot:
         """
         if not len(self.starts):
             return np.full(positions.shape, -1, np.int64)
-        at = np.searchsorted(self.starts, positions, side="right") - 1
-        return np.where((at >= 0) & (positions < self.stops[np.maximum(at, 0)]), at, -1)
+        indices = np.searchsorted(self.starts, positions, side="right") - 1
+        return np.where((indices >= 0) & (positions < self.stops[np.maximum(indices, 0)]), indices, -1)

@@ -13,8 +13,8 @@ from typing import Any
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
-from knnstore.catalog.connection import SECONDS_TO_WAIT, is_sqlite_file, render_location, translated_errors
-from knnstore.catalog.sqlite import medium_error
+from knnstore.catalog.connection import SECONDS_TO_WAIT, is_sqlite_file, render_location, translate_errors
+from knnstore.catalog.sqlite import convert_disk_error
 from knnstore.catalog.tables import Base
 from knnstore.durable import sync_file
 from knnstore.errors import StoreUnavailableError
@@ -43,7 +43,9 @@ def vacuum(sql: Engine) -> list[str]:
 
 
 def check_room(sql: Engine) -> None:
-    """Check that the disk has enough free space to `vacuum` a SQLite file; does nothing on PostgreSQL.
+    """Check that the disks have enough free space to `vacuum` a SQLite file.
+
+    Does nothing on PostgreSQL and for a database in memory.
 
     SQLite builds the new database in its temporary folder, and copies it to the file through the log.
 
@@ -52,38 +54,42 @@ def check_room(sql: Engine) -> None:
     """
     if not is_sqlite_file(sql.url):
         return
-    with translated_errors(sql), sql.connect() as connection:
+    with translate_errors(sql), sql.connect() as connection:
         pages, free, size = (
             int(connection.scalar(text(f"PRAGMA {name}")) or 0)
             for name in ("page_count", "freelist_count", "page_size")
         )
     needed = (pages - free) * (size + _FRAME)
-    folder, temporary = Path(str(sql.url.database)).absolute().parent, _temporary_folder()
-    if folder.stat().st_dev == temporary.stat().st_dev:
+    database_folder, temporary = Path(str(sql.url.database)).absolute().parent, _temporary_folder()
+    if database_folder.stat().st_dev == temporary.stat().st_dev:
         needed *= 2
     else:
         check_space(temporary, needed, "erasing")
-    check_space(folder, needed, "erasing")
+    check_space(database_folder, needed, "erasing")
 
 
 def _temporary_folder() -> Path:
-    """Return the folder where SQLite creates its temporary files."""
-    named = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
-    for path in map(Path, filter(None, [*named, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
+    """Return the folder where SQLite creates its temporary files.
+
+    This is the first writable folder among SQLITE_TMPDIR, TMPDIR, /var/tmp, /usr/tmp and /tmp, else the
+    current folder.
+    """
+    configured = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
+    for path in map(Path, filter(None, [*configured, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
         if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
             return path
     return Path.cwd()
 
 
 def _vacuum_sqlite(sql: Engine) -> None:
-    """Rewrite a SQLite database and empty its log; see `vacuum`."""
-    with translated_errors(sql), sql.connect() as connection:
+    """Rewrite a SQLite database without deleted rows, and empty its log; see `vacuum`."""
+    with translate_errors(sql), sql.connect() as connection:
         driver: Any = connection.connection.driver_connection  # VACUUM cannot run in SQLAlchemy's transaction
         try:
             driver.execute("VACUUM").close()
             is_busy, *_ = driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # waits for readers
         except sqlite3.Error as error:
-            raise medium_error(error, render_location(sql.url)) or StoreUnavailableError(
+            raise convert_disk_error(error, render_location(sql.url)) or StoreUnavailableError(
                 f"{render_location(sql.url)} cannot be rewritten now ({error}): erase again"
             ) from error
     if is_busy:
@@ -97,35 +103,46 @@ def _vacuum_sqlite(sql: Engine) -> None:
 
 
 def _vacuum_postgresql(sql: Engine) -> list[str]:
-    """Rewrite all tables and the planner's statistics, and switch the log; see `vacuum` for the result."""
-    unreached = []
-    with translated_errors(sql), sql.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+    """Rewrite all tables and the planner's statistics, and switch PostgreSQL's log; see `vacuum`.
+
+    Returns one message for each place that still holds deleted rows.
+    """
+    remainders = []
+    with translate_errors(sql), sql.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text(f"SET lock_timeout = '{SECONDS_TO_WAIT}s'"))
         for table in Base.metadata.sorted_tables:
-            unreached += _rewrite(connection, table.name)
+            remainders += _rewrite_table(connection, table.name)
         try:  # the planner's statistics hold sampled values; ANALYZE has replaced the rows
-            unreached += _rewrite(connection, "pg_catalog.pg_statistic", options="FULL")
+            remainders += _rewrite_table(connection, "pg_catalog.pg_statistic", options="FULL")
         except DBAPIError as error:
-            unreached.append(f"PostgreSQL's statistics of the columns: {_reason(error)}")
-        unreached += _empty_log(connection)
-    return unreached
+            remainders.append(f"PostgreSQL's statistics of the columns: {_first_line(error)}")
+        remainders += _empty_log(connection)
+    return remainders
 
 
-def _rewrite(connection: Connection, table: str, options: str = "FULL, ANALYZE") -> list[str]:
-    """Rewrite a table until no deleted rows remain, for at most `SECONDS_TO_WAIT`.
+def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANALYZE") -> list[str]:
+    """Rewrite a table on PostgreSQL, again and again until no deleted rows remain.
 
-    Deleted rows remain while an older transaction can see them. Returns one message if deleted rows remain at
-    the end, else no message.
+    Deleted rows remain while an older transaction can see them. After `SECONDS_TO_WAIT` the function gives
+    up.
+
+    Args:
+        connection: connection without a transaction, because VACUUM cannot run in one.
+        table: name of the table.
+        options: options of VACUUM.
+
+    Returns:
+        A list with one message if deleted rows remain at the end, else an empty list.
     """
     remaining: list[int] = []
 
-    def note(diagnostic: Any) -> None:
+    def record_remaining(diagnostic: Any) -> None:
         # The detail of the notice is "N dead row versions cannot be removed yet."
-        found = [int(word) for word in (diagnostic.message_detail or "").split() if word.isdecimal()]
-        remaining.extend(found[:1])
+        counts = [int(word) for word in (diagnostic.message_detail or "").split() if word.isdecimal()]
+        remaining.extend(counts[:1])
 
     driver: Any = connection.connection.driver_connection
-    driver.add_notice_handler(note)
+    driver.add_notice_handler(record_remaining)
     deadline = time.monotonic() + SECONDS_TO_WAIT
     try:
         while True:
@@ -137,30 +154,33 @@ def _rewrite(connection: Connection, table: str, options: str = "FULL, ANALYZE")
                 break
             time.sleep(_PAUSE)
     finally:
-        driver.remove_notice_handler(note)
+        driver.remove_notice_handler(record_remaining)
     return [f"{sum(remaining)} dead rows of {table}, which an open transaction of somebody still sees"]
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Switch PostgreSQL's log and run a checkpoint, so that the server drops segments with deleted rows.
+    """Switch PostgreSQL's log and run a checkpoint, so that the server drops log files with deleted rows.
 
-    Returns one message for each reason why segments remain.
+    Returns one message for each reason why log files remain; empty if none remains. A user without the
+    necessary rights gets a message too, not an error.
     """
     try:
         connection.execute(text("SELECT pg_switch_wal()"))
         connection.execute(text("CHECKPOINT"))
     except DBAPIError as error:
-        return [f"PostgreSQL's log, until the server has overwritten it: {_reason(error)}"]
-    kept = []
+        return [f"PostgreSQL's log, until the server has overwritten it: {_first_line(error)}"]
+    remainders = []
     if connection.scalar(text("SHOW wal_recycle")) == "on":
-        kept.append("PostgreSQL's log, until the server has overwritten it: it runs with wal_recycle = on")
+        remainders.append(
+            "PostgreSQL's log, until the server has overwritten it: it runs with wal_recycle = on"
+        )
     if connection.scalar(text("SELECT count(*) FROM pg_replication_slots")):
-        kept.append("PostgreSQL's log, as long as a replication slot holds it")
+        remainders.append("PostgreSQL's log, as long as a replication slot holds it")
     if connection.scalar(text("SHOW archive_mode")) != "off":
-        kept.append("the archive of PostgreSQL's log")
-    return kept
+        remainders.append("the archive of PostgreSQL's log")
+    return remainders
 
 
-def _reason(error: DBAPIError) -> str:
-    """Return the first line of the driver's message; the next lines may quote values."""
+def _first_line(error: DBAPIError) -> str:
+    """Return the first line of the driver's message; the other lines may quote stored values."""
     return str(error.orig).strip().splitlines()[0]

@@ -8,8 +8,8 @@ A document has three states::
     forget     not live -> no row    the datastore has already deleted the records
 
 The store's lock file prevents a second writer on the same machine only, so a writer to PostgreSQL also holds
-an advisory lock on the server. Either lock can be lost silently. The fence, a number in the store's row,
-cannot be lost.
+an advisory lock on the server. Either lock can be lost silently. The fencing number in the store's row cannot
+be lost: each new writer increments it, and a transaction fails if the number is not the writer's number.
 """
 
 import time
@@ -27,9 +27,15 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import LOCK, render_location, session, translated_errors
-from knnstore.catalog.digests import digest_of_bytes, digest_of_store, digest_of_values
-from knnstore.catalog.queries import among, document_digest, in_chunks, read_tags, scope_of
+from knnstore.catalog.connection import LOCK, render_location, run_transaction, translate_errors
+from knnstore.catalog.digests import hash_bytes, hash_store_identity, hash_values
+from knnstore.catalog.queries import (
+    compute_document_digest,
+    read_tags,
+    select_among,
+    settings_key,
+    split_into_chunks,
+)
 from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
@@ -72,12 +78,12 @@ class CatalogWriter:
         self._sql = catalog.sql
         if self._sql.dialect.name == "postgresql":
             catalog.opened.callback(_take_writer_lock(self._sql).close)
-        taken_over = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
-        with session(self._sql) as current:
-            self._epoch = current.scalars(taken_over.returning(StoreRow.writer_epoch)).one()
+        statement = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
+        with run_transaction(self._sql) as session:
+            self._epoch = session.scalars(statement.returning(StoreRow.writer_epoch)).one()
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
-        """Allocate positions and insert documents as pending. Also creates missing domains.
+        """Allocate token positions and insert documents as pending. Also creates missing domains.
 
         Returns:
             The placed documents, in the order of `documents`.
@@ -87,12 +93,12 @@ class CatalogWriter:
             CatalogError: the positions are used up; nothing is stored.
         """
         for document in documents:
-            _check(document)
-        with self._transaction("begin") as current:
-            groups = self._get_or_create_domain_ids(current, {document.domain for document in documents})
+            _check_document(document)
+        with self._transaction("begin") as session:
+            groups = self._get_or_create_domain_ids(session, {document.domain for document in documents})
             total = sum(len(document.tokens) for document in documents)
             allocated = update(StoreRow).values(next_position=StoreRow.next_position + total)
-            end = current.scalars(allocated.returning(StoreRow.next_position)).one()
+            end = session.scalars(allocated.returning(StoreRow.next_position)).one()
             if end > POSITION_LIMIT:
                 raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
             stops = accumulate((len(document.tokens) for document in documents), initial=end - total)
@@ -108,18 +114,18 @@ class CatalogWriter:
                 )
                 for document, (start, stop) in zip(documents, pairwise(stops), strict=True)
             ]
-            current.add_all(rows)
-            current.flush()
+            session.add_all(rows)
+            session.flush()
             for row, document in zip(rows, documents, strict=True):
                 tokens = document.tokens.astype("<u4").tobytes()
-                digest = digest_of_bytes(tokens)
-                current.add(TokensRow(document_id=row.id, tokens=tokens, digest=digest))
-                row.digest = document_digest(row, document.domain, document.tags, digest)
-                current.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
+                digest = hash_bytes(tokens)
+                session.add(TokensRow(document_id=row.id, tokens=tokens, digest=digest))
+                row.digest = compute_document_digest(row, document.domain, document.tags, digest)
+                session.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def publish(self, rows: Sequence[int], checksums: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Make pending documents live. Live documents with the same domain and id become deleting.
+        """Make pending documents live. Live documents with the same domain and id become "deleting".
 
         Args:
             rows: primary keys of the documents.
@@ -129,12 +135,12 @@ class CatalogWriter:
             CatalogError: a document is not pending, or two have the same domain and id; none is published.
         """
         fresh_rows = set(rows)
-        with self._transaction("publish") as current:
-            for chunk in in_chunks(rows):
-                fresh = select(DocumentRow.domain_id, DocumentRow.external_id).where(
+        with self._transaction("publish") as session:
+            for chunk in split_into_chunks(rows):
+                pending = select(DocumentRow.domain_id, DocumentRow.external_id).where(
                     DocumentRow.id.in_(chunk), DocumentRow.state == PENDING
                 )
-                identities = {tuple(row) for row in current.execute(fresh)}
+                identities = {tuple(row) for row in session.execute(pending)}
                 if len(identities) != len(chunk):
                     raise CatalogError(
                         "a document to publish is not pending, or two have the same domain and id"
@@ -142,83 +148,98 @@ class CatalogWriter:
                 replaced = select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.external_id).where(
                     IS_LIVE, DocumentRow.external_id.in_({id for _, id in identities})
                 )
-                old = [row for row, *identity in current.execute(replaced) if tuple(identity) in identities]
-                if not fresh_rows.isdisjoint(old):  # an earlier chunk of this call published the document
+                replaced_rows = [
+                    row for row, *identity in session.execute(replaced) if tuple(identity) in identities
+                ]
+                if not fresh_rows.isdisjoint(
+                    replaced_rows
+                ):  # an earlier chunk of this call published the document
                     raise CatalogError("two documents to publish have the same domain and id")
-                current.execute(update(DocumentRow).where(DocumentRow.id.in_(old)).values(state=DELETING))
-                current.execute(update(DocumentRow).where(DocumentRow.id.in_(chunk)).values(state=LIVE))
-            _add_checksums(current, checksums)
+                session.execute(
+                    update(DocumentRow).where(DocumentRow.id.in_(replaced_rows)).values(state=DELETING)
+                )
+                session.execute(update(DocumentRow).where(DocumentRow.id.in_(chunk)).values(state=LIVE))
+            _add_checksums(session, checksums)
             if rows:
-                _reveal(current)
+                _increment_revision(session)
 
     def note_checksums(self, checksums: Mapping[int, str]) -> None:
-        """Store checksums of vector keys, by primary key, of documents that have no checksum yet."""
-        with self._transaction("checksums") as current:
-            _add_checksums(current, checksums)
+        """Store checksums of vector keys by primary key of the document.
+
+        None of the documents may have a checksum yet; otherwise raises CatalogError and stores nothing.
+        """
+        with self._transaction("checksums") as session:
+            _add_checksums(session, checksums)
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Change live documents to deleting, so that no reader sees them. Ignores rows that are not live."""
-        with self._transaction("retire") as current:
-            for chunk in in_chunks(rows):
-                gone = update(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE).values(state=DELETING)
-                if current.scalars(gone.returning(DocumentRow.id)).all():
-                    _reveal(current)
+        """Change live documents to "deleting", so that no reader sees them. Ignores keys of other documents.
+
+        Args:
+            rows: primary keys of the documents.
+        """
+        with self._transaction("retire") as session:
+            for chunk in split_into_chunks(rows):
+                statement = (
+                    update(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE).values(state=DELETING)
+                )
+                if session.scalars(statement.returning(DocumentRow.id)).all():
+                    _increment_revision(session)
 
     def unsettled(self) -> list[PlacedDocument]:
         """Return the documents that are not live; see `Catalog.unsettled`."""
         return self.catalog.unsettled()
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Delete documents that are not live; ignores live documents.
+        """Delete the rows of documents that are not live; ignores live documents and unknown keys.
 
-        Also deletes each domain that has no other document, and all settings that name the domain.
+        Also deletes each domain whose last document this was, and all saved settings that name the domain.
         """
-        with self._transaction("forget") as current:
-            touched: set[int] = set()
-            for chunk in in_chunks(rows):
-                gone = delete(DocumentRow).where(DocumentRow.id.in_(chunk), IS_UNSETTLED)
-                touched.update(current.scalars(gone.returning(DocumentRow.domain_id)))
-            emptied: set[str] = set()
-            for chunk in in_chunks(touched):
-                left = exists().where(DocumentRow.domain_id == DomainRow.id)
-                empty = delete(DomainRow).where(DomainRow.id.in_(chunk), ~left)
-                emptied.update(current.scalars(empty.returning(DomainRow.name)))
-            for setting in current.scalars(select(SettingRow)) if emptied else ():
-                if not emptied.isdisjoint(setting.domains):
-                    current.delete(setting)
-                    _reveal(current)
+        with self._transaction("forget") as session:
+            domain_ids: set[int] = set()
+            for chunk in split_into_chunks(rows):
+                deletion = delete(DocumentRow).where(DocumentRow.id.in_(chunk), IS_UNSETTLED)
+                domain_ids.update(session.scalars(deletion.returning(DocumentRow.domain_id)))
+            deleted_domains: set[str] = set()
+            for chunk in split_into_chunks(domain_ids):
+                has_document = exists().where(DocumentRow.domain_id == DomainRow.id)
+                domain_deletion = delete(DomainRow).where(DomainRow.id.in_(chunk), ~has_document)
+                deleted_domains.update(session.scalars(domain_deletion.returning(DomainRow.name)))
+            for setting in session.scalars(select(SettingRow)) if deleted_domains else ():
+                if not deleted_domains.isdisjoint(setting.domains):
+                    session.delete(setting)
+                    _increment_revision(session)
 
     def describe(self, changes: Mapping[int, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Replace the metadata and tags of live documents.
 
         Args:
-            changes: new metadata and tags by primary key.
+            changes: tuples (new metadata, new tags) by primary key; an empty mapping changes nothing.
 
         Raises:
             InputError: a tag or metadata is not valid; nothing is changed.
             DocumentNotFoundError: a document is not live; nothing is changed.
         """
-        wanted = {row: (dict(metadata), sorted(set(tags))) for row, (metadata, tags) in changes.items()}
-        for metadata, tags in wanted.values():
+        descriptions = {row: (dict(metadata), sorted(set(tags))) for row, (metadata, tags) in changes.items()}
+        for metadata, tags in descriptions.values():
             _check_description(metadata, tags)
-        with self._transaction("describe") as current:
-            if not wanted:
+        with self._transaction("describe") as session:
+            if not descriptions:
                 return
             live = select(DocumentRow.id).where(IS_LIVE)
-            if sum(1 for _ in among(current, live, DocumentRow.id, wanted)) < len(wanted):
+            if sum(1 for _ in select_among(session, live, DocumentRow.id, descriptions)) < len(descriptions):
                 raise DocumentNotFoundError("a document was removed before it could be described")
-            sound = _sound_documents(current, wanted)
-            current.execute(
+            undamaged_rows = _select_undamaged(session, descriptions)
+            session.execute(
                 update(DocumentRow),
-                [{"id": row, "attributes": metadata} for row, (metadata, _) in wanted.items()],
+                [{"id": row, "attributes": metadata} for row, (metadata, _) in descriptions.items()],
             )
-            for chunk in in_chunks(wanted):
-                current.execute(delete(TagRow).where(TagRow.document_id.in_(chunk)))
-            current.add_all(
-                TagRow(document_id=row, tag=tag) for row, (_, tags) in wanted.items() for tag in tags
+            for chunk in split_into_chunks(descriptions):
+                session.execute(delete(TagRow).where(TagRow.document_id.in_(chunk)))
+            session.add_all(
+                TagRow(document_id=row, tag=tag) for row, (_, tags) in descriptions.items() for tag in tags
             )
-            _renew_digests(current, sound)
-            _reveal(current)
+            _renew_digests(session, undamaged_rows)
+            _increment_revision(session)
 
     def rename(self, ids: Mapping[int, str]) -> None:
         """Change the external ids of live documents.
@@ -232,19 +253,19 @@ class CatalogWriter:
         """
         for id in ids.values():
             check_name(id, "a document's id")
-        with self._transaction("rename") as current:
-            sound = _sound_documents(current, ids)
+        with self._transaction("rename") as session:
+            undamaged_rows = _select_undamaged(session, ids)
             for row, id in ids.items():
-                renamed = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(external_id=id)
+                statement = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(external_id=id)
                 try:
-                    found = current.scalars(renamed.returning(DocumentRow.id)).all()
+                    renamed_rows = session.scalars(statement.returning(DocumentRow.id)).all()
                 except IntegrityError as error:
                     raise InputError(f"there is a document {id!r} in its domain already") from error
-                if not found:
+                if not renamed_rows:
                     raise DocumentNotFoundError("a document was removed before it could be renamed")
-            _renew_digests(current, sound)
+            _renew_digests(session, undamaged_rows)
             if ids:
-                _reveal(current)
+                _increment_revision(session)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
         """Save settings for exactly this set of domains, in place of their saved settings.
@@ -257,29 +278,29 @@ class CatalogWriter:
             InputError: the payload cannot be stored as JSON.
         """
         check_json(payload, "settings")
-        scope, names = scope_of(domains)
-        with self._transaction("settings") as current:
+        scope, names = settings_key(domains)
+        with self._transaction("settings") as session:
             if payload:
                 # A damaged row cannot be read and updated, so it is deleted.
-                current.execute(delete(SettingRow).where(SettingRow.scope == scope))
-                current.add(
+                session.execute(delete(SettingRow).where(SettingRow.scope == scope))
+                session.add(
                     SettingRow(
                         scope=scope,
                         domains=names,
                         payload=dict(payload),
-                        digest=digest_of_values(names, payload),
+                        digest=hash_values(names, payload),
                         saved_at=datetime.now(UTC),
                     )
                 )
             else:
-                current.execute(delete(SettingRow).where(SettingRow.scope == scope))
-            _reveal(current)
+                session.execute(delete(SettingRow).where(SettingRow.scope == scope))
+            _increment_revision(session)
 
     def drop_settings(self, scopes: Sequence[str]) -> None:
-        """Delete saved settings by their keys; see `Catalog.damaged_settings`."""
-        with self._transaction("settings") as current:
-            current.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
-            _reveal(current)
+        """Delete saved settings by their keys; see `Catalog.damaged_settings`. Unknown keys are ignored."""
+        with self._transaction("settings") as session:
+            session.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
+            _increment_revision(session)
 
     def move(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
         """Change the engine that holds the store's keys, and replace all checksums.
@@ -288,26 +309,32 @@ class CatalogWriter:
             engine: engine that already holds all records.
             checksums: checksum of each document's vector keys, by primary key.
         """
-        with self._transaction("move") as current:
-            current.execute(delete(ChecksumRow))
-            _add_checksums(current, checksums)
-            digest = digest_of_store(self.catalog.identity, engine.params)
-            current.execute(update(StoreRow).values(**asdict(engine), digest=digest))
-            _reveal(current)
+        with self._transaction("move") as session:
+            session.execute(delete(ChecksumRow))
+            _add_checksums(session, checksums)
+            digest = hash_store_identity(self.catalog.identity, engine.params)
+            session.execute(update(StoreRow).values(**asdict(engine), digest=digest))
+            _increment_revision(session)
 
     def check_room_to_vacuum(self) -> None:
-        """Check that the disk has enough free space for `vacuum`; see `check_room`."""
+        """Raise DiskFullError if the disk has too little free space for `vacuum`; see `check_room`."""
         check_room(self._sql)
 
     def vacuum(self) -> list[str]:
-        """Erase deleted rows from the database's files. Returns messages about the rest; see `vacuum`."""
+        """Erase deleted rows from the database's files.
+
+        Returns one message for each place that still holds deleted rows; see
+        `knnstore.catalog.vacuum.vacuum`.
+        """
         with self._transaction("vacuum"):  # only checks the fence: VACUUM cannot run in a transaction
             pass
         return vacuum(self._sql)
 
     @contextmanager
     def _transaction(self, name: str) -> Iterator[Session]:
-        """Run one transaction. Its first statement checks the fence and takes the database's write lock.
+        """Yield a session in one transaction, which commits at the end of the block.
+
+        The first statement checks the fencing number and takes the database's write lock.
 
         Args:
             name: middle part of the failpoint names, ``catalog.<name>.before``, ``.inside`` and ``.after``.
@@ -316,24 +343,26 @@ class CatalogWriter:
             FencedError: a newer writer exists.
         """
         failpoint(f"catalog.{name}.before")
-        with session(self._sql) as current:
-            mine = StoreRow.writer_epoch == self._epoch
-            fence = update(StoreRow).where(mine).values(writer_epoch=self._epoch).returning(StoreRow.id)
-            if current.scalars(fence).one_or_none() is None:
+        with run_transaction(self._sql) as session:
+            is_owner = StoreRow.writer_epoch == self._epoch
+            fence_update = (
+                update(StoreRow).where(is_owner).values(writer_epoch=self._epoch).returning(StoreRow.id)
+            )
+            if session.scalars(fence_update).one_or_none() is None:
                 raise FencedError("another writer has taken over this store; open it again to write")
-            yield current
+            yield session
             failpoint(f"catalog.{name}.inside")
         failpoint(f"catalog.{name}.after")
 
     @staticmethod
-    def _get_or_create_domain_ids(current: Session, names: set[str]) -> dict[str, int]:
-        """Return the ids of domains by name; creates the missing domains."""
-        chosen = select(DomainRow.name, DomainRow.id)
-        known = {row.name: row.id for row in among(current, chosen, DomainRow.name, names)}
-        fresh = [DomainRow(name=name) for name in sorted(names - known.keys())]
-        current.add_all(fresh)
-        current.flush()
-        return known | {row.name: row.id for row in fresh}
+    def _get_or_create_domain_ids(session: Session, names: set[str]) -> dict[str, int]:
+        """Return the ids of domains by name. Inserts the missing domains in the caller's transaction."""
+        statement = select(DomainRow.name, DomainRow.id)
+        existing_ids = {row.name: row.id for row in select_among(session, statement, DomainRow.name, names)}
+        new_domains = [DomainRow(name=name) for name in sorted(names - existing_ids.keys())]
+        session.add_all(new_domains)
+        session.flush()
+        return existing_ids | {row.name: row.id for row in new_domains}
 
 
 def _take_writer_lock(engine: SqlEngine) -> Connection:
@@ -344,7 +373,7 @@ def _take_writer_lock(engine: SqlEngine) -> Connection:
     """
     key = {"lock": LOCK, "use": "writer"}
     statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
-    with translated_errors(engine):
+    with translate_errors(engine):
         connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # a pooled connection would keep the lock after its return to the pool
         for _ in range(_ATTEMPTS_TO_LOCK):  # the server may not yet have noticed that a killed writer is gone
@@ -355,44 +384,47 @@ def _take_writer_lock(engine: SqlEngine) -> Connection:
     raise LockedError(f"another process writes to the catalog in {render_location(engine.url)}; end it first")
 
 
-def _sound_documents(current: Session, rows: Iterable[int]) -> list[int]:
-    """Return the primary keys of the documents that match their digests.
+def _select_undamaged(session: Session, rows: Iterable[int]) -> list[int]:
+    """Return the primary keys, among `rows`, of the documents that match their digests.
 
-    A change renews only the digests of these documents, so that it does not hide damage in others.
+    A change renews only the digests of these documents. A new digest of a damaged document would hide the
+    damage.
     """
-    wanted = list(rows)
-    digests = dict(among(current, select(DocumentRow.id, DocumentRow.digest), DocumentRow.id, wanted))
-    return [row for row, digest in _digests(current, wanted) if digests[row] == digest]
+    requested_rows = list(rows)
+    digests = dict(
+        select_among(session, select(DocumentRow.id, DocumentRow.digest), DocumentRow.id, requested_rows)
+    )
+    return [row for row, digest in _compute_digests(session, requested_rows) if digests[row] == digest]
 
 
-def _renew_digests(current: Session, rows: Sequence[int]) -> None:
+def _renew_digests(session: Session, rows: Sequence[int]) -> None:
     """Compute and store the digests of documents that the transaction has changed."""
-    current.flush()
-    current.expire_all()  # the changes were made by statements, not through the session's objects
-    values = [{"id": row, "digest": digest} for row, digest in _digests(current, rows)]
+    session.flush()
+    session.expire_all()  # the changes were made by statements, not through the session's objects
+    values = [{"id": row, "digest": digest} for row, digest in _compute_digests(session, rows)]
     if values:
-        current.execute(update(DocumentRow), values)
+        session.execute(update(DocumentRow), values)
 
 
-def _digests(current: Session, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Compute the digests of documents from their present content. Yields primary key and digest."""
-    tags = read_tags(current, rows)
-    chosen = select(DocumentRow, DomainRow.name, TokensRow.digest).join(DomainRow).join(TokensRow)
-    for row, domain, tokens in among(current, chosen, DocumentRow.id, rows):
-        yield row.id, document_digest(row, domain, tags.get(row.id, ()), tokens)
+def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Compute the digests of documents from their present content. Yields tuples (primary key, digest)."""
+    tags = read_tags(session, rows)
+    statement = select(DocumentRow, DomainRow.name, TokensRow.digest).join(DomainRow).join(TokensRow)
+    for row, domain, tokens in select_among(session, statement, DocumentRow.id, rows):
+        yield row.id, compute_document_digest(row, domain, tags.get(row.id, ()), tokens)
 
 
-def _reveal(current: Session) -> None:
-    """Increment the revision; called in every transaction that changes what readers see."""
-    current.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
+def _increment_revision(session: Session) -> None:
+    """Increment the store's revision. Every transaction that changes what readers see calls this function."""
+    session.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
 
 
-def _add_checksums(current: Session, checksums: Mapping[int, str]) -> None:
-    """Insert checksums by primary key of the document."""
-    current.add_all(ChecksumRow(document_id=row, keys=keys) for row, keys in checksums.items())
+def _add_checksums(session: Session, checksums: Mapping[int, str]) -> None:
+    """Insert checksums of vector keys, by primary key of the document, when the session is flushed."""
+    session.add_all(ChecksumRow(document_id=row, keys=keys) for row, keys in checksums.items())
 
 
-def _check(document: NewDocument) -> None:
+def _check_document(document: NewDocument) -> None:
     """Raise InputError if a document's id, domain, tags or metadata are not valid."""
     check_name(document.id, "a document's id")
     check_name(document.domain, "a domain's name")

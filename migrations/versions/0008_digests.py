@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from knnstore.catalog.digests import digest_of_bytes, digest_of_document, digest_of_values
+from knnstore.catalog.digests import hash_bytes, hash_document_fields, hash_values
 
 revision = "0008"
 down_revision = "0007"
@@ -65,18 +65,18 @@ def upgrade() -> None:
         column = sa.Column("digest", sa.String(32), nullable=False, server_default="")
         op.add_column(table.name, column)
     connection = op.get_bind()
-    _fill(connection, _tokens, _tokens.c.document_id, lambda row: digest_of_bytes(row.tokens))
+    _fill(connection, _tokens, _tokens.c.document_id, lambda row: hash_bytes(row.tokens))
     _fill(
         connection,
         _pruned,
         _pruned.c.document_id,
-        lambda row: digest_of_values(row.records, float(row.scale), digest_of_bytes(row.survivors)),
+        lambda row: hash_values(row.records, float(row.scale), hash_bytes(row.survivors)),
     )
-    _fill(connection, _settings, _settings.c.scope, lambda row: digest_of_values(row.domains, row.payload))
+    _fill(connection, _settings, _settings.c.scope, lambda row: hash_values(row.domains, row.payload))
     _fill_documents(connection)
     for row in connection.execute(sa.select(_store)):
         values = {name: getattr(row, name) for name in (*_IDENTITY, "has_prefix")}
-        connection.execute(sa.update(_store).values(digest=digest_of_values(values, row.params)))
+        connection.execute(sa.update(_store).values(digest=hash_values(values, row.params)))
 
 
 def _fill(connection: Any, table: Any, key: Any, digest: Callable[[Any], str]) -> None:
@@ -104,7 +104,7 @@ def _fill_documents(connection: Any) -> None:
         for row, tag in connection.execute(sa.select(_tags).where(_tags.c.document_id.in_(keys))):
             tags.setdefault(row, []).append(tag)
         for row in rows:
-            yield digest_of_document(
+            yield hash_document_fields(
                 id=row.external_id,
                 domain=row.name,
                 start=row.start,

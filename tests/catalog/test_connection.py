@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import URL, text
 
 from knnstore.catalog import Catalog, CatalogWriter, parse_url, upgrade_catalog
-from knnstore.catalog.connection import session
+from knnstore.catalog.connection import run_transaction
 from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
 
 Creator = Callable[[URL], Catalog]
@@ -152,7 +152,7 @@ def test_a_restarted_server_is_found_again(
 def failure(url: URL, create: Creator, statement: str) -> KnnstoreError:
     """What a statement fails with in a catalog."""
     catalog = create(url)
-    with pytest.raises(KnnstoreError) as caught, session(catalog.sql) as current:
+    with pytest.raises(KnnstoreError) as caught, run_transaction(catalog.sql) as current:
         current.execute(text(statement)).all()
     assert "\n" not in str(caught.value)
     return caught.value
@@ -184,6 +184,6 @@ def test_a_locked_database_can_be_tried_again(tmp_path: Path, create: Creator) -
     catalog = create(url)
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreUnavailableError, match="locked"), session(catalog.sql) as current:
+        with pytest.raises(StoreUnavailableError, match="locked"), run_transaction(catalog.sql) as current:
             current.execute(text("PRAGMA busy_timeout = 0"))
             current.execute(text("UPDATE knnstore_store SET revision = 1"))

@@ -12,7 +12,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import URL, inspect
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema, upgrade_catalog
-from knnstore.catalog.connection import connect, exclusive
+from knnstore.catalog.connection import connect, run_exclusive_transaction
 from knnstore.catalog.tables import Base
 from knnstore.errors import (
     CatalogError,
@@ -170,7 +170,7 @@ def test_a_second_process_waits_for_the_first_to_make_the_tables(catalog_url: UR
     engine = connect(catalog_url)
     made: list[Catalog] = []
     second = threading.Thread(target=lambda: made.append(create(catalog_url)))
-    with exclusive(engine) as connection:
+    with run_exclusive_transaction(engine) as connection:
         schema.upgrade(connection)
         second.start()
         second.join(0.3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import knnstore
-from knnstore.catalog.connection import reading
+from knnstore.catalog.connection import run_read_transaction
 from knnstore.errors import StoreUnavailableError
 
 N = 300
@@ -124,7 +124,7 @@ def test_what_is_read_is_of_one_moment(home, elsewhere, steps) -> None:
         before = reader.revision()
         with (
             pytest.raises(StoreUnavailableError, match="was changed while it was read: try again"),
-            reading(reader._catalog.sql),
+            run_read_transaction(reader._catalog.sql),
         ):
             steps.well("command", "remove", "--document", "a", "--home", home)
         assert reader.revision() > before
