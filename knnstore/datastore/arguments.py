@@ -19,10 +19,12 @@ _GROUP_LIMIT = 2**31
 
 
 def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
-    """Cast vectors to C-contiguous float32 of shape (n, dim), and refuse values that are not finite.
+    """Return vectors as a C-contiguous float32 array of shape (n, dim); refuse values that are not finite.
+
+    The result is the argument itself if no cast is necessary.
 
     Args:
-        keys: an array, or anything that numpy converts to one. It is copied only if dtype or layout differ.
+        keys: an array, or anything that numpy converts to an array; n may be 0.
         dim: the required number of components.
         what: noun for the vectors in error messages.
 
@@ -51,9 +53,15 @@ def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
 def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int) -> tuple[Ids, Keys, Groups]:
     """Check and cast the arguments of `Datastore.add`.
 
+    Args:
+        ids: record ids, integers, shape (n,).
+        keys: vectors, shape (n, dim).
+        groups: group of each record, integers, shape (n,).
+        dim: the required number of components.
+
     Returns:
-        ids int64 (n,), keys float32 (n, dim), groups int32 (n,). Arrays are copied only where a cast needs
-        it.
+        ids int64 (n,), keys float32 (n, dim), groups int32 (n,). An array that needs no cast is returned
+        itself, not a copy.
 
     Raises:
         ValueError: shapes differ, an id or a group is negative or too large, or an id occurs twice.
@@ -95,7 +103,7 @@ def checked_params(
     *,
     minima: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return an adapter's parameters with defaults filled in, and refuse unknown parameters.
+    """Return a new dict of an adapter's parameters with defaults filled in; refuse unknown parameters.
 
     Args:
         adapter: the adapter's name, for the message.
@@ -104,9 +112,8 @@ def checked_params(
         minima: smallest value of each parameter that must be an integer; other values are not checked.
 
     Raises:
-        ConfigError: a parameter is unknown; the message names the accepted parameters. Or a parameter of
-        `minima`
-            is not an integer or is too small.
+        ConfigError: a parameter is unknown (the message names the accepted parameters), or a parameter in
+            `minima` is not an integer or is too small.
     """
     unknown = sorted(set(params) - set(accepted))
     if unknown:

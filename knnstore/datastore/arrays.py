@@ -36,13 +36,13 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A set of records, described in two ways.
+    """A set of records to which a search is restricted, described by ids and perhaps by groups.
 
     An adapter uses the description that is cheaper for its engine.
     """
 
     ids: IdRanges
-    """The record ids of the set. It may have any number of ranges, in the worst case one for each record."""
+    """Ids of the records in the set. There may be any number of ranges, in the worst case one per record."""
 
     groups: frozenset[int] | None = None
     """Groups whose records are exactly the same set; None if the set is not a union of groups."""
@@ -79,7 +79,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class DamagedPart:
-    """Records that are lost or unreadable."""
+    """A part of a datastore, such as a file, whose records are lost or unreadable."""
 
     name: str
     """The engine's name for the part, unique in the datastore."""

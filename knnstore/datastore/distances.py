@@ -20,7 +20,9 @@ Array = TypeVar("Array", bound=Any)
 
 
 def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
-    """Compute the distance of every query to every key by multiplication; errors are about 1e-6 of q² + x².
+    """Compute the distance of every query to every key by matrix multiplication.
+
+    Rounding errors are up to about 1e-6 of |query|² + |key|²; use `paired` where this is too much.
 
     Args:
         queries: float32, shape (q, dim).
@@ -46,7 +48,10 @@ def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
 
 
 def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
-    """Compute distances row by row from the differences, which is exact even for nearly equal vectors.
+    """Compute the distance between row i of `queries` and row i of `keys`, for each i.
+
+    L2 distances are computed from the differences of the vectors, so they are accurate even for nearly equal
+    vectors.
 
     Args:
         queries: float32, shape (n, dim), or (dim,) to compare one query with all keys.
@@ -68,23 +73,23 @@ def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
 def nearest_rows(
     queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances | None = None
 ) -> Neighbors:
-    """Find the k nearest rows of a matrix in blocks, as exactly as `pairwise`.
+    """Find the k nearest rows of a matrix for each query. Distances have the rounding errors of `pairwise`.
 
     Args:
         queries: float32, shape (q, dim).
         keys: float32, shape (n, dim).
         k: number of rows to find for each query, >= 1.
         metric: the distance.
-        norms: squared norms of the keys, shape (n,). Given only if the keys are already centered; with None
-            the function centers them for L2 and computes the norms.
+        norms: squared norms of the keys, shape (n,), if the caller has subtracted the mean key from queries
+            and keys already. With None, the function does so for L2, and computes the norms.
 
     Returns:
         Row numbers and distances, shape (q, k), nearest first; padded with -1 and +inf if n < k.
     """
-    found = Neighbors.nothing(len(queries), k)
+    neighbors = Neighbors.nothing(len(queries), k)
     k = min(k, len(keys))
     if not k:
-        return found
+        return neighbors
     origin: Keys | np.float32 = np.float32(0)
     if norms is None:
         origin = keys.mean(axis=0) if metric is Metric.L2 else origin
@@ -92,8 +97,8 @@ def nearest_rows(
         norms = np.einsum("nd,nd->n", keys, keys)
     step = max(1, _PRODUCT_SIZE // len(keys))
     for start in range(0, len(queries), step):
-        some = queries[start : start + step] - origin
-        distances = (-2 * some if metric is Metric.L2 else -some) @ keys.T
+        block = queries[start : start + step] - origin
+        distances = (-2 * block if metric is Metric.L2 else -block) @ keys.T
         if metric is Metric.L2:
             distances += norms
         nearest = np.argpartition(distances, k - 1, axis=1)[:, :k]
@@ -101,8 +106,8 @@ def nearest_rows(
         order = np.argsort(distances, axis=1)
         distances = np.take_along_axis(distances, order, axis=1)
         if metric is Metric.L2:  # equal for all keys of a query, so added after the selection
-            distances += np.einsum("qd,qd->q", some, some)[:, None]
+            distances += np.einsum("qd,qd->q", block, block)[:, None]
             np.maximum(distances, 0, out=distances)  # rounding can make the sum negative
-        found.ids[start : start + step, :k] = np.take_along_axis(nearest, order, axis=1)
-        found.distances[start : start + step, :k] = distances
-    return found
+        neighbors.ids[start : start + step, :k] = np.take_along_axis(nearest, order, axis=1)
+        neighbors.distances[start : start + step, :k] = distances
+    return neighbors

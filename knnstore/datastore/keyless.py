@@ -13,13 +13,14 @@ from knnstore.errors import ConfigError
 
 
 class KeylessDatastore:
-    """A datastore without records and files.
+    """A datastore without records and files, for a store that keeps no keys.
 
-    Searching and adding raise ConfigError; all other methods do nothing.
+    `search` and `add` raise ConfigError. `count` returns 0, `iterate` yields nothing, and the other methods
+    do nothing.
 
     Args:
-        dim: number of components of the vectors.
-        metric: the distance. Both are only reported.
+        dim: number of components of the vectors; only reported by the property `dim`.
+        metric: the distance; only reported by the property `metric`.
     """
 
     def __init__(self, dim: int, metric: Metric) -> None:

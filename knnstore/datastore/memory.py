@@ -27,7 +27,7 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """An immutable snapshot of all records, by ascending id."""
+    """An immutable snapshot of all records, sorted by ascending id. The three arrays have the same length."""
 
     ids: Ids
     keys: Keys
@@ -43,8 +43,7 @@ class MemoryDatastore:
 
     Searches are exact and never wait: a change builds new arrays and swaps them in, and a running search
     continues with the old arrays. For this, each change copies all records. Nothing outlives the handle, and
-    no
-    two handles share records, even with the same location.
+    no two handles share records, even with the same location.
 
     Args:
         dim: number of components of a vector, >= 1.
@@ -60,7 +59,7 @@ class MemoryDatastore:
     def __init__(self, dim: int, metric: Metric) -> None:
         self._dim = dim
         self._metric = metric
-        self._writing = threading.Lock()
+        self._write_lock = threading.Lock()
         self._records: _Records | None = _Records(
             np.empty(0, np.int64), np.empty((0, dim), np.float32), np.empty(0, np.int32)
         )
@@ -102,43 +101,43 @@ class MemoryDatastore:
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records; a record replaces an older record with the same id. See `Datastore.add`."""
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
-        with self._writing:
-            old = self._live()
-            kept = old.rows(~np.isin(old.ids, ids))
+        with self._write_lock:
+            old = self._current_records()
+            others = old.rows(~np.isin(old.ids, ids))
             merged = _Records(
-                np.concatenate([kept.ids, ids]),
-                np.concatenate([kept.keys, keys]),
-                np.concatenate([kept.groups, groups]),
+                np.concatenate([others.ids, ids]),
+                np.concatenate([others.keys, keys]),
+                np.concatenate([others.groups, groups]),
             )
             self._records = merged.rows(np.argsort(merged.ids))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query. Equally near records are ordered by id.
+        """Find the k nearest records of each query; see `Datastore.search`.
 
-        See `Datastore.search`.
+        Equally near records are ordered by ascending id.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
-        records = self._live()
+        records = self._current_records()
         if where is not None:
             records = records.rows(where.ids.contains(records.ids))
-        found = Neighbors.nothing(len(queries), k)
+        neighbors = Neighbors.nothing(len(queries), k)
         # One query at a time, so that no result depends on the other queries of the batch.
         for row, query in enumerate(queries):
-            to_all = _distances(query, records.keys, self._metric)
-            nearest = np.argsort(to_all, kind="stable")[:k]
-            found.ids[row, : len(nearest)] = records.ids[nearest]
-            found.distances[row, : len(nearest)] = to_all[nearest]
-        return found
+            distances = _compute_distances(query, records.keys, self._metric)
+            nearest = np.argsort(distances, kind="stable")[:k]
+            neighbors.ids[row, : len(nearest)] = records.ids[nearest]
+            neighbors.distances[row, : len(nearest)] = distances[nearest]
+        return neighbors
 
     def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
-        with self._writing:
-            old = self._live()
+        with self._write_lock:
+            old = self._current_records()
             self._records = old.rows(~ids.contains(old.ids))
 
     def count(self) -> int:
         """Return the number of live records."""
-        return len(self._live().ids)
+        return len(self._current_records().ids)
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
@@ -146,7 +145,7 @@ class MemoryDatastore:
         """Yield all records by ascending id, as they are at the first step; see `Datastore.iterate`."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        records = self._live()
+        records = self._current_records()
         rows = np.arange(len(records.ids)) if ids is None else np.flatnonzero(ids.contains(records.ids))
         for start in range(0, len(rows), batch_size):
             batch = records.rows(rows[start : start + batch_size])
@@ -158,7 +157,7 @@ class MemoryDatastore:
 
     def flush(self) -> None:
         """Do nothing, because the store has no files. Raises DatastoreClosedError after `close`."""
-        self._live()
+        self._current_records()
 
     def close(self) -> None:
         """Drop all records. Later calls of other methods raise DatastoreClosedError."""
@@ -170,7 +169,7 @@ class MemoryDatastore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _live(self) -> _Records:
+    def _current_records(self) -> _Records:
         """Return the current records. Raises DatastoreClosedError after `close`."""
         records = self._records
         if records is None:
@@ -178,7 +177,7 @@ class MemoryDatastore:
         return records
 
 
-def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
+def _compute_distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
     """Compute the distance of one query, shape (dim,), to keys of shape (n, dim). Returns shape (n,).
 
     It shares no code with `knnstore.datastore.distances`, because it is the oracle for it. It sums the

@@ -36,9 +36,14 @@ class Neighbors:
 
     @classmethod
     def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
-        """Concatenate one or more results of the same queries by columns, without sorting.
+        """Concatenate results of the same queries by columns, without sorting.
 
-        With axis 0, concatenate results of different queries by rows, each padded to the widest.
+        With axis 0, concatenate results of different queries by rows. Each is first padded to the number of
+        columns of the widest.
+
+        Args:
+            parts: one or more results.
+            axis: 1 to concatenate columns, 0 to concatenate rows.
         """
         if len(parts) == 1:
             return parts[0]
@@ -50,81 +55,93 @@ class Neighbors:
 
     @classmethod
     def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
-        """Return all records that each query was compared with, unsorted and padded to at least one column.
+        """Return every record that a query was compared with as a neighbor of this query.
+
+        Rows are unsorted. They are padded to the same length, at least 1, with missing neighbors, which may
+        stand between others.
 
         Args:
-            found: the visited cells of the queries.
+            found: results of `SupportsCells.visit`: distances of the queries to the records of their cells.
             queries: number of queries, q. A query without a visit gets only missing neighbors.
         """
-        if found and all(some.is_by_row(queries) for some in found):
-            return cls.joined([cls(some.ids, some.distances[:, 0]) for some in found])
+        if found and all(stack.is_by_row(queries) for stack in found):
+            return cls.joined([cls(stack.ids, stack.distances[:, 0]) for stack in found])
         visits = apart(found)
         counts = np.zeros(queries, np.int64)
         for visit in visits:
             counts[visit.queries] += len(visit.ids)
-        met = cls.nothing(queries, max(1, int(counts.max(initial=0))))
+        neighbors = cls.nothing(queries, max(1, int(counts.max(initial=0))))
         counts[:] = 0
         for visit in visits:
-            places = visit.queries[:, None], counts[visit.queries, None] + np.arange(len(visit.ids))
-            met.ids[places], met.distances[places] = visit.ids, visit.distances
+            cells = visit.queries[:, None], counts[visit.queries, None] + np.arange(len(visit.ids))
+            neighbors.ids[cells], neighbors.distances[cells] = visit.ids, visit.distances
             counts[visit.queries] += len(visit.ids)
-        return met
+        return neighbors
 
     def nearest_first(self, k: int) -> "Neighbors":
-        """Return a copy whose first k columns are the k nearest in order.
+        """Return a copy whose first k columns are the k nearest neighbors, sorted by distance.
 
-        The other columns follow unsorted.
+        The other columns follow unsorted. The number of columns stays the same.
         """
         if k >= self.ids.shape[1]:
             return self.nearest(self.ids.shape[1])
         if k == 1:
-            return self._changed(partial(_with_first, at=self.distances.argmin(axis=1)))
+            return self._map_arrays(partial(_swap_into_first_column, columns=self.distances.argmin(axis=1)))
         rows, order = np.arange(len(self.ids))[:, None], np.argpartition(self.distances, k - 1, axis=1)
         near = self.distances[rows, order[:, :k]].argsort(axis=1, kind="stable")
         order[:, :k] = order[rows, near]
-        return self._changed(lambda array: array[rows, order])
+        return self._map_arrays(lambda array: array[rows, order])
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
-        """Return a copy of the rows that `rows` selects, by a mask or by row numbers."""
-        return self._changed(lambda array: array[rows])
+        """Return a copy of the results of some queries, selected by a mask or by row numbers."""
+        return self._map_arrays(lambda array: array[rows])
 
     def named(self, ids: Ids) -> "Neighbors":
-        """Return a copy in which each row number r is replaced by ids[r]; -1 stays -1."""
-        named = ids.take(self.ids, mode="clip")
-        if len(named) and self.ids[:, -1].min() < 0:
-            named[self.ids < 0] = -1
-        return replace(self, ids=named)
+        """Return a copy in which each row number r in `self.ids` is replaced by ids[r]; -1 stays -1.
+
+        Args:
+            ids: record id of each row number, int64, shape (n,).
+        """
+        named_ids = ids.take(self.ids, mode="clip")
+        if len(named_ids) and self.ids[:, -1].min() < 0:
+            named_ids[self.ids < 0] = -1
+        return replace(self, ids=named_ids)
 
     def padded(self, k: int) -> "Neighbors":
-        """Return the result with k columns, padded with missing neighbors.
+        """Return the result with k columns, padded with missing neighbors (id -1 at distance +inf).
 
-        k must be at least the present width.
+        k must be at least the present number of columns. With as many columns, the result is `self`.
         """
         queries, columns = self.ids.shape
         return self if columns == k else Neighbors.joined([self, Neighbors.nothing(queries, k - columns)])
 
     def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
-        """Scatter the rows into a larger result: to the rows where the mask, shape (n,), is True.
+        """Return a larger result, shape (n, k), with this result's rows where a mask is True.
 
-        The mask has as many True values as this result has rows. The other rows get only missing neighbors.
+        The other rows get only missing neighbors.
+
+        Args:
+            rows: mask, shape (n,), with as many True values as this result has rows.
         """
-        whole = Neighbors.nothing(len(rows), self.ids.shape[1])
-        whole.put(rows, self)
-        return whole
+        neighbors = Neighbors.nothing(len(rows), self.ids.shape[1])
+        neighbors.put(rows, self)
+        return neighbors
 
     def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
-        """Return a copy in which the neighbors of a mask, shape (q, k), are missing.
+        """Return a copy in which the neighbors selected by a mask are missing (id -1 at distance +inf).
 
-        The missing neighbors stay in their columns; `nearest` sorts them to the end.
+        Missing neighbors keep their columns; call `nearest` to sort them to the end.
+
+        Args:
+            gone: mask, shape (q, k).
         """
         return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
     def nearest(self, k: int) -> "Neighbors":
-        """Return the k nearest neighbors in order, from columns in any order.
+        """Return the k nearest neighbors, sorted by distance; the columns of `self` may have any order.
 
-        Padded if fewer than k columns exist.
-
-        Ties at the k-th distance are broken by the smallest ids.
+        The result has k columns, and is padded if `self` has fewer. If several neighbors have the k-th
+        smallest distance, those with the smallest ids are kept.
         """
         # The stable sort is the one that is fast on presorted rows.
         order = np.argsort(self.distances, axis=1, kind="stable")
@@ -134,38 +151,51 @@ class Neighbors:
             if len(tied):
                 order[tied] = np.lexsort((self.ids[tied], self.distances[tied]), axis=1)
         order = order[:, :k]
-        return self._changed(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
+        return self._map_arrays(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
 
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
-        """Replace rows in place.
+        """Replace the results of some queries in place.
 
         Args:
-            rows: the rows, by a mask or by row numbers.
-            part: the new rows. It has no more columns than this result, and is padded.
+            rows: the rows to replace, as a mask or as row numbers.
+            part: the new rows. They may have fewer columns than this result; then they are padded.
         """
         part = part.padded(self.ids.shape[1])
         self.ids[rows], self.distances[rows] = part.ids, part.distances
 
     def sort_rows(self, rows: NDArray[np.int64]) -> None:
-        """Sort rows again in place, after their distances have changed."""
+        """Sort some rows by distance in place, for example after their distances have changed.
+
+        Args:
+            rows: numbers of the rows.
+        """
         self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
 
-    def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
-        """Return a result with the same function applied to ids and distances."""
+    def _map_arrays(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
+        """Return a result whose arrays are `change(ids)` and `change(distances)`."""
         return Neighbors(change(self.ids), change(self.distances))
 
 
-def _with_first(array: NDArray[Any], at: NDArray[np.intp]) -> NDArray[Any]:
-    """Return a copy in which each row's first value is exchanged with the value at column `at` of the row."""
+def _swap_into_first_column(array: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[Any]:
+    """Return a copy of a matrix in which each row's first value is exchanged with another value of the row.
+
+    Args:
+        array: matrix, shape (n, k).
+        columns: column of the other value in each row, shape (n,).
+    """
     changed, rows = array.copy(), np.arange(len(array))
-    changed[:, 0], changed[rows, at] = array[rows, at], array[:, 0]
+    changed[:, 0], changed[rows, columns] = array[rows, columns], array[:, 0]
     return changed
 
 
 def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
-    """Return the k nearest neighbors from several results that have no record in common.
+    """Return the k nearest neighbors of each query from several results, sorted, shape (queries, k).
 
-    Without parts all neighbors are missing.
+    Args:
+        parts: results of the same queries without common records. A single part with at most k columns keeps
+            its order. Without parts, all neighbors are missing.
+        queries: number of queries.
+        k: number of neighbors.
     """
     parts = [part for part in parts if part.ids.shape[1]]
     if not parts:
@@ -176,7 +206,10 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
 
 
 def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
-    """Return the same as `merge`, with at most about `_COLUMNS_HELD` * k columns in memory."""
+    """Return the result of `merge`, without holding all parts in memory.
+
+    Parts are merged whenever more than `_COLUMNS_HELD` * k columns are in memory.
+    """
     held: list[Neighbors] = []
     columns = 0
     for part in parts:

@@ -36,23 +36,26 @@ class SupportsGet(Protocol):
 
 @runtime_checkable
 class SupportsCells(Protocol):
-    """An engine whose records lie in cells, so that sums over the records of a few cells need no k."""
+    """An engine that divides its records into cells: clusters of nearby keys.
+
+    A query can be compared with all records of its nearest cells, in place of its k nearest records.
+    """
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Compare each query with every record of its nearest cells.
+        """Compute the distances of each query to every record of its nearest cells.
 
-        Cells without a matching record are skipped and not counted, so a query finds records whenever one
-        matches. With as many probes as cells it is compared with all matching records.
+        Cells without a matching record are skipped and not counted. So each query finds at least one record
+        if any record matches. With as many probes as cells, a query is compared with all matching records.
 
         Args:
             queries: float32, shape (q, dim), finite; q may be 0.
             probes: number of cells of each query, >= 1.
-            where: only these records; see `Datastore.search`.
+            where: filter that records must match; see `Datastore.search`.
 
         Returns:
-            Visits in which each pair of query and record occurs at most once. They take 4 bytes of memory for
-            each
-            query and each record of its `probes` cells.
+            Stacks of distances, see `Visits`. A query and a record occur together at most once. The result
+            takes 4 bytes of memory for each query and each record of its cells. Empty if no record matches or
+            q is 0.
 
         Raises:
             DimensionMismatchError, InvalidVectorError: as `Datastore.search`.
@@ -74,7 +77,9 @@ class SupportsSize(Protocol):
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the bytes of one record with its share of an index; rather an over- than an underestimate.
+        """Estimate the bytes of one record on disk, including its share of an index.
+
+        The estimate is rather too large than too small.
 
         Args:
             dim: number of components of a vector.
@@ -96,14 +101,16 @@ class SupportsBeside(Protocol):
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
-        """Choose a place for a copy of the datastore at the same location.
+        """Choose parameters under which a copy of the datastore can be created at the same location.
+
+        Creates nothing.
 
         Args:
             location: as in `Datastore.open`.
             **params: the parameters of the datastore.
 
         Returns:
-            The parameters in which the copy differs. Nothing exists under them yet.
+            The parameters that must differ for the copy, such as another name. No datastore has them yet.
 
         Raises:
             StoreUnavailableError: the engine cannot be reached.
@@ -115,7 +122,10 @@ class SupportsVerify(Protocol):
     """An engine that can check its files."""
 
     def verify(self) -> list[str]:
-        """Check sizes and checksums of everything stored. Returns one line for each problem."""
+        """Check sizes and checksums of all stored files.
+
+        Returns one line for each problem, empty if there is none. Changes nothing that is stored.
+        """
 
 
 @runtime_checkable
@@ -127,10 +137,13 @@ class SupportsDamage(Protocol):
     """
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the damage that this handle has noticed so far; `verify` searches for more."""
+        """Return the damage that this handle has noticed so far, empty if none; `verify` looks for more."""
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged part from the datastore durably. Its records are lost."""
+        """Remove a damaged part, one of the results of `damaged`, from the datastore durably.
+
+        Its records are lost. After that they no longer count as damaged.
+        """
 
 
 @runtime_checkable
@@ -155,20 +168,18 @@ class SupportsErase(Protocol):
 
 @runtime_checkable
 class SupportsOwner(Protocol):
-    """An engine that stores an owner with the keys.
+    """An engine that stores the name of an owner, a store, with the keys.
 
-    The store then never writes, moves or erases keys that belong to another store, or to the home of which it
-    is a copy.
+    A store reads this name to avoid writing, moving or erasing the keys of another store, or of the store of
+    which it is a copy.
     """
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the last claimed owner of the datastore at a location; None if nobody claimed it.
+        """Return the owner of the datastore at a location, as the last call of `claim` set it.
 
-        Also None if no datastore exists.
-
-        The owner is known as long as any part of the datastore exists: also with damaged files, and after an
-        interrupted `erase`.
+        Returns None if `claim` was never called, or if no datastore exists. The owner is known as long as any
+        part of the datastore exists: also with damaged files, and after an interrupted `erase`.
 
         Args:
             location: as in `Datastore.open`.
@@ -180,7 +191,7 @@ class SupportsOwner(Protocol):
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Set the owner durably. Records and open handles do not change.
+        """Set the owner of a datastore, durably. Records and open handles do not change.
 
         Args:
             location: the location of an existing datastore, which the caller has open for writing.
@@ -193,17 +204,24 @@ class SupportsOwner(Protocol):
 
 
 def read_keys(store: Datastore, ids: Ids) -> Keys:
-    """Return the keys of records; implements `SupportsGet.get` by iterating over exactly these ids.
+    """Return the keys of records by id; implements `SupportsGet.get` with `Datastore.iterate`.
+
+    Args:
+        store: open datastore.
+        ids: int64, shape (n,), in any order; an id may occur several times.
+
+    Returns:
+        float32, shape (n, dim), in the order of the ids.
 
     Raises:
         RecordNotFoundError: an id has no record; the message names the smallest such id.
     """
-    wanted = np.unique(ids)
-    known, keys = np.empty(0, np.int64), np.empty((0, store.dim), np.float32)
-    batches = list(store.iterate(ids=IdRanges.of_ids(wanted[wanted >= 0])))
+    unique_ids = np.unique(ids)
+    found_ids, keys = np.empty(0, np.int64), np.empty((0, store.dim), np.float32)
+    batches = list(store.iterate(ids=IdRanges.of_ids(unique_ids[unique_ids >= 0])))
     if batches:
-        known, keys = (np.concatenate(column) for column in list(zip(*batches, strict=True))[:2])
-    lacking = np.setdiff1d(wanted, known)
-    if len(lacking):
-        raise RecordNotFoundError(f"the datastore has no record {lacking[0]}")
-    return keys[np.searchsorted(known, ids)]
+        found_ids, keys = (np.concatenate(column) for column in list(zip(*batches, strict=True))[:2])
+    missing_ids = np.setdiff1d(unique_ids, found_ids)
+    if len(missing_ids):
+        raise RecordNotFoundError(f"the datastore has no record {missing_ids[0]}")
+    return keys[np.searchsorted(found_ids, ids)]

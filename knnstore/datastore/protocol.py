@@ -89,8 +89,8 @@ class Datastore(Protocol):
             k: number of neighbors, >= 1. If fewer records match, rows are padded with id -1 at +inf. Among
                 equally near records at the k-th place the engine may choose; it should choose the smallest
                 ids.
-            where: only these records; None means all. It is always respected: an empty filter matches no
-                record, and a filter may have any number of ranges.
+            where: filter that records must match; None matches all. The engine always respects the filter: an
+                empty filter matches no record, and a filter may have any number of ranges.
 
         Returns:
             ids and distances, each of shape (q, k), nearest first.
@@ -117,7 +117,7 @@ class Datastore(Protocol):
         """Yield every live record once, by ascending id, in batches of at most `batch_size`.
 
         Args:
-            ids: only records with ids in these ranges; None means all.
+            ids: ranges of ids to which the result is restricted; None yields all records.
             batch_size: largest number of records in a batch, >= 1.
         """
 

@@ -38,16 +38,20 @@ class IdRanges:
             raise ValueError("a range needs 0 <= start <= stop")
         pairs = pairs[pairs[:, 0] < pairs[:, 1]]
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        reach = np.maximum.accumulate(pairs[:, 1])
-        begins, ends = np.ones((2, len(pairs)), bool)
-        begins[1:] = ends[:-1] = pairs[1:, 0] > reach[:-1]
-        self.starts, self.stops = pairs[begins, 0], reach[ends]
+        furthest_stops = np.maximum.accumulate(pairs[:, 1])
+        is_first, is_last = np.ones((2, len(pairs)), bool)
+        is_first[1:] = is_last[:-1] = pairs[1:, 0] > furthest_stops[:-1]
+        self.starts, self.stops = pairs[is_first, 0], furthest_stops[is_last]
         self.starts.setflags(write=False)
         self.stops.setflags(write=False)
 
     @classmethod
     def of_ids(cls, ids: NDArray[np.int64]) -> "IdRanges":
-        """Return the set of exactly these ids, shape (n,), in any order."""
+        """Return the set of exactly these ids.
+
+        Args:
+            ids: int64, shape (n,), each >= 0, in any order; duplicates are allowed.
+        """
         return cls(np.stack([ids, ids + 1], axis=1))
 
     def __len__(self) -> int:
@@ -92,8 +96,8 @@ class IdRanges:
         if len(self) == 1:  # the common case; several times cheaper than a binary search
             inside: NDArray[np.bool_] = (ids >= self.starts[0]) & (ids < self.stops[0])
             return inside
-        at = np.searchsorted(self.starts, ids, side="right") - 1
-        return (at >= 0) & (ids < self.stops[np.maximum(at, 0)])
+        indices = np.searchsorted(self.starts, ids, side="right") - 1
+        return (indices >= 0) & (ids < self.stops[np.maximum(indices, 0)])
 
     def __or__(self, other: "IdRanges") -> "IdRanges":
         return IdRanges(np.concatenate([self._pairs(), other._pairs()]))
@@ -136,6 +140,6 @@ class IdRanges:
         slices = np.searchsorted(sorted_ids, self._pairs(slice(first, last)))
         return slices[slices[:, 0] < slices[:, 1]]
 
-    def _pairs(self, which: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the ranges that a slice selects as an array of shape (m, 2)."""
-        return np.stack([self.starts[which], self.stops[which]], axis=1)
+    def _pairs(self, selected: slice = slice(None)) -> NDArray[np.int64]:
+        """Return the ranges that a slice selects as an array of rows (start, stop), shape (m, 2)."""
+        return np.stack([self.starts[selected], self.stops[selected]], axis=1)

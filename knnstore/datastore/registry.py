@@ -84,7 +84,7 @@ class _Offer:
 
 def names() -> list[str]:
     """Return the names of all installed adapters, sorted, without importing any."""
-    return sorted({offer.entry_point.name for offer in _offers()})
+    return sorted({offer.entry_point.name for offer in _list_offers()})
 
 
 def load(name: str) -> type[Datastore]:
@@ -102,7 +102,7 @@ def load(name: str) -> type[Datastore]:
         AdapterLoadError: the adapter cannot be imported, or lacks a method of `Datastore`. For a missing
             dependency the message says how to install it.
     """
-    return _load(name, _offers())
+    return _load_adapter(name, _list_offers())
 
 
 def describe() -> list[AdapterInfo]:
@@ -111,26 +111,33 @@ def describe() -> list[AdapterInfo]:
     Returns:
         A report on each adapter, sorted by name and distribution. A failing adapter affects no other.
     """
-    offers = _offers()
+    offers = _list_offers()
     return sorted(
-        (_describe(offer, offers) for offer in offers), key=lambda row: (row.name, row.distribution)
+        (_describe_adapter(offer, offers) for offer in offers), key=lambda row: (row.name, row.distribution)
     )
 
 
-def _describe(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
-    """Return the report on one adapter."""
+def _describe_adapter(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
+    """Return the report on one adapter; importing and opening the adapter raise no error here.
+
+    Args:
+        offer: the adapter.
+        offers: all installed adapters, to find conflicts of names.
+    """
     problem = capabilities = note = None
     name, owner = offer.entry_point.name, offer.distribution
     try:
-        adapter = _load(name, offers)
+        adapter = _load_adapter(name, offers)
     except AdapterError as error:
         problem = str(error)
     else:
-        capabilities, note = _probe(adapter)
-    return AdapterInfo(name, owner.name, owner.version, problem, _libraries(offer), capabilities, note)
+        capabilities, note = _probe_capabilities(adapter)
+    return AdapterInfo(
+        name, owner.name, owner.version, problem, _find_engine_versions(offer), capabilities, note
+    )
 
 
-def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
+def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
     """Return the capabilities of an adapter and None, or None and the reason why it cannot be opened."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -140,37 +147,40 @@ def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
             return None, (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
-def _libraries(offer: _Offer) -> dict[str, str | None]:
-    """Return the version of each distribution that provides an adapter's engine.
+def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
+    """Return the version of each distribution that provides an adapter's engine; None if not installed.
 
-    These are the requirements of the extra with the adapter's name. Without one, all requirements of the
-    distribution count, except for knnstore, whose requirements are mostly no engine.
+    The engine consists of the requirements of the extras named ``ADAPTER`` or ``ADAPTER-...``. Without such
+    an extra, all requirements of the adapter's distribution count, except knnstore and numpy. For an adapter
+    of knnstore itself without an extra, the result is empty.
     """
     adapter, owner = offer.entry_point.name, offer.distribution
     try:
         requirements = [Requirement(line) for line in owner.requires or ()]
     except InvalidRequirement:  # unreadable requirements must not hide the adapter
         return {}
-    extras = [extra for extra in _extras(owner) if extra == adapter or extra.startswith(f"{adapter}-")]
+    extras = [extra for extra in _list_extras(owner) if extra == adapter or extra.startswith(f"{adapter}-")]
     engine = [
-        each for each in requirements if not _holds(each) and any(_holds(each, extra) for extra in extras)
+        each
+        for each in requirements
+        if not _is_required(each) and any(_is_required(each, extra) for extra in extras)
     ]
     if not engine and owner.name != _OURSELVES:
-        engine = [each for each in requirements if _holds(each) and each.name not in _NO_ENGINE]
-    return {each.name: _version(each.name) for each in engine}
+        engine = [each for each in requirements if _is_required(each) and each.name not in _NO_ENGINE]
+    return {each.name: _find_version(each.name) for each in engine}
 
 
-def _holds(requirement: Requirement, extra: str = "") -> bool:
-    """Check whether a requirement applies on this machine, with an extra or with none."""
+def _is_required(requirement: Requirement, extra: str = "") -> bool:
+    """Check whether a requirement applies on this machine when `extra` is installed ("" for no extra)."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def _extras(owner: Distribution) -> list[str]:
+def _list_extras(owner: Distribution) -> list[str]:
     """Return the names of a distribution's extras."""
     return owner.metadata.get_all("Provides-Extra") or []
 
 
-def _version(distribution: str) -> str | None:
+def _find_version(distribution: str) -> str | None:
     """Return the version of a distribution; None if it is not installed."""
     try:
         return version_of(distribution)
@@ -178,15 +188,15 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _offers() -> list[_Offer]:
-    """Return all entry points of adapters.
+def _list_offers() -> list[_Offer]:
+    """Return all adapters that installed distributions offer.
 
-    The metadata is read again if a folder of `sys.path` has changed.
+    The result is cached until a folder of `sys.path` changes.
     """
-    return _offers_in(tuple((folder, _time_of(folder)) for folder in sys.path))
+    return _read_offers(tuple((folder, _read_modification_time(folder)) for folder in sys.path))
 
 
-def _time_of(folder: str) -> int:
+def _read_modification_time(folder: str) -> int:
     """Return the modification time of a folder in ns; 0 if it cannot be read."""
     try:
         return Path(folder or ".").stat().st_mtime_ns
@@ -195,58 +205,65 @@ def _time_of(folder: str) -> int:
 
 
 @lru_cache(maxsize=1)
-def _offers_in(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to be told apart
-    """Return all entry points of adapters. `folders` is only the key of the cache.
+def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to be told apart
+    """Read all adapters that installed distributions offer.
 
     If a distribution is installed twice, only the copy that Python imports counts. Unreadable distributions
     are logged and skipped.
+
+    Args:
+        folders: folders of `sys.path` and their modification times; used only as the key of the cache.
     """
-    found: list[_Offer] = []
+    offers: list[_Offer] = []
     seen: set[str] = set()
     for distribution in distributions():
         try:
-            ours = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
-            owner = distribution.metadata["Name"] if ours else ""
+            entry_points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+            owner = distribution.metadata["Name"] if entry_points else ""
             if owner is None:
                 raise ValueError("the metadata names no distribution")
         except Exception as error:  # damaged metadata of one distribution must not hide the others
             _logger.warning("the entry points of %s cannot be read: %s", distribution, error)
             continue
-        if ours and owner not in seen:
+        if entry_points and owner not in seen:
             seen.add(owner)
-            found += [_Offer(entry_point, distribution) for entry_point in ours]
-    return found
+            offers += [_Offer(entry_point, distribution) for entry_point in entry_points]
+    return offers
 
 
-def _load(name: str, offers: list[_Offer]) -> type[Datastore]:
-    """Import the adapter of a name; see `load`."""
-    named = [offer for offer in offers if offer.entry_point.name == name]
-    if not named:
-        raise AdapterNotFoundError(_not_found(name, sorted({offer.entry_point.name for offer in offers})))
-    if len(named) > 1:
-        owners = " and ".join(offer.distribution.name for offer in named)
+def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
+    """Import the adapter with a name and return its class; see `load`. `offers` are all adapters."""
+    matching = [offer for offer in offers if offer.entry_point.name == name]
+    if not matching:
+        raise AdapterNotFoundError(
+            _make_not_found_message(name, sorted({offer.entry_point.name for offer in offers}))
+        )
+    if len(matching) > 1:
+        owners = " and ".join(offer.distribution.name for offer in matching)
         raise AdapterConflictError(f"adapter {name!r} is offered by {owners}; uninstall all but one of them")
-    offer, owner = named[0], named[0].distribution.name
+    offer, owner = matching[0], matching[0].distribution.name
     try:
         adapter = offer.entry_point.load()
     except Exception as error:
-        missing = _missing_dependency(error, offer.entry_point)
+        missing = _find_missing_package(error, offer.entry_point)
         if missing:
-            hint = f"needs {missing!r}. Install it with: {_install_command(offer)}"
+            hint = f"needs {missing!r}. Install it with: {_make_install_command(offer)}"
         else:
             reason = (str(error).splitlines() or [""])[0]
             hint = f"cannot be imported from {owner}: {type(error).__name__}: {reason}"
         raise AdapterLoadError(f"adapter {name!r} {hint}") from error
-    lacking = [method for method in _METHODS if not callable(getattr(adapter, method, None))]
-    if lacking:
-        raise AdapterLoadError(f"adapter {name!r} of {owner} is no Datastore: it lacks {', '.join(lacking)}")
+    missing_methods = [method for method in _METHODS if not callable(getattr(adapter, method, None))]
+    if missing_methods:
+        raise AdapterLoadError(
+            f"adapter {name!r} of {owner} is no Datastore: it lacks {', '.join(missing_methods)}"
+        )
     return cast(type[Datastore], adapter)
 
 
-def _missing_dependency(error: Exception, entry_point: EntryPoint) -> str | None:
-    """Return the name of the package whose absence made an import fail.
+def _find_missing_package(error: Exception, entry_point: EntryPoint) -> str | None:
+    """Return the name of the missing package because of which an import failed.
 
-    None if the error has another cause, or if the missing module belongs to the adapter's package itself.
+    Returns None if the error has another cause, or if the missing module is in the adapter's own package.
     """
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
@@ -254,17 +271,22 @@ def _missing_dependency(error: Exception, entry_point: EntryPoint) -> str | None
     return None if package == entry_point.module.partition(".")[0] else package
 
 
-def _install_command(offer: _Offer) -> str:
-    """Return the command that installs an adapter's dependencies, by its extra if it has one."""
+def _make_install_command(offer: _Offer) -> str:
+    """Return the shell command that installs an adapter's dependencies, by its extra if it has an extra."""
     owner, extra = offer.distribution.name, offer.entry_point.name
-    known = extra in _extras(offer.distribution)
-    return f"pip install '{owner}[{extra}]'" if known else f"pip install {owner}"
+    has_extra = extra in _list_extras(offer.distribution)
+    return f"pip install '{owner}[{extra}]'" if has_extra else f"pip install {owner}"
 
 
-def _not_found(name: str, installed: list[str]) -> str:
-    """Return the message for an unknown adapter, with the closest installed name as a guess."""
+def _make_not_found_message(name: str, installed: list[str]) -> str:
+    """Return the error message for an unknown adapter, with the most similar installed name if there is one.
+
+    Args:
+        name: the unknown name.
+        installed: names of the installed adapters.
+    """
     if not installed:
         return f"no adapter {name!r}, nor any other: knnstore itself is not installed; run `pip install -e .`"
-    close = difflib.get_close_matches(name, installed, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
+    close_names = difflib.get_close_matches(name, installed, n=1)
+    guess = f"did you mean {close_names[0]!r}? " if close_names else ""
     return f"no adapter {name!r}; {guess}installed: {', '.join(installed)}"

@@ -1,4 +1,7 @@
-"""Visits: distances between queries and all records of the cells that they probe."""
+"""Visits: distances between queries and all records of a cell that these queries search.
+
+A cell is a cluster of nearby records; see `SupportsCells`.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -10,7 +13,7 @@ from knnstore.datastore.arrays import Distances, Ids
 
 
 class Visit(NamedTuple):
-    """Distances between queries and the records of one or several cells: every query with every record."""
+    """Distances of every one of m queries to every one of r records, which come from one or several cells."""
 
     queries: NDArray[np.int64]
     """Row numbers of the queries, shape (m,), without duplicates."""
@@ -22,11 +25,14 @@ class Visit(NamedTuple):
     """Distances as `Metric` measures them, float32, shape (m, r)."""
 
     ranks: NDArray[np.int64] | None = None
-    """For each query the number of its cells that are nearer than this cell, shape (m,); None if unknown."""
+    """Rank of this cell among the cells that each query searched, shape (m,): 0 is the nearest.
+
+    None if unknown.
+    """
 
 
 class Visits(NamedTuple):
-    """A stack of b visits of equal shape. An accelerator makes many at once, a processor often one."""
+    """A stack of b visits in arrays of equal shape. A GPU computes many visits at once, a CPU often one."""
 
     queries: NDArray[np.int64]
     """Row numbers of the queries of each visit, shape (b, m); padded with -1. Visits may share queries."""
@@ -39,48 +45,65 @@ class Visits(NamedTuple):
     numpy array, or a torch tensor on the engine's device."""
 
     ranks: NDArray[np.int64] | None = None
-    """For each query the number of its cells that are nearer, shape (b, m); None if unknown. With ranks, sums
-    over fewer cells can be computed from the same visits."""
+    """Rank of each visit's cell among the cells that each query searched, shape (b, m): 0 is the nearest.
+
+    None if unknown. With ranks, sums over fewer cells can be computed from the same visits.
+    """
 
     @classmethod
     def of(cls, visit: Visit) -> Self:
-        """Return a stack of one visit."""
+        """Return a stack with one visit, without copying its arrays."""
         queries, ids, distances, ranks = visit
         return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
     def apart(self) -> Iterator[Visit]:
-        """Yield each visit separately, as numpy arrays without padding. Empty visits are skipped."""
+        """Yield each visit of the stack separately, as numpy arrays without padding.
+
+        Visits without a query or without a record are skipped. Distances on a device are copied from there.
+        """
         distances = self.distances
         distances = distances if isinstance(distances, np.ndarray) else distances.cpu().numpy()
-        for at, (queries, ids, of_each) in enumerate(zip(self.queries, self.ids, distances, strict=True)):
-            asked, there = queries >= 0, ids >= 0
-            if asked.all() and there.all():
-                visit = Visit(queries, ids, of_each)
+        for index, (queries, ids, visit_distances) in enumerate(
+            zip(self.queries, self.ids, distances, strict=True)
+        ):
+            is_query, is_record = queries >= 0, ids >= 0
+            if is_query.all() and is_record.all():
+                visit = Visit(queries, ids, visit_distances)
             else:
-                visit = Visit(queries[asked], ids[there], of_each[np.ix_(asked, there)])
+                visit = Visit(queries[is_query], ids[is_record], visit_distances[np.ix_(is_query, is_record)])
             if self.ranks is not None:
-                visit = visit._replace(ranks=self.ranks[at, asked])
+                visit = visit._replace(ranks=self.ranks[index, is_query])
             if visit.distances.size:
                 yield visit
 
     def is_by_row(self, queries: int) -> bool:
-        """Check that each of `queries` queries has exactly one visit, in order, in a numpy array."""
+        """Check whether visit i is the visit of query i alone, for each of `queries` queries.
+
+        False also if the visits have no record, or if the distances are not in a numpy array.
+        """
         in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
 
     def only(self, records: NDArray[np.bool_]) -> "Visits":
-        """Return a copy with only the records of a mask, shape (b, r); the other records become padding."""
+        """Return a copy in which only the records selected by a mask remain; the others become padding.
+
+        Args:
+            records: mask of the records of each visit, shape (b, r).
+        """
         distances = self.distances
         distances = distances.copy() if isinstance(distances, np.ndarray) else distances.clone()
         distances.swapaxes(1, 2)[~records] = np.inf
         return self._replace(ids=np.where(records, self.ids, -1), distances=distances)
 
     def meeting(self) -> NDArray[np.int64]:
-        """Return the row numbers of queries with at least one record, unsorted, maybe with duplicates."""
+        """Return the row numbers of the queries that were compared with at least one record, shape (n,).
+
+        The result is unsorted. A query with several visits occurs several times.
+        """
         queries = self.queries[(self.ids >= 0).any(axis=1)].ravel()
         return queries[queries >= 0]
 
 
 def apart(visits: Iterable[Visits]) -> list[Visit]:
-    """Return all visits of several stacks as separate visits."""
-    return [visit for some in visits for visit in some.apart()]
+    """Return the visits of several stacks as separate visits without padding; see `Visits.apart`."""
+    return [visit for stack in visits for visit in stack.apart()]
