@@ -111,7 +111,9 @@ class CellsDatastore(EmbeddedDatastore):
             return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)
 
         with full_precision():
-            found = self._searches.look(where.groups if where else None, visited, self._new_group)
+            found = self._searches.search_groups(
+                where.groups if where else None, visited, self._create_group_search
+            )
         if len(queries) and not found:
             self._check_readable(where)
         return found
@@ -135,7 +137,7 @@ class CellsDatastore(EmbeddedDatastore):
                     self._damaged |= {one.segment.index.file for one in found if one.segment.index}
             super().vacuum()
 
-    def _new_group(self) -> GroupSearch:
+    def _create_group_search(self) -> GroupSearch:
         """Create the search of a group."""
         # These imports load torch, which listing and removing do not need.
         from knnstore_cells.device import chosen_device

@@ -203,7 +203,7 @@ def test_a_search_compares_only_new_records_with_the_centers(
         assert sum(compared) == 2000
         compared.clear()
         store.flush()
-        store._segments._merge(0, ratio=100, indexed=True)
+        store._segments._merge_segments(0, ratio=100, indexed=True)
         store.search(keys[:1], 1)
         assert compared == []
         moved = keys.copy()

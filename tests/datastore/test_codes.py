@@ -12,7 +12,7 @@ from knnstore_cells import CellsDatastore
 from knnstore_cells.policy import Policy
 
 from knnstore.datastore import IdRanges, KeySegments, Metric, apart, positions_of, record_ids, tokens_of
-from knnstore.datastore.embedded.codecs import Coding, ProductCodec, codec_of, fit_codec
+from knnstore.datastore.embedded.codecs import Coding, ProductCodec, codec_from_bytes, fit_codec
 from knnstore.datastore.embedded.packed_ids import IdsPacker, PackedIds, is_worth_packing
 from knnstore.errors import ConfigError, CorruptDatastoreError
 
@@ -43,7 +43,7 @@ def test_codes_are_of_near_keys_and_survive_their_bytes(kind: str, dim: int) -> 
     assert codec.size == (4 + dim if kind == "int8" else 1 + min(int(kind[2:]), dim))
     decoded = codec.decode(codes)
     assert lost(keys, decoded) < (0.001 if kind == "int8" else 0.2)
-    again = codec_of(kind, dim, codec.to_bytes())
+    again = codec_from_bytes(kind, dim, codec.to_bytes())
     np.testing.assert_array_equal(again.encode(keys), codes)
     np.testing.assert_array_equal(again.decode(codes), decoded)
     if codec.rotation is not None:  # a turn keeps distances
@@ -93,7 +93,7 @@ def test_packed_ids_are_the_ids(runs, largest: int, cuts: list[int], first: int)
         at += length + gap
     ids = record_ids(np.array(positions), RNG.integers(0, largest, len(positions)))
     packer, parts = IdsPacker(), np.split(ids, sorted(cut % (len(ids) + 1) for cut in cuts))
-    content = [packer.low(part).tobytes() for part in parts if len(part)]
+    content = [packer.add_ids(part).tobytes() for part in parts if len(part)]
     count = packer.finish(lambda array: content.append(array.tobytes()))
     assert count == len(runs)
     packed = PackedIds(np.frombuffer(b"".join(content), np.uint8), len(ids), count)
@@ -350,7 +350,7 @@ def test_kinds_are_checked(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="codes must be"):
             CellsDatastore.open(tmp_path / "store", dim=DIM, codes=kind)
     with pytest.raises(CorruptDatastoreError, match="no codec pq6"):
-        codec_of("pq6", DIM, b"123")
+        codec_from_bytes("pq6", DIM, b"123")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from knnstore.datastore.embedded import manifest as manifest_module
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.manifest import Manifest, ManifestPart
 from knnstore.datastore.embedded.mapped import MappedFile
-from knnstore.datastore.embedded.merging import merged
+from knnstore.datastore.embedded.merging import merge_records
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import merge, merge_many
 from knnstore.durable import StoredFile
@@ -205,7 +205,7 @@ def test_interleaved_segments_are_read_in_order(batch_size: int) -> None:
         rows = IdRanges.of_ids(np.flatnonzero(dead[mine]))
         segments.append(replace(segment, dead=rows))
     wanted = IdRanges([(start, start + 700) for start in range(0, 100_000, 1000)])
-    batches = list(merged(segments, ids=wanted, batch_size=batch_size))
+    batches = list(merge_records(segments, ids=wanted, batch_size=batch_size))
     left = ~dead & wanted.contains(ids)
     assert np.concatenate([batch[0] for batch in batches]).tolist() == ids[left].tolist()
     assert np.concatenate([batch[1][:, 0] for batch in batches]).tolist() == ids[left].tolist()

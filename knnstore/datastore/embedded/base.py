@@ -27,20 +27,22 @@ from knnstore.space import check_space
 class EmbeddedDatastore(ABC):
     """Vectors in a local directory, as durable key segments that indexes search.
 
-    Keys are kept in half precision or as codes; every index is derived from them. One process may write, and
-    any number may read its flushed records. No index is loaded before the first search, so filling a store
-    costs no memory. A subclass decides which segments have an index, builds it and opens it.
+    Keys are kept in half precision or as codes; every index is derived from the keys. One process may write,
+    and any number may read its flushed records. No index is loaded before the first search, so adding records
+    costs no memory for indexes. A subclass decides which segments have an index, builds it and opens it.
 
     Args:
         segments: the open directory.
         dim: number of components of a vector.
         metric: measure of distances.
-        nearest: the search of records without an index.
+        nearest: function that finds the nearest rows of a matrix; searches records without an index.
     """
 
     merge_ratio: ClassVar[int] = 10
-    """Least ratio of the sizes of a segment and the next one after `optimize`. With a small ratio fewer rows
-    are indexed again; with a large ratio there are fewer segments to search."""
+    """Smallest ratio of the sizes of a segment and the next segment after `optimize`.
+
+    With a small ratio fewer rows are indexed again; with a large ratio there are fewer segments to search.
+    """
 
     def __init__(
         self, segments: KeySegments, dim: int, metric: Metric, nearest: NearestRows = nearest_rows
@@ -97,26 +99,34 @@ class EmbeddedDatastore(ABC):
 
     @abstractmethod
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the parameters of the index of a segment, JSON values; None if it needs no index.
+        """Return the parameters of the index of a segment, JSON values; None if the segment needs no index.
 
         Args:
-            rows: number of rows of the segment.
-            group_rows: number of live rows of its group.
+            rows: number of rows of the segment, deleted rows included.
+            group_rows: number of live rows of the segment's group.
         """
 
     @abstractmethod
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Build the index of a segment and write it to `path`."""
+        """Build the index of a segment and write it to a file.
+
+        Args:
+            segment: segment on disk.
+            parameters: result of `_index_parameters`.
+            path: file to create. The caller makes the file durable.
+        """
 
     @abstractmethod
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
-        """Open the index that the segment's entry names.
+        """Open the index file of a segment. Returns None if another engine built the index.
 
-        Returns None if another engine built it.
+        Args:
+            segment: segment with an index; `segment.index` names the file.
+            parameters: parameters that were saved with the index.
 
         Raises:
-            FileNotFoundError: its file is missing.
-            CorruptDatastoreError: its file is damaged.
+            FileNotFoundError: the index file is missing.
+            CorruptDatastoreError: the index file or the segment's keys are damaged.
         """
 
     @property
@@ -130,7 +140,7 @@ class EmbeddedDatastore(ABC):
         return self._metric
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records, replacing those whose id is present; see `Datastore.add`."""
+        """Store records, and replace existing records with the same ids; see `Datastore.add`."""
         self._segments.append(*checked_records(ids, keys, groups, self._dim))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
@@ -139,20 +149,22 @@ class EmbeddedDatastore(ABC):
         Damaged segments are left out.
 
         Raises:
-            CorruptDatastoreError: no record is found, and segments that `where` asks for are damaged.
+            CorruptDatastoreError: no query has a neighbor, and a segment that `where` selects is damaged.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         ids = where.ids if where and where.groups is None else None
 
-        def nearest(chosen: Sequence[GroupSearch]) -> Neighbors:
+        def nearest(searches: Sequence[GroupSearch]) -> Neighbors:
             # A small group is not asked for more neighbors than it has, so it takes no memory for them.
-            parts = (group.search(queries, min(k, group.rows), ids) for group in chosen)
+            parts = (group.search(queries, min(k, group.rows), ids) for group in searches)
             return merge_many(parts, len(queries), k)
 
-        found = self._searches.look(where.groups if where else None, nearest, self._new_group)
-        if len(queries) and (found.ids[:, 0] < 0).all():
+        neighbors = self._searches.search_groups(
+            where.groups if where else None, nearest, self._create_group_search
+        )
+        if len(queries) and (neighbors.ids[:, 0] < 0).all():
             self._check_readable(where)
-        return found
+        return neighbors
 
     def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
@@ -179,7 +191,7 @@ class EmbeddedDatastore(ABC):
         self._segments.flush()
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the known damage; see `SupportsDamage.damaged`."""
+        """Return the segments that are known to be damaged; see `SupportsDamage.damaged`."""
         return self._segments.damaged()
 
     def abandon(self, part: DamagedPart) -> None:
@@ -187,17 +199,17 @@ class EmbeddedDatastore(ABC):
         self._segments.abandon(part)
 
     def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and build missing indexes and digests.
+        """Merge segments, reclaim the space of deleted records, and write missing indexes and digests.
 
-        Large segments get an index. Before that, added records are searched exactly, so call it after adding
-        many records.
+        Segments that are large enough get an index. Until then their records are searched exactly, which is
+        slow for many records, so call `optimize` after adding many records. Damaged segments are skipped.
         """
         self._segments.compact(ratio=self.merge_ratio)
-        for found in self._segments.by_group().values():
-            live = sum(segment.live for segment in found)
-            for segment in found:
+        for segments in self._segments.by_group().values():
+            live_rows = sum(segment.live for segment in segments)
+            for segment in segments:
                 try:
-                    self._derive(segment, live)
+                    self._write_derived_files(segment, live_rows)
                 except CorruptDatastoreError:
                     if segment.columns.problem is None:
                         raise
@@ -213,7 +225,7 @@ class EmbeddedDatastore(ABC):
             self.optimize()
 
     def verify(self) -> list[str]:
-        """Check the size and the SHA-256 of every file. Returns one line for each problem."""
+        """Check the size and the SHA-256 of every file. Returns one line for each problem, empty if none."""
         return self._segments.verify()
 
     def close(self) -> None:
@@ -226,31 +238,44 @@ class EmbeddedDatastore(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _new_group(self) -> GroupSearch:
-        """Create the search of one group, empty."""
+    def _create_group_search(self) -> GroupSearch:
+        """Create the object that searches one group. It holds no records until its `update` is called."""
         exact = ExactIndex(self._dim, self._metric, self._nearest)
         return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
 
     def _check_readable(self, where: Filter | None) -> None:
-        """Raise CorruptDatastoreError if records that a filter selects are damaged."""
+        """Raise CorruptDatastoreError if a damaged segment may hold records that a filter selects."""
         for part in self._segments.damaged():
             if where is None or (
                 part.group in where.groups if where.groups is not None else part.ids & where.ids
             ):
                 raise CorruptDatastoreError(part.problem)
 
-    def _derive(self, segment: Segment, group_rows: int) -> None:
-        """Write the digests and the index of a segment if they are needed and missing."""
+    def _write_derived_files(self, segment: Segment, group_rows: int) -> None:
+        """Write a segment's file of digests, and its index, if they are needed and missing or damaged.
+
+        An index with other parameters than `_index_parameters` returns is built again. Segments in memory are
+        skipped.
+
+        Args:
+            segment: segment of the group.
+            group_rows: number of live rows of the group.
+        """
         self._segments.write_digests(segment)
         parameters = self._index_parameters(segment.rows, group_rows)
         if segment.entry is None or parameters is None:  # records that were added meanwhile have no entry yet
             return
-        present = segment.index
-        if present is None or present.parameters != parameters or not self._intact(present.file):
+        existing_index = segment.index
+        if (
+            existing_index is None
+            or existing_index.parameters != parameters
+            or not self._is_intact(existing_index.file)
+        ):
             size = segment.rows * self.record_size(self._dim)
             check_space(self._segments.root, size, f"indexing {segment.rows:,} records")
             build = partial(self._build_index, segment, parameters)
             self._segments.write_index(segment, build, parameters)
 
-    def _intact(self, file: StoredFile) -> bool:
-        return file not in self._damaged and self._segments.intact(file)
+    def _is_intact(self, file: StoredFile) -> bool:
+        """Check whether an index file is not known to be damaged, and matches its size and SHA-256."""
+        return file not in self._damaged and self._segments.is_intact(file)

@@ -1,4 +1,4 @@
-"""Codecs: keys as codes of some tens of bytes, which replace the keys.
+"""Codecs, which compress each key to a code of some tens of bytes. The codes are stored in place of the keys.
 
 `int8` rounds each component. `pq32`, `pq64` and so on are product quantizers (Jégou et al. 2011,
 https://doi.org/10.1109/TPAMI.2010.57). First the nearest of 256 centers is subtracted from a key. The
@@ -44,20 +44,26 @@ class Codec(ABC):
     """Bytes of the code of a key."""
 
     rotation: NDArray[np.float32] | None = None
-    """Matrix with orthonormal rows, shape (dim, width), width >= dim. In its space codes are decoded most
-    cheaply, and distances stay the same. None means the identity."""
+    """Matrix with orthonormal rows, shape (dim, width), width >= dim; None means the identity.
+
+    ``key @ rotation`` is a key in the rotated space. Distances are the same there, and codes are decoded most
+    cheaply to this space.
+    """
 
     @abstractmethod
     def encode(self, keys: Keys) -> Codes:
-        """Return the codes of keys, shape (n, dim)."""
+        """Encode keys, float32, shape (n, dim). Returns their codes, uint8, shape (n, size)."""
 
     @abstractmethod
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes in the rotated space. Returns shape (n, width)."""
+        """Decode codes to the rotated space.
+
+        Returns approximations of ``keys @ rotation``, float32, shape (n, width).
+        """
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the content of the codec's file; see `codec_of`."""
+        """Return the content of the codec's file; see `codec_from_bytes`."""
 
     def decode(self, codes: Codes) -> Keys:
         """Decode codes. Returns approximations of the keys, float32, shape (n, dim)."""
@@ -66,24 +72,24 @@ class Codec(ABC):
 
 
 class RoundedCodec(Codec):
-    """A codec with one byte for each component and one float32 scale for each key."""
+    """A codec that rounds each component to one byte, with one float32 scale for each key."""
 
     def __init__(self, dim: int) -> None:
         self.size = 4 + dim
 
     def encode(self, keys: Keys) -> Codes:
-        """Return the codes of keys, shape (n, dim)."""
+        """Encode keys, float32, shape (n, dim). Returns uint8, shape (n, 4 + dim)."""
         scales = np.maximum(np.abs(keys).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
         rounded = np.rint(keys / scales).astype(np.int8)
         return np.concatenate([scales.view(np.uint8), rounded.view(np.uint8)], axis=1)
 
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes; there is no rotation."""
+        """Decode codes to float32, shape (n, dim). This codec has no rotation."""
         scales = np.ascontiguousarray(codes[:, :4]).view(np.float32)
         return np.ascontiguousarray(codes[:, 4:]).view(np.int8) * scales
 
     def to_bytes(self) -> bytes:
-        """Return no bytes: there is nothing to fit."""
+        """Return no bytes, because this codec has nothing to store."""
         return b""
 
 
@@ -106,24 +112,31 @@ class ProductCodec(Codec):
         """Shape (parts, 256, width / parts)."""
         self._entries = self.books.reshape(-1, books.shape[2])
         self._offsets = np.arange(len(books)) * _ENTRIES
-        self.rotation = _orthonormal(rotation.astype(np.float32))
+        self.rotation = _orthonormalize(rotation.astype(np.float32))
         self.size = 1 + len(books)
 
     @classmethod
     def fit(cls, keys: Keys, parts: int) -> Self:
-        """Fit a codec to keys, shape (n, dim), n >= 256. The same keys give the same codec."""
+        """Fit a product quantizer to keys. The same keys give the same codec.
+
+        Args:
+            keys: float32, shape (n, dim), n >= 1; with fewer than 256 keys, keys are used several times.
+            parts: number of parts into which the components are divided, 1 to dim.
+        """
         random = np.random.default_rng(0)
-        centers = _k_means(keys, random)
-        left = keys - centers[_nearest(keys, centers)]
-        rotation = _shared_out(left, parts).astype(np.float16)
-        turn = _orthonormal(rotation.astype(np.float32))
-        pieces = (left @ turn).reshape(len(left), parts, -1)
-        books = np.stack([_k_means(np.ascontiguousarray(pieces[:, part]), random) for part in range(parts)])
-        return cls(rotation, _half(centers @ turn), _half(books))
+        centers = _fit_entries(keys, random)
+        residuals = keys - centers[_find_nearest_entries(keys, centers)]
+        rotation = _spread_principal_axes(residuals, parts).astype(np.float16)
+        turn = _orthonormalize(rotation.astype(np.float32))
+        pieces = (residuals @ turn).reshape(len(residuals), parts, -1)
+        books = np.stack(
+            [_fit_entries(np.ascontiguousarray(pieces[:, part]), random) for part in range(parts)]
+        )
+        return cls(rotation, _round_to_half(centers @ turn), _round_to_half(books))
 
     @classmethod
     def read(cls, stored: bytes, dim: int, parts: int) -> Self:
-        """Create the codec whose `to_bytes` returned `stored`."""
+        """Create the codec whose `to_bytes` returned `stored`. Raises ValueError if the size is wrong."""
         width = parts * math.ceil(dim / parts)
         values = np.frombuffer(stored, np.float16)
         rotation, centers, books = np.split(values, np.cumsum([dim * width, _ENTRIES * width]))
@@ -132,20 +145,20 @@ class ProductCodec(Codec):
         )
 
     def encode(self, keys: Keys) -> Codes:
-        """Return the codes of keys, shape (n, dim)."""
+        """Encode keys, float32, shape (n, dim). Returns uint8, shape (n, 1 + parts)."""
         assert self.rotation is not None
         codes = np.empty((len(keys), self.size), np.uint8)
         for start in range(0, len(keys), _CHUNK):
             rows = slice(start, start + _CHUNK)
             turned = keys[rows] @ self.rotation
-            codes[rows, 0] = nearest = _nearest(turned, self.centers)
+            codes[rows, 0] = nearest = _find_nearest_entries(turned, self.centers)
             pieces = (turned - self.centers[nearest]).reshape(len(turned), len(self.books), -1)
             for part, book in enumerate(self.books):
-                codes[rows, part + 1] = _nearest(np.ascontiguousarray(pieces[:, part]), book)
+                codes[rows, part + 1] = _find_nearest_entries(np.ascontiguousarray(pieces[:, part]), book)
         return codes
 
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes in the rotated space: add up centers and entries."""
+        """Decode codes to the rotated space, float32, shape (n, width): add the center and the entries."""
         # `take` copies rows three times as fast as an index does.
         entries: Keys = self._entries.take(codes[:, 1:] + self._offsets, axis=0).reshape(len(codes), -1)
         entries += self.centers.take(codes[:, 0], axis=0)
@@ -157,7 +170,7 @@ class ProductCodec(Codec):
 
 
 def checked_kind(kind: object) -> str:
-    """Check the name of a kind of codes and return it.
+    """Check the name of a kind of codes, ``int8`` or ``pqN``, and return it.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -168,23 +181,41 @@ def checked_kind(kind: object) -> str:
 
 
 def code_size(kind: str, dim: int) -> int:
-    """Return the bytes of the code of a key."""
-    return 4 + dim if kind == "int8" else 1 + _parts(kind, dim)
+    """Return the number of bytes of the code of a key.
+
+    Args:
+        kind: kind of codes, see `checked_kind`.
+        dim: number of components of a key.
+    """
+    return 4 + dim if kind == "int8" else 1 + _count_parts(kind, dim)
 
 
 def sample_size(dim: int) -> int:
-    """Return the number of keys that a codec is fitted to. More keys make it no better."""
+    """Return the number of keys of `dim` components that a codec is fitted to.
+
+    More keys would not make the codec better.
+    """
     return min(_SAMPLE, _SAMPLE_VALUES // max(1, dim))
 
 
 def fit_codec(kind: str, keys: Keys) -> Codec:
-    """Create a codec of a kind. A product quantizer is fitted to keys, shape (n, dim)."""
+    """Create a codec of a kind for keys of the same dimension; a product quantizer is fitted to the keys.
+
+    Args:
+        kind: kind of codes, see `checked_kind`.
+        keys: float32, shape (n, dim), n >= 1.
+    """
     dim = keys.shape[1]
-    return RoundedCodec(dim) if kind == "int8" else ProductCodec.fit(keys, _parts(kind, dim))
+    return RoundedCodec(dim) if kind == "int8" else ProductCodec.fit(keys, _count_parts(kind, dim))
 
 
-def codec_of(kind: str, dim: int, stored: bytes) -> Codec:
+def codec_from_bytes(kind: str, dim: int, stored: bytes) -> Codec:
     """Create a codec from the bytes of `Codec.to_bytes`.
+
+    Args:
+        kind: kind of codes, see `checked_kind`.
+        dim: number of components of a key.
+        stored: content of the codec's file; ignored for ``int8``.
 
     Raises:
         CorruptDatastoreError: the bytes are not those of a codec of this kind.
@@ -192,7 +223,7 @@ def codec_of(kind: str, dim: int, stored: bytes) -> Codec:
     if kind == "int8":
         return RoundedCodec(dim)
     try:
-        return ProductCodec.read(stored, dim, _parts(kind, dim))
+        return ProductCodec.read(stored, dim, _count_parts(kind, dim))
     except ValueError as error:
         raise CorruptDatastoreError(f"no codec {kind} for {dim} components") from error
 
@@ -204,11 +235,11 @@ class Coding(NamedTuple):
     """See `checked_kind`."""
 
     least: int
-    """A group with this many records is coded when a segment of it is rewritten. A codec is fitted once, and
-    it is better if more records are there."""
+    """Number of records from which a group is coded when one of its segments is rewritten. A codec is fitted
+    only once, and is better if the group has more records then."""
 
     most: int
-    """A group with this many records is coded while it grows, to save room."""
+    """Number of records from which a group is coded as soon as records are added, to save space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +269,9 @@ class CodecFile:
         self._file: MappedFile | None = None
 
     def map(self) -> None:
-        """Map the file, so that it stays readable when a newer manifest drops it.
+        """Map the file into memory, so that it stays readable when a newer manifest drops the file.
+
+        Does nothing if the file is mapped or the codec is known.
 
         Raises:
             FileNotFoundError, CorruptDatastoreError: see `MappedFile`.
@@ -248,7 +281,7 @@ class CodecFile:
 
     @property
     def codec(self) -> Codec:
-        """The codec.
+        """The codec, which is read and checked at the first use.
 
         Raises:
             FileNotFoundError: the file is missing.
@@ -258,72 +291,89 @@ class CodecFile:
             self.map()
             assert self._file is not None
             self._file.check()
-            self._codec = codec_of(self.entry.kind, self._dim, self._file.bytes.tobytes())
+            self._codec = codec_from_bytes(self.entry.kind, self._dim, self._file.bytes.tobytes())
         return self._codec
 
 
-def _parts(kind: str, dim: int) -> int:
-    found = _PRODUCT.fullmatch(kind)
-    assert found is not None
-    return min(int(found[1]), dim)
+def _count_parts(kind: str, dim: int) -> int:
+    """Return the number of parts of a product quantizer ``pqN``: N, but at most `dim`."""
+    match = _PRODUCT.fullmatch(kind)
+    assert match is not None
+    return min(int(match[1]), dim)
 
 
-def _nearest(keys: Keys, entries: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return the index of the nearest entry to each key: the one with the largest k·e - |e|²/2.
+def _find_nearest_entries(keys: Keys, entries: NDArray[np.float32]) -> NDArray[np.intp]:
+    """Return the index of the nearest entry in L2 to each key, shape (n,).
 
-    A column of ones in the keys adds the last term in the same multiplication.
+    This is the entry e with the largest k·e - |e|²/2 for the key k. A column of ones in the keys adds the
+    last term in the same multiplication.
+
+    Args:
+        keys: float32, shape (n, d).
+        entries: float32, shape (e, d).
     """
     norms = (entries * entries).sum(1, keepdims=True) / np.float32(-2)
     weights = np.ascontiguousarray(np.concatenate([entries, norms], axis=1).T)
     extended = np.concatenate([keys, np.ones((len(keys), 1), np.float32)], axis=1)
-    found, scores = np.empty(len(keys), np.intp), np.empty((_IN_CACHE, len(entries)), np.float32)
+    indices, scores = np.empty(len(keys), np.intp), np.empty((_IN_CACHE, len(entries)), np.float32)
     for start in range(0, len(keys), _IN_CACHE):
-        some = extended[start : start + _IN_CACHE]
-        np.matmul(some, weights, out=scores[: len(some)])
-        scores[: len(some)].argmax(1, out=found[start : start + len(some)])
-    return found
+        block = extended[start : start + _IN_CACHE]
+        np.matmul(block, weights, out=scores[: len(block)])
+        scores[: len(block)].argmax(1, out=indices[start : start + len(block)])
+    return indices
 
 
-def _k_means(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]:
-    """Fit 256 entries (Lloyd 1982)."""
+def _fit_entries(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]:
+    """Fit 256 centers to keys by k-means (Lloyd 1982). Returns float32, shape (256, d)."""
     entries = keys[random.choice(len(keys), _ENTRIES, replace=len(keys) < _ENTRIES)]
     for _ in range(_ROUNDS):
-        owners = _nearest(keys, entries)
+        owners = _find_nearest_entries(keys, entries)
         order, counts = np.argsort(owners, kind="stable"), np.bincount(owners, minlength=_ENTRIES)
-        there = np.flatnonzero(counts)
-        starts = (np.cumsum(counts) - counts)[there]
+        used_entries = np.flatnonzero(counts)
+        starts = (np.cumsum(counts) - counts)[used_entries]
         entries = keys[random.integers(len(keys), size=_ENTRIES)]  # for entries without a key
-        entries[there] = np.add.reduceat(keys[order], starts, axis=0) / counts[there, None]
+        entries[used_entries] = np.add.reduceat(keys[order], starts, axis=0) / counts[used_entries, None]
     return entries
 
 
-def _shared_out(keys: Keys, parts: int) -> NDArray[np.float32]:
-    """Return principal axes, spread over parts so that each part has about the same product of variances.
+def _spread_principal_axes(keys: Keys, parts: int) -> NDArray[np.float32]:
+    """Compute a rotation to the principal axes of keys, in an order that balances the parts.
+
+    The axes are divided among the parts so that each part has about the same product of variances.
+
+    Args:
+        keys: shape (n, dim).
+        parts: number of parts, at most dim.
 
     Returns:
-        float32, shape (dim, width): orthonormal columns, and columns of zeros to fill parts up.
+        float32, shape (dim, width): for each part its axes as orthonormal columns, then columns of zeros, so
+        that all parts have the same number of columns.
     """
     dim = keys.shape[1]
     room = math.ceil(dim / parts)
     variances, axes = np.linalg.eigh(np.cov(keys, rowvar=False, ddof=0, dtype=np.float64).reshape(dim, dim))
     logs = np.log(np.maximum(variances, variances.max() * 1e-9 + 1e-30))
     rotation = np.zeros((dim, parts, room), np.float32)
-    taken, sums = np.zeros(parts, int), np.zeros(parts)
-    for at in range(dim - 1, -1, -1):
+    counts, sums = np.zeros(parts, int), np.zeros(parts)
+    for axis in range(dim - 1, -1, -1):
         # Each added logarithm must be positive, or a part with more components could have a smaller sum.
-        part = min(np.flatnonzero(taken < room), key=lambda one: (sums[one], one))
-        rotation[:, part, taken[part]] = axes[:, at]
-        taken[part] += 1
-        sums[part] += logs[at] - logs.min() + 1e-3
+        part = min(np.flatnonzero(counts < room), key=lambda candidate: (sums[candidate], candidate))
+        rotation[:, part, counts[part]] = axes[:, axis]
+        counts[part] += 1
+        sums[part] += logs[axis] - logs.min() + 1e-3
     return rotation.reshape(dim, -1)
 
 
-def _orthonormal(rotation: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Make rounded columns orthonormal again, by one Newton-Schulz step."""
+def _orthonormalize(rotation: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a rotation whose columns, orthonormal up to rounding, are orthonormal again.
+
+    One Newton-Schulz step suffices.
+    """
     step = np.eye(rotation.shape[1], dtype=np.float32) * 1.5 - (rotation.T @ rotation) * 0.5
     turned: NDArray[np.float32] = rotation @ step.astype(np.float32)
     return turned
 
 
-def _half(values: NDArray[np.float32]) -> NDArray[np.float16]:
+def _round_to_half(values: NDArray[np.float32]) -> NDArray[np.float16]:
+    """Convert values to float16; values beyond its range become its largest or smallest number."""
     return values.clip(-_LARGEST, _LARGEST).astype(np.float16)

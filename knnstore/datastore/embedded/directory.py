@@ -1,7 +1,7 @@
 """The directory of a datastore: its folders, its owner, and how everything in it is removed.
 
-The owner is the store whose keys the directory holds. It is kept in one small file of its own, which must
-stay readable when a manifest is damaged, and it is removed last.
+The owner is the name of the store whose keys the directory holds. A small file of its own holds the owner,
+because it must stay readable when the manifest is damaged. `erase_segments` removes this file last.
 """
 
 import hashlib
@@ -20,7 +20,10 @@ _OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|codec|index|part)")
 
 
 def make_folders(root: Path) -> None:
-    """Create the folders of segments and indexes, durably. Call it before a manifest names files in them."""
+    """Create the folders of segments and indexes, durably, if they are missing.
+
+    Call this function before a manifest names files in the folders.
+    """
     absent = [root / folder for folder in FOLDERS if not (root / folder).is_dir()]
     for folder in absent:
         folder.mkdir(mode=0o700)
@@ -28,21 +31,29 @@ def make_folders(root: Path) -> None:
         sync_directory(root)
 
 
-def own_files(root: Path) -> list[Path]:
-    """Return the files of segments and indexes that exist, whether a manifest names them or not."""
+def list_datastore_files(root: Path) -> list[Path]:
+    """Return the existing files of segments and indexes, whether a manifest names them or not.
+
+    Recognizes files by their names; files with other names are left out.
+    """
     folders = [root / folder for folder in FOLDERS if (root / folder).is_dir()]
     return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]
 
 
 def remove_strays(root: Path, named: Collection[str]) -> None:
-    """Remove the files of segments and indexes that no manifest names: a crash left them."""
-    for path in own_files(root):
+    """Remove the files of segments and indexes whose names are not in `named`, which a crash left behind.
+
+    Args:
+        root: the datastore's directory.
+        named: names of the files to keep, relative to the directory.
+    """
+    for path in list_datastore_files(root):
         if f"{path.parent.name}/{path.name}" not in named:
             remove(path)
 
 
 def erase_segments(root: Path) -> None:
-    """Remove all files of `KeySegments` from a directory, and the directory if it is empty then.
+    """Remove all files of `KeySegments` from a directory, then the directory itself if it is empty.
 
     Does nothing if the directory does not exist. After an interruption it can be called again.
 
@@ -55,7 +66,7 @@ def erase_segments(root: Path) -> None:
     try:
         remove(root / NAME)  # without it the other files are no datastore
         sync_directory(root)
-        for path in own_files(root):
+        for path in list_datastore_files(root):
             remove(path)
         for folder in FOLDERS:  # while these exist, a missing manifest is an error
             remove_folder(root / folder)
@@ -69,7 +80,9 @@ def erase_segments(root: Path) -> None:
 
 
 def read_owner(root: Path) -> str | None:
-    """Return the owner of a directory; None if it has none. See `SupportsOwner.owner`.
+    """Return the owner of a datastore's directory; None without a file with an owner.
+
+    See `SupportsOwner.owner`.
 
     Raises:
         CorruptDatastoreError: the file with the owner is damaged.
@@ -82,7 +95,7 @@ def read_owner(root: Path) -> str | None:
         return None
     except OSError as error:
         raise DatastoreError(f"cannot read {path}: {error.strerror}") from error
-    if digest != _digest(owner):
+    if digest != _hash_owner(owner):
         raise CorruptDatastoreError(
             f"{path}, which says whose the keys are, is damaged: restore it from a backup, or remove it if "
             "you know that they are this store's; keys outside the home then need "
@@ -92,19 +105,22 @@ def read_owner(root: Path) -> str | None:
 
 
 def write_owner(root: Path, owner: str) -> None:
-    """Write the owner of a directory, durably. The caller holds the writer's lock. See `SupportsOwner.claim`.
+    """Write the owner of a datastore's directory, durably. The caller holds the writer's lock.
+
+    See `SupportsOwner.claim`.
 
     Raises:
         DiskFullError: the disk is full.
         DatastoreError: the file cannot be written.
     """
     try:
-        publish(root / "owner", f"{_digest(owner)} {owner}\n".encode(), "owner")
+        publish(root / "owner", f"{_hash_owner(owner)} {owner}\n".encode(), "owner")
     except OSError as error:
         raise kind_of(error)(
             f"cannot write {root / 'owner'}: {error.strerror}; free space or repair the disk, then try again"
         ) from error
 
 
-def _digest(owner: str) -> str:
+def _hash_owner(owner: str) -> str:
+    """Return the SHA-256 of an owner's name, hexadecimal."""
     return hashlib.sha256(owner.encode(errors="replace")).hexdigest()

@@ -39,10 +39,15 @@ class _Span:
 
 
 class ExactIndex:
-    """The live rows of some segments of one group as a float32 matrix.
+    """Searches the live rows of some segments of one group exactly, in a float32 matrix.
 
-    The matrix is built by the first `update`. For L2 about the mean key is subtracted from all keys:
+    The first `update` builds the matrix. For L2, approximately the mean key is subtracted from all keys:
     distances stay the same, and the rounding errors of the multiplication become smaller.
+
+    Args:
+        dim: number of components of a key.
+        metric: the distance.
+        nearest: function that finds the nearest rows of a matrix.
     """
 
     def __init__(self, dim: int, metric: Metric, nearest: NearestRows = nearest_rows) -> None:
@@ -58,9 +63,9 @@ class ExactIndex:
         self._in_half = True
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search: drop rows that are dead now, and add new rows.
+        """Set the segments to search: remove rows that are dead now or not in `segments`, and add new rows.
 
-        No search may run meanwhile. After an error the index is empty.
+        No search may run meanwhile. If an error is raised, the index is empty afterwards.
         """
         try:
             self._update(segments)
@@ -69,185 +74,234 @@ class ExactIndex:
             raise
 
     def count(self, ids: IdRanges | None) -> int:
-        """Return the number of rows, of all records or of those with `ids`."""
-        return self._rows if ids is None else int(np.diff(self._slices(ids), axis=1).sum())
+        """Return the number of rows of the matrix, or with `ids` the number of rows with these record ids."""
+        return self._rows if ids is None else int(np.diff(self._find_slices(ids), axis=1).sum())
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, among all or those with `ids`.
+        """Find the k nearest records of each query, shape (q, k); records with the smallest ids win ties.
 
-        Among equally near records, those with the smallest ids are returned.
+        Args:
+            queries: float32, shape (q, dim).
+            k: number of neighbors, >= 1; rows are padded if fewer records exist.
+            ids: ids to which the search is restricted; None searches all records.
         """
         reachable = min(k + _SPARE, self._rows)
         if reachable == 0 or len(queries) == 0:
             return Neighbors.nothing(len(queries), k)
         centered = queries - self._center
-        slices = np.array([[0, self._rows]]) if ids is None else self._slices(ids)
-        found = self._nearest_among(centered, reachable, slices)
+        slices = np.array([[0, self._rows]]) if ids is None else self._find_slices(ids)
+        neighbors = self._nearest_among(centered, reachable, slices)
         if self._metric is Metric.L2:
-            self._recompute(found, queries, centered)
+            self._recompute_inexact(neighbors, queries, centered)
         if reachable > k:
-            found = self._cut(found, k, queries, centered, slices)
-        return found.named(self._ids).padded(k)
+            neighbors = self._select_nearest(neighbors, k, queries, centered, slices)
+        return neighbors.named(self._ids).padded(k)
 
     def _update(self, segments: Sequence[Segment]) -> None:
+        """Do the work of `update`. After an error the rows of the matrix are undefined."""
         wanted = {id(segment.columns): segment for segment in segments}
         spans, self._spans = self._spans, []
         self._rows = 0
         for span in spans:
             segment = wanted.pop(id(span.columns), None)
             if segment is not None:
-                self._keep(span, segment)
+                self._keep_span(span, segment)
         if wanted:
-            self._reserve(self._rows + sum(segment.live for segment in wanted.values()))
+            self._grow_arrays(self._rows + sum(segment.live for segment in wanted.values()))
             if self._rows == 0 and self._metric is Metric.L2:
                 self._center = _center(list(wanted.values()))
             self._in_half &= all(segment.columns.dtype == np.float16 for segment in wanted.values())
             for segment in wanted.values():
-                self._add(segment)
+                self._append_segment(segment)
 
     def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
+        """Find the k nearest of some rows of the matrix. The result numbers rows within `rows`, from 0."""
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
     def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
-        """Find the k nearest rows among some slices of rows, shape (s, 2)."""
+        """Find the k nearest rows of the matrix among slices. The ids of the result are row numbers.
+
+        Args:
+            queries: centered queries, shape (q, dim).
+            k: number of neighbors.
+            slices: half-open ranges of rows, shape (s, 2).
+        """
         parts: list[Neighbors] = []
-        for rows in self._pieces(slices):
-            part = self._search_rows(queries, rows, k)
+        for rows in self._split_slices(slices):
+            nearest_in_piece = self._search_rows(queries, rows, k)
             if isinstance(rows, slice):
-                part.ids[part.ids >= 0] += rows.start
+                nearest_in_piece.ids[nearest_in_piece.ids >= 0] += rows.start
             else:
-                part = part.named(rows)
-            parts = [merge([*parts, part], len(queries), k)]
+                nearest_in_piece = nearest_in_piece.named(rows)
+            parts = [merge([*parts, nearest_in_piece], len(queries), k)]
         return merge(parts, len(queries), k)
 
     @staticmethod
-    def _pieces(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
-        """Yield long slices of rows, to be read in place, and arrays of the rows of short ones."""
+    def _split_slices(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
+        """Yield each long slice of rows as a slice, then the rows of all short slices as arrays.
+
+        A long slice of the matrix is read in place; single rows must be copied. An array has at most `_CHUNK`
+        rows.
+        """
         lengths = slices[:, 1] - slices[:, 0]
         long = lengths >= (_LONG_SLICE if len(slices) > 1 else 1)
         yield from (slice(start, stop) for start, stop in slices[long].tolist())
         rows = IdRanges(slices[~long]).ids()
         yield from (rows[at : at + _CHUNK] for at in range(0, len(rows), _CHUNK))
 
-    def _slices(self, ids: IdRanges) -> NDArray[np.int64]:
-        """Return the rows of the matrix with `ids` as slices, shape (s, 2)."""
-        found = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
-        return np.concatenate([np.empty((0, 2), np.int64), *found])
+    def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
+        """Return the rows of the matrix with these record ids, as half-open slices, shape (s, 2)."""
+        slices = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
+        return np.concatenate([np.empty((0, 2), np.int64), *slices])
 
-    def _recompute(self, found: Neighbors, queries: Keys, centered: Keys) -> None:
-        """Compute inexact distances again, from the difference of the vectors."""
+    def _recompute_inexact(self, neighbors: Neighbors, queries: Keys, centered: Keys) -> None:
+        """Compute inaccurate L2 distances again, from the differences of the vectors, and sort the rows.
+
+        Args:
+            neighbors: row numbers of the matrix and their distances; changed in place.
+            queries: queries, shape (q, dim).
+            centered: queries minus the center, shape (q, dim).
+        """
         scale = self._norms.take(
-            found.ids, mode="clip"
+            neighbors.ids, mode="clip"
         )  # missing neighbors are at infinity, so they are never inexact
         scale += np.einsum("qd,qd->q", centered, centered)[:, None]
         scale *= _CANCELLING
-        inexact = found.distances < scale
-        of_query, at = np.divmod(np.flatnonzero(inexact), inexact.shape[1])
+        inexact = neighbors.distances < scale
+        query_rows, columns = np.divmod(np.flatnonzero(inexact), inexact.shape[1])
         step = max(1, BLOCK_VALUES // self._dim)
-        for start in range(0, len(at), step):
-            some = of_query[start : start + step], at[start : start + step]
-            found.distances[some] = self._measure(queries[some[0]], centered[some[0]], found.ids[some])
-        found.sort_rows(np.flatnonzero(inexact.any(axis=1)))
+        for start in range(0, len(columns), step):
+            cells = query_rows[start : start + step], columns[start : start + step]
+            neighbors.distances[cells] = self._compute_exact_distances(
+                queries[cells[0]], centered[cells[0]], neighbors.ids[cells]
+            )
+        neighbors.sort_rows(np.flatnonzero(inexact.any(axis=1)))
 
-    def _measure(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
-        """Return the distance of each query from its row. Equal keys get equal distances, to the last bit.
+    def _compute_exact_distances(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
+        """Return the distance between each query and a row of the matrix, shape (n,).
 
-        If all keys are in half precision, this holds between groups too: subtracting the center was exact.
+        Equal keys get bitwise equal distances. If all keys are in half precision, this holds for keys of
+        different groups too, because subtracting the center was exact.
+
+        Args:
+            queries: queries, shape (n, dim) or (dim,).
+            centered: queries minus the center, in the same shape.
+            rows: row numbers, shape (n,).
         """
         if self._in_half:
             return paired(queries, self._matrix[rows] + self._center, self._metric)
         return paired(centered, self._matrix[rows], self._metric)
 
-    def _cut(
-        self, found: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
+    def _select_nearest(
+        self, neighbors: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
     ) -> Neighbors:
-        """Return the k nearest of more than k; among equal distances the smallest ids are chosen."""
-        last = found.distances[:, k - 1]
-        squares = np.einsum("qd,qd->q", centered, centered)
-        norms = self._norms.take(found.ids[:, k - 1], mode="clip")
-        scale = squares + norms if self._metric is Metric.L2 else np.sqrt(squares * norms)
-        least, most = last - _NOISE * scale, last + _NOISE * scale
-        unsure = np.flatnonzero((found.distances[:, k] <= most) & np.isfinite(found.distances[:, k]))
-        for query in unsure:
-            distances, rows = found.distances[query], found.ids[query]
-            sure = int(np.searchsorted(distances, least[query]))
-            as_near = rows[sure : np.searchsorted(distances, most[query], side="right")]
-            if distances[-1] <= most[query]:  # there may be more rows that are as near
-                others = self._rows_within(centered[query], squares[query], most[query], slices)
-                as_near = np.setdiff1d(np.append(as_near, others), rows[:sure])
-            measured = self._measure(queries[query], centered[query], as_near)
-            chosen = np.lexsort((self._ids[as_near], measured))[: k - sure]
-            rows[sure:k], distances[sure:k] = as_near[chosen], measured[chosen]
-        cut = Neighbors(found.ids[:, :k], np.ascontiguousarray(found.distances[:, :k]))
-        cut.sort_rows(unsure)
-        return cut
+        """Return the k nearest of more than k neighbors; neighbors with the smallest ids win ties.
 
-    def _rows_within(
-        self, query: Keys, square: np.float32, most: np.float32, slices: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return the rows in slices whose distance from a centered query is at most `most`.
+        Distances near the k-th are computed exactly, because rounding could hide a tie.
 
         Args:
-            query: shape (dim,).
-            square: the query's squared norm.
-            most: the largest distance; the caller adds a margin for rounding.
-            slices: shape (s, 2).
+            neighbors: more than k row numbers for each query, sorted by distance; changed in place.
+            k: number of neighbors to keep.
+            queries: queries, shape (q, dim).
+            centered: queries minus the center, shape (q, dim).
+            slices: rows that were searched, shape (s, 2).
         """
-        within = []
-        for rows in self._pieces(slices):
+        last = neighbors.distances[:, k - 1]
+        squares = np.einsum("qd,qd->q", centered, centered)
+        norms = self._norms.take(neighbors.ids[:, k - 1], mode="clip")
+        scale = squares + norms if self._metric is Metric.L2 else np.sqrt(squares * norms)
+        lower_bounds, upper_bounds = last - _NOISE * scale, last + _NOISE * scale
+        uncertain_queries = np.flatnonzero(
+            (neighbors.distances[:, k] <= upper_bounds) & np.isfinite(neighbors.distances[:, k])
+        )
+        for query in uncertain_queries:
+            distances, rows = neighbors.distances[query], neighbors.ids[query]
+            certain_count = int(np.searchsorted(distances, lower_bounds[query]))
+            tied_rows = rows[certain_count : np.searchsorted(distances, upper_bounds[query], side="right")]
+            if distances[-1] <= upper_bounds[query]:  # there may be more rows that are as near
+                others = self._find_rows_within(centered[query], squares[query], upper_bounds[query], slices)
+                tied_rows = np.setdiff1d(np.append(tied_rows, others), rows[:certain_count])
+            exact_distances = self._compute_exact_distances(queries[query], centered[query], tied_rows)
+            order = np.lexsort((self._ids[tied_rows], exact_distances))[: k - certain_count]
+            rows[certain_count:k], distances[certain_count:k] = tied_rows[order], exact_distances[order]
+        selected = Neighbors(neighbors.ids[:, :k], np.ascontiguousarray(neighbors.distances[:, :k]))
+        selected.sort_rows(uncertain_queries)
+        return selected
+
+    def _find_rows_within(
+        self, query: Keys, squared_norm: np.float32, max_distance: np.float32, slices: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the numbers of the rows whose distance from a query is at most `max_distance`.
+
+        Args:
+            query: query minus the center, shape (dim,).
+            squared_norm: squared norm of `query`.
+            max_distance: largest distance, which includes the caller's margin for rounding.
+            slices: rows to look at, shape (s, 2).
+        """
+        row_parts = []
+        for rows in self._split_slices(slices):
             distances = -(self._matrix[rows] @ query)
             if self._metric is Metric.L2:
-                distances = 2 * distances + self._norms[rows] + square
-            near = np.flatnonzero(distances <= most)
-            within.append(near + rows.start if isinstance(rows, slice) else rows[near])
-        return np.concatenate(within)
+                distances = 2 * distances + self._norms[rows] + squared_norm
+            near = np.flatnonzero(distances <= max_distance)
+            row_parts.append(near + rows.start if isinstance(rows, slice) else rows[near])
+        return np.concatenate(row_parts)
 
-    def _keep(self, span: _Span, segment: Segment) -> None:
-        """Move the rows of a span that are still live behind the rows that were kept before."""
+    def _keep_span(self, span: _Span, segment: Segment) -> None:
+        """Keep the rows of a span that are live in the newest version of its segment.
+
+        Moves these rows directly behind the rows that were kept before, and records their new span.
+        """
         start = self._rows
         if segment.dead == span.dead:
-            self._move(IdRanges([(span.start, span.stop)]))
+            self._move_rows(IdRanges([(span.start, span.stop)]))
         else:
             before = (IdRanges([(0, segment.rows)]) - span.dead).ids()
             alive = np.flatnonzero(~segment.dead.contains(before))
-            self._move(IdRanges.of_ids(alive + span.start))
+            self._move_rows(IdRanges.of_ids(alive + span.start))
         if self._rows > start:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
-    def _move(self, rows: IdRanges) -> None:
-        """Move rows down, in pieces, because source and target may overlap."""
+    def _move_rows(self, rows: IdRanges) -> None:
+        """Move rows to the end of the kept rows, and count them as kept.
+
+        Rows are moved in chunks, because source and target may overlap.
+        """
         for first, last in rows:
             if first == self._rows:
                 self._rows = last
                 continue
             for start in range(first, last, _CHUNK):
                 stop = min(start + _CHUNK, last)
-                to = slice(self._rows, self._rows + stop - start)
+                target = slice(self._rows, self._rows + stop - start)
                 for array in (self._matrix, self._norms, self._ids):
-                    array[to] = array[start:stop]
-                self._rows = to.stop
+                    array[target] = array[start:stop]
+                self._rows = target.stop
 
-    def _reserve(self, rows: int) -> None:
+    def _grow_arrays(self, rows: int) -> None:
+        """Replace the arrays by larger arrays with the same content, if they have fewer than `rows` rows."""
         if rows > len(self._matrix):
             capacity = rows if self._rows == 0 else max(rows, len(self._matrix) * 5 // 4)
             for name in ("_matrix", "_norms", "_ids"):
-                former = getattr(self, name)
-                larger = np.empty((capacity, *former.shape[1:]), former.dtype)
-                larger[: self._rows] = former[: self._rows]
-                setattr(self, name, larger)
+                old_array = getattr(self, name)
+                new_array = np.empty((capacity, *old_array.shape[1:]), old_array.dtype)
+                new_array[: self._rows] = old_array[: self._rows]
+                setattr(self, name, new_array)
 
-    def _add(self, segment: Segment) -> None:
+    def _append_segment(self, segment: Segment) -> None:
+        """Append the live rows of a segment to the matrix, which has room for them."""
         ids, keys = segment.columns.ids, segment.columns.keys
         start = self._rows
         for first, last in segment.live_rows():
-            for at in range(first, last, _CHUNK):
-                rows = slice(at, min(at + _CHUNK, last))
-                to = slice(self._rows, self._rows + rows.stop - rows.start)
-                added = self._matrix[to]
+            for chunk_start in range(first, last, _CHUNK):
+                rows = slice(chunk_start, min(chunk_start + _CHUNK, last))
+                target = slice(self._rows, self._rows + rows.stop - rows.start)
+                added = self._matrix[target]
                 np.subtract(keys[rows], self._center, out=added)
-                np.einsum("nd,nd->n", added, added, out=self._norms[to])
-                self._ids[to] = ids[rows]
-                self._rows = to.stop
+                np.einsum("nd,nd->n", added, added, out=self._norms[target])
+                self._ids[target] = ids[rows]
+                self._rows = target.stop
         self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
 
@@ -259,32 +313,35 @@ def compare_rows(
     metric: Metric,
     nearest: NearestRows = nearest_rows,
 ) -> Neighbors:
-    """Find the k nearest of some rows of a segment for each query, by comparing with every row.
+    """Find the k nearest of some rows of a segment for each query, by comparing with each of these rows.
 
     Args:
-        segment: the segment; it is read in pieces.
-        rows: row numbers.
+        segment: the segment, which is read in chunks.
+        rows: ranges of row numbers.
         queries: float32, shape (q, dim).
         k: number of neighbors, >= 1.
         metric: the distance.
-        nearest: an engine's own search of a matrix.
+        nearest: function that finds the nearest rows of a matrix.
 
     Returns:
-        Neighbors with record ids.
+        Neighbors with record ids, shape (q, k), nearest first, padded if there are fewer than k rows.
     """
     numbers = rows.ids()
-    found = Neighbors.nothing(len(queries), k)
+    neighbors = Neighbors.nothing(len(queries), k)
     for start in range(0, len(numbers), _CHUNK):
-        some = numbers[start : start + _CHUNK]
-        ids, keys = segment.columns.ids[some], segment.columns.keys_at(some)
-        piece = ExactIndex(queries.shape[1], metric, nearest)
-        piece.update([Segment.in_memory(segment.group, ids, keys)])
-        found = merge([found, piece.search(queries, k, None)], len(queries), k)
-    return found
+        chunk = numbers[start : start + _CHUNK]
+        ids, keys = segment.columns.ids[chunk], segment.columns.keys_at(chunk)
+        index = ExactIndex(queries.shape[1], metric, nearest)
+        index.update([Segment.in_memory(segment.group, ids, keys)])
+        neighbors = merge([neighbors, index.search(queries, k, None)], len(queries), k)
+    return neighbors
 
 
 def _center(segments: Sequence[Segment]) -> Keys:
-    """Return about the mean key, rounded so that subtracting it from keys in half precision is exact."""
+    """Return approximately the mean key, float32, shape (dim,), from a sample of the largest segment.
+
+    It is rounded to half precision, so that subtracting it from keys in half precision is exact.
+    """
     largest = max(segments, key=lambda segment: segment.live)
     rows = np.unique(np.linspace(0, largest.rows - 1, 4096).astype(np.int64))
     mean = largest.columns.keys_at(rows).astype(np.float32).mean(axis=0)

@@ -27,12 +27,14 @@ from knnstore.space import kind_of
 
 
 class SegmentFiles:
-    """The published manifest and the files of a directory.
+    """Writes and removes the files of a datastore's directory, and publishes manifests that name them.
+
+    The caller holds the writer's lock.
 
     Args:
         root: the datastore's directory.
-        manifest: the manifest that was read.
-        coding: how large groups are coded; None codes no group.
+        manifest: the manifest that is published now.
+        coding: how large groups are coded; None codes no further group.
     """
 
     def __init__(self, root: Path, manifest: Manifest, coding: Coding | None) -> None:
@@ -50,10 +52,17 @@ class SegmentFiles:
 
     @classmethod
     def open(cls, root: Path, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool) -> Self:
-        """Read the manifest, or publish the first one if there is none.
+        """Read the manifest, or publish an empty manifest if the directory has none.
+
+        Args:
+            root: the datastore's directory, which exists.
+            dim: number of components of a key; used only in a new manifest.
+            metric: the distance; used only in a new manifest.
+            coding: how large groups are coded.
+            create_only: refuse an existing manifest.
 
         Raises:
-            DatastoreExistsError: there is a manifest and `create_only` is True.
+            DatastoreExistsError: a manifest exists and `create_only` is True.
             CorruptDatastoreError: the manifest is missing or damaged.
         """
         try:
@@ -67,8 +76,8 @@ class SegmentFiles:
                 raise DatastoreExistsError(f"a datastore is already at {root}")
         return cls(root, manifest, coding)
 
-    def settle(self) -> None:
-        """Create the folders, and remove files that a crash left."""
+    def prepare_folders(self) -> None:
+        """Create the missing folders of the directory, and remove files that a crash left behind."""
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
@@ -77,92 +86,116 @@ class SegmentFiles:
     ) -> Segment:
         """Write the live rows of some segments of a group as one new segment; see `merging.write_segment`.
 
-        Keys are coded if other segments of the group are, or if the group is large enough for a codec.
+        Keys are coded if other segments of the group are coded, or if the group is large enough for a codec.
+        In the latter case a codec is fitted and written too. No manifest names the new files yet.
 
         Args:
             segments: the segments to rewrite.
             among: all segments of the group.
             dim: number of components of a key.
-            aside: see `MappedColumns`.
+            aside: damaged segments of the datastore; see `MappedColumns`.
         """
-        codec = codec_among(among)
-        if codec is None and self._is_due(among, rewriting=all(one.entry for one in segments)):
+        codec = find_readable_codec(among)
+        if codec is None and self._is_codec_due(among, rewriting=all(segment.entry for segment in segments)):
             codec = self._fit_codec(among, dim)
-        name = self._number()
-        self._made(*file_names(name))  # if writing fails, the next successful change removes them
+        name = self._take_number()
+        self._remember_unnamed(*file_names(name))  # if writing fails, the next successful change removes them
         return write_segment(self._root, name, segments, dim, aside, codec)
 
     def are_coded(self, group: Sequence[Segment]) -> bool:
-        """Check whether the segments of a group are coded when they are rewritten."""
-        return codec_among(group) is not None or self._is_due(group, rewriting=True)
+        """Check whether keys of a group would be coded if a segment were rewritten. Pass all its segments."""
+        return find_readable_codec(group) is not None or self._is_codec_due(group, rewriting=True)
 
     def write_index(self, write: Callable[[Path], None]) -> StoredFile:
-        """Call `write` to create the file of an index, make it durable, and return its entry."""
-        name = f"indexes/{self._number()}.index"
+        """Write the file of an index, durably, and return its name, size and hash.
+
+        Args:
+            write: called with the path at which it must create the file.
+        """
+        name = f"indexes/{self._take_number()}.index"
         stored = _write_index(self._root, name, write)
-        self._made(name)
+        self._remember_unnamed(name)
         return stored
 
     def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
-        """Publish, durably and atomically, a manifest in which the given groups have these segments."""
+        """Publish, durably and atomically, a manifest with new lists of segments for some groups.
+
+        The segments of all other groups stay. Returns the new manifest.
+
+        Args:
+            groups: all segments of each changed group; an empty list removes the group.
+        """
         before = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
-        after = {entry.name: entry for found in groups.values() for entry in found}
-        gone = {name for name, entry in before.items() if after.get(name) != entry}
-        fresh = [entry for name, entry in after.items() if before.get(name) != entry]
-        manifest = self.manifest.changed(gone, fresh, self._write_part)
+        after = {entry.name: entry for entries in groups.values() for entry in entries}
+        removed_names = {name for name, entry in before.items() if after.get(name) != entry}
+        new_entries = [entry for name, entry in after.items() if before.get(name) != entry]
+        manifest = self.manifest.changed(removed_names, new_entries, self._write_part)
         manifest = replace(manifest, next_number=self._next_number)
         failpoint("segments.publish")
         manifest.write(self._root)
-        self._unnamed |= _names(before.values(), self.manifest)
-        self._unnamed -= _names(after.values(), manifest)
+        self._unnamed |= _collect_file_names(before.values(), self.manifest)
+        self._unnamed -= _collect_file_names(after.values(), manifest)
         self.manifest = manifest
-        self._entries |= {group: list(found) for group, found in groups.items()}
+        self._entries |= {group: list(entries) for group, entries in groups.items()}
         return manifest
 
     def remove_unnamed(self) -> None:
-        """Remove the files that the manifest does not name; one that cannot be removed is tried later."""
+        """Remove the files that were written or replaced and that the manifest does not name.
+
+        If removing a file raises OSError, the next call tries again to remove this file and the rest.
+        """
         for name in sorted(self._unnamed):
             remove(self._root / name)
             self.on_disk.discard(name)
             self._unnamed.discard(name)
 
-    def _number(self) -> str:
-        """Return a file number that was never used."""
+    def _take_number(self) -> str:
+        """Return a file number that was never used, as text with at least 8 digits."""
         number, self._next_number = self._next_number, self._next_number + 1
         return f"{number:08d}"
 
-    def _made(self, *names: str) -> None:
-        """Remember files that no manifest names yet."""
+    def _remember_unnamed(self, *names: str) -> None:
+        """Remember the names of files that no manifest names yet, so that they can be removed later."""
         self.on_disk.update(names)
         self._unnamed.update(names)
 
-    def _is_due(self, group: Sequence[Segment], *, rewriting: bool) -> bool:
-        """Check whether a group without a codec is large enough for one."""
+    def _is_codec_due(self, group: Sequence[Segment], *, rewriting: bool) -> bool:
+        """Check whether a group without a codec is large enough to fit a codec now.
+
+        Args:
+            group: all segments of the group.
+            rewriting: True if stored segments are rewritten (`Coding.least` applies), False if records are
+                added (`Coding.most` applies).
+        """
         coding = self._coding
         least = math.inf if coding is None else coding.least if rewriting else coding.most
-        return sum(one.live for one in group) >= least
+        return sum(segment.live for segment in group) >= least
 
     def _fit_codec(self, segments: Sequence[Segment], dim: int) -> CodecFile | None:
-        """Fit a codec to rows from all segments and write it; return None if no segment can be read."""
+        """Fit a codec to a sample of rows from all segments, and write it to a file.
+
+        Damaged segments are left out. Returns None if no segment can be read.
+        """
         assert self._coding is not None
         kind, keys = self._coding.kind, []
-        step = -(-sum(one.live for one in segments) // sample_size(dim))
-        for one in segments:
+        step = -(-sum(segment.live for segment in segments) // sample_size(dim))
+        for segment in segments:
             with suppress(CorruptDatastoreError):  # it is set aside
-                keys.append(one.columns.keys_at(one.live_rows().ids()[::step]).astype(np.float32))
+                keys.append(segment.columns.keys_at(segment.live_rows().ids()[::step]).astype(np.float32))
         if not keys:
             return None
         codec = fit_codec(kind, np.concatenate(keys))
-        name = f"segments/{self._number()}.codec"
-        self._made(name)
+        name = f"segments/{self._take_number()}.codec"
+        self._remember_unnamed(name)
         with FileWriter(self._root, name) as writer:
             writer.write(codec.to_bytes())
             entry = CodesEntry(kind, writer.finish())
         return CodecFile(self._root, entry, dim, codec)
 
     def _write_part(self, text: bytes) -> StoredFile:
-        name = f"segments/{self._number()}.part"
-        self._made(name)
+        """Write a part of the manifest, durably; see `ManifestPart`. Returns its name, size and hash."""
+        name = f"segments/{self._take_number()}.part"
+        self._remember_unnamed(name)
         with FileWriter(self._root, name) as writer:
             writer.write(text)
             stored = writer.finish()
@@ -170,9 +203,9 @@ class SegmentFiles:
         return stored
 
 
-def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
-    """Return the first codec of some segments of a group that can be read; None if there is none."""
-    for codec in {one.columns.codec_file for one in segments if one.columns.codec_file}:
+def find_readable_codec(segments: Iterable[Segment]) -> CodecFile | None:
+    """Return a codec of some segments of a group that can be read; None if no segment has such a codec."""
+    for codec in {segment.columns.codec_file for segment in segments if segment.columns.codec_file}:
         with suppress(FileNotFoundError, CorruptDatastoreError):
             if codec.codec:
                 return codec
@@ -180,7 +213,9 @@ def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
 
 
 def write_digests(root: Path, segment: Segment) -> None:
-    """Check a segment's keys and write the file with their digests durably, if that file is missing.
+    """Write the file with the digests of a segment's keys, durably, if this file is missing or damaged.
+
+    Before that, all keys are compared with their SHA-256. Segments in memory are ignored.
 
     Raises:
         OSError: the disk is full or broken.
@@ -193,11 +228,17 @@ def write_digests(root: Path, segment: Segment) -> None:
 
 
 @contextmanager
-def writing(root: Path) -> Iterator[None]:
+def translate_write_errors(root: Path) -> Iterator[None]:
     """Convert an OSError in the block to a DatastoreError that says what to do.
 
+    An OSError that is a DatastoreError already passes unchanged.
+
+    Args:
+        root: directory that the message names if the OSError has no file name.
+
     Raises:
-        DatastoreError: in place of an OSError.
+        DiskFullError: in place of an OSError that reports a full disk.
+        DatastoreError: in place of any other OSError.
     """
     try:
         yield
@@ -210,8 +251,8 @@ def writing(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
-    """Return the names of the files of some segments and of the manifest's parts."""
+def _collect_file_names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
+    """Return the names of all files of some segments, and of the files of the manifest's parts."""
     names = {name for entry in entries for name in entry.file_names()}
     return names.union(part.file.name for part in manifest.parts)
 

@@ -31,23 +31,28 @@ Found = TypeVar("Found")
 
 
 class SegmentIndex(Protocol):
-    """Searches the rows of one segment through the index file that its entry names."""
+    """Searches the rows of one segment with the index file of the segment."""
 
     file: StoredFile
 
     def update(self, segment: Segment) -> None:
-        """Set the version of the segment, which says which rows are live. No search may run meanwhile."""
+        """Set a newer version of the segment, which may have other live rows. No search may run meanwhile."""
 
     def matching(self, ids: IdRanges | None) -> Any:
-        """Return the live rows, of all records or of those with `ids`, and their number as `size`."""
+        """Select the live rows of the segment, with `ids` only the rows of these records.
+
+        Returns an object for `search` whose attribute `size` is the number of selected rows.
+        """
 
     def search(self, queries: Keys, k: int, matching: Any) -> Neighbors:
-        """Find about the k nearest of some rows of each query. Returns k rows if there are k.
+        """Find approximately the k nearest of the selected rows for each query.
+
+        Returns record ids. If k rows are selected, each query has k neighbors.
 
         Args:
             queries: float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
-            matching: a result of `matching` that is not empty.
+            matching: result of `matching` with at least one row.
         """
 
 
@@ -69,17 +74,17 @@ class GroupSearch(Protocol):
         """
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, among all records or those with `ids`."""
+        """Find the k nearest records of each query, shape (q, k), among all records or those with `ids`."""
 
 
 class GroupIndex:
-    """Search of one group through an index for each of its larger segments.
+    """Searches one group with an index for each of its larger segments, and the other rows exactly.
 
     Args:
-        exact: an empty exact index. It searches the rows without an index.
+        exact: an empty exact index, which searches the rows without an index.
         opens: see `EmbeddedDatastore._open_index`.
         is_indexed: see `EmbeddedDatastore._is_indexed`.
-        damaged: files of indexes that are damaged or missing. This class adds the files that it finds.
+        damaged: index files that are damaged or missing; the class adds files when it finds them so.
     """
 
     def __init__(
@@ -114,46 +119,71 @@ class GroupIndex:
                 may have replaced it.
         """
         self._segments = ()
-        known = {index.file: index for index in self._indexes}
+        known_indexes = {index.file: index for index in self._indexes}
         self.rows = sum(segment.live for segment in segments)
-        indexed = self._is_indexed(self.rows)
-        pairs = [(segment, self._index_of(segment, known) if indexed else None) for segment in segments]
+        is_indexed = self._is_indexed(self.rows)
+        pairs = [
+            (segment, self._open_index(segment, known_indexes) if is_indexed else None)
+            for segment in segments
+        ]
         self._exact.update([segment for segment, index in pairs if index is None])
         self._indexes = [index for _, index in pairs if index is not None]
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, among all records or those with `ids`."""
-        searched = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
-        if not searched or len(queries) == 0:
+        """Find the k nearest records of each query, approximately in segments with an index.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: number of neighbors, >= 1; rows are padded if fewer records exist.
+            ids: ids to which the search is restricted; None searches all records.
+        """
+        indexes_with_rows = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
+        if not indexes_with_rows or len(queries) == 0:
             return self._exact.search(queries, k, ids)
-        exact = self._exact.count(ids)
-        total = exact + sum(matching.size for _, matching in searched)
-        others = [self._exact.search(queries, k, ids)] if exact else []
+        exact_rows = self._exact.count(ids)
+        total = exact_rows + sum(matching.size for _, matching in indexes_with_rows)
+        exact_parts = [self._exact.search(queries, k, ids)] if exact_rows else []
         # 1) Ask each segment for its share of the neighbors.
-        parts, unsure = [], np.zeros(len(queries), bool)
-        for index, matching in searched:
+        parts, is_incomplete = [], np.zeros(len(queries), bool)
+        for index, matching in indexes_with_rows:
             share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)
             parts.append(index.search(queries, share, matching))
         # 2) A segment whose last neighbor is among the k nearest may hold more: ask it again for k.
-        found = merge([*others, *parts], len(queries), k)
-        for (_, matching), part in zip(searched, parts, strict=True):
+        neighbors = merge([*exact_parts, *parts], len(queries), k)
+        for (_, matching), part in zip(indexes_with_rows, parts, strict=True):
             if part.ids.shape[1] < min(k, matching.size):
-                unsure |= part.distances[:, -1] <= found.distances[:, -1]
-        again = np.flatnonzero(unsure)
-        if len(again):
-            parts = [part.rows(again) for part in others]
-            parts += [index.search(queries[again], k, matching) for index, matching in searched]
-            found.put(again, merge(parts, len(again), k))
-        return found
+                is_incomplete |= part.distances[:, -1] <= neighbors.distances[:, -1]
+        repeated_queries = np.flatnonzero(is_incomplete)
+        if len(repeated_queries):
+            parts = [part.rows(repeated_queries) for part in exact_parts]
+            parts += [
+                index.search(queries[repeated_queries], k, matching) for index, matching in indexes_with_rows
+            ]
+            neighbors.put(repeated_queries, merge(parts, len(repeated_queries), k))
+        return neighbors
 
-    def _index_of(self, segment: Segment, known: dict[StoredFile, SegmentIndex]) -> SegmentIndex | None:
+    def _open_index(
+        self, segment: Segment, known_indexes: dict[StoredFile, SegmentIndex]
+    ) -> SegmentIndex | None:
+        """Return the index of a segment; None if the segment has no index that can be used.
+
+        An index that is damaged, or missing for the second time, is logged and added to the damaged files.
+
+        Args:
+            segment: the segment.
+            known_indexes: open indexes by file; an index among them is updated and returned.
+
+        Raises:
+            FileNotFoundError: the index file is missing, for the first time.
+            CorruptDatastoreError: the segment's keys are damaged.
+        """
         if segment.index is None or segment.index.file in self._damaged:
             return None
         file = segment.index.file
-        if file in known:
-            known[file].update(segment)
-            return known[file]
+        if file in known_indexes:
+            known_indexes[file].update(segment)
+            return known_indexes[file]
         try:
             return self._opens(segment, segment.index.parameters)
         except FileNotFoundError as error:
@@ -171,9 +201,10 @@ class GroupIndex:
 
 
 class GroupSearches:
-    """The searches of all groups. Each is created at its first use and updated to the newest records.
+    """Keeps one `GroupSearch` for each group, which is created at its first use.
 
-    Any number of threads may search at the same time.
+    Before a search, each used `GroupSearch` is updated to the newest records. Any number of threads may
+    search at the same time.
 
     Args:
         segments: the open directory.
@@ -182,86 +213,94 @@ class GroupSearches:
     def __init__(self, segments: KeySegments) -> None:
         self._segments = segments
         self._lock = ReadersWriterLock()
-        self._held: Mapping[int, Sequence[Segment]] = {}
+        self._current_segments: Mapping[int, Sequence[Segment]] = {}
         self._searches: dict[int, GroupSearch] = {}
 
-    def look(
+    def search_groups(
         self,
         groups: frozenset[int] | None,
-        look: Callable[[Sequence[GroupSearch]], Found],
-        new: Callable[[], GroupSearch],
+        search: Callable[[Sequence[GroupSearch]], Found],
+        create: Callable[[], GroupSearch],
     ) -> Found:
-        """Search the newest records of some groups and return the result of `look`.
+        """Search the newest records of some groups, and return the result of `search`.
 
-        Damaged segments are left out: when `look` finds one, it is called again without it.
+        Damaged segments are left out: if `search` finds a damaged segment, it is called again without it.
 
         Args:
             groups: group numbers; None for all groups. A group without records is left out.
-            look: is called with the searches of the groups.
-            new: creates an empty search of one group. It is an argument and no attribute, because a reference
+            search: called with the `GroupSearch` of each group; its result is returned.
+            create: creates an empty `GroupSearch`. It is an argument and no attribute, because a reference
                 cycle between a datastore and its searches would hold the writer's lock after an error, until
                 the garbage is collected.
 
         Raises:
             CorruptDatastoreError: a file is damaged that cannot be left out.
         """
-        known = 0
+        known_damage = 0
         while True:
             try:
-                return self._look(groups, look, new)
+                return self._search_once(groups, search, create)
             except CorruptDatastoreError:
-                damaged = len(self._segments.damaged())
-                if damaged == known:
+                damage = len(self._segments.damaged())
+                if damage == known_damage:
                     raise
-                known = damaged
+                known_damage = damage
 
     def close(self) -> None:
         """Close the directory and drop all searches."""
         with self._lock.writing():
-            self._searches, self._held = {}, {}
+            self._searches, self._current_segments = {}, {}
             self._segments.close()
 
-    def _look(
+    def _search_once(
         self,
         groups: frozenset[int] | None,
-        look: Callable[[Sequence[GroupSearch]], Found],
-        new: Callable[[], GroupSearch],
+        search: Callable[[Sequence[GroupSearch]], Found],
+        create: Callable[[], GroupSearch],
     ) -> Found:
-        updated = False
+        """Search as `search_groups` does, without repeating the search after damage."""
+        was_updated = False
         while True:
             with self._lock.reading():
                 # Update at most once: a busy writer must not delay a search for ever.
-                if (updated or self._segments.by_group() is self._held) and self._ready(groups):
-                    return look([self._searches[group] for group in self._chosen(groups)])
+                if (was_updated or self._segments.by_group() is self._current_segments) and self._are_current(
+                    groups
+                ):
+                    return search([self._searches[group] for group in self._select_groups(groups)])
             with self._lock.writing():
-                self._update(groups, new)
-            updated = True
+                self._update(groups, create)
+            was_updated = True
 
-    def _chosen(self, groups: frozenset[int] | None) -> list[int]:
-        """Return the groups to search that have records."""
+    def _select_groups(self, groups: frozenset[int] | None) -> list[int]:
+        """Return the numbers of the groups to search that have records; None for `groups` selects all."""
         if groups is None:
-            return list(self._held)
-        return [group for group in sorted(groups) if group in self._held]
+            return list(self._current_segments)
+        return [group for group in sorted(groups) if group in self._current_segments]
 
-    def _ready(self, groups: frozenset[int] | None) -> bool:
+    def _are_current(self, groups: frozenset[int] | None) -> bool:
+        """Check whether each group has a search that is updated to the segments read last."""
         return all(
-            group in self._searches and self._searches[group].holds(self._held[group])
-            for group in self._chosen(groups)
+            group in self._searches and self._searches[group].holds(self._current_segments[group])
+            for group in self._select_groups(groups)
         )
 
-    def _update(self, groups: frozenset[int] | None, new: Callable[[], GroupSearch]) -> None:
-        """Update the searches of some groups to the newest records. The caller holds the lock for writing."""
+    def _update(self, groups: frozenset[int] | None, create: Callable[[], GroupSearch]) -> None:
+        """Update the searches of some groups to the newest records, and drop the searches of removed groups.
+
+        Repeats if an index file is missing, because a writer may have replaced it. The caller holds the lock
+        for writing.
+        """
         while True:
             # Read the newest segments again: another thread may have updated meanwhile.
-            self._held = self._segments.by_group()
-            for group in self._searches.keys() - self._held.keys():
+            self._current_segments = self._segments.by_group()
+            for group in self._searches.keys() - self._current_segments.keys():
                 del self._searches[group]
             with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
-                for group in self._chosen(groups):
+                for group in self._select_groups(groups):
                     if group not in self._searches:
-                        self._searches[group] = new()
-                    if not self._searches[group].holds(self._held[group]):
-                        self._searches[group].update(self._held[group])
+                        self._searches[group] = create()
+                    if not self._searches[group].holds(self._current_segments[group]):
+                        self._searches[group].update(self._current_segments[group])
                 return
 
 
@@ -276,7 +315,10 @@ class ReadersWriterLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Share the lock with other readers."""
+        """Hold the lock during the block, shared with other readers.
+
+        Waits while a writer holds the lock or waits for it.
+        """
         with self._changed:
             while self._written or self._writers_waiting:
                 self._changed.wait()
@@ -291,7 +333,7 @@ class ReadersWriterLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock exclusively."""
+        """Hold the lock exclusively during the block. Waits for readers and for another writer."""
         with self._changed:
             self._writers_waiting += 1
             try:

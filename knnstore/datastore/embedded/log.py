@@ -16,14 +16,14 @@ import numpy as np
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.codecs import Coding
 from knnstore.datastore.embedded.directory import FOLDERS
-from knnstore.datastore.embedded.files import SegmentFiles, write_digests, writing
+from knnstore.datastore.embedded.files import SegmentFiles, translate_write_errors, write_digests
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
-    merge_plan,
-    size_of,
+    add_buffered,
+    estimate_size,
+    mark_rows_dead,
+    plan_merges,
     stored_keys,
-    with_buffered,
-    without_rows,
 )
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
@@ -44,14 +44,14 @@ _SPARSE = 0.25  # `compact` rewrites a segment with a larger share of dead rows
 
 
 class KeySegments(SegmentReader):
-    """The records of one datastore directory.
+    """The records of one datastore directory, as segments that can be read and changed.
 
-    One thread changes it. Any number of threads may read the segments of `by_group` and `snapshot` meanwhile.
-    A failed operation can be repeated. The files that it leaves are removed by the next successful change or
-    by the next writer.
+    One thread makes changes. Meanwhile any number of threads may read the segments that `by_group` and
+    `snapshot` return. A failed operation can be repeated; the files that it leaves behind are removed by the
+    next successful change or by the next writer.
 
     Args:
-        root: a directory that only this datastore uses.
+        root: a directory that only this datastore uses; created unless mode is ``"r"``.
         dim: number of components of a key.
         metric: the distance; saved for the adapter.
         mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
@@ -81,16 +81,16 @@ class KeySegments(SegmentReader):
         self.replacements = 0
         """Number of calls of `append` that have replaced records."""
         if mode == "r":
-            self._manifest = self._load()
-            self._check_same(dim, metric)
+            self._manifest = self._load_manifest()
+            self._check_compatible(dim, metric)
         else:
             self._follows = False
-            with writing(self.root):
+            with translate_write_errors(self.root):
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = WriterLock(root)
             try:
                 self._manifest = self._open_for_writing(dim, metric, coding, create_only=mode == "x")
-                self._check_same(dim, metric)
+                self._check_compatible(dim, metric)
             except BaseException:
                 self._lock.release()
                 raise
@@ -99,12 +99,18 @@ class KeySegments(SegmentReader):
     # -- changing
 
     def append(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add records. Records with the same ids are replaced.
+        """Add records; records with the same ids are replaced. Readers in this process see them at once.
+
+        The records are buffered in memory, and written as segments when the buffer exceeds `BUFFER_SIZE`.
+        `flush` makes them durable. The arguments are the results of `checked_records`.
 
         Args:
-            ids: int64, shape (n,), different ones in any order.
+            ids: int64, shape (n,), without duplicates, in any order.
             keys: float32, shape (n, dim).
-            groups: group of each record, shape (n,). All three were checked by `checked_records`.
+            groups: group of each record, shape (n,).
+
+        Raises:
+            ReadOnlyError, DatastoreClosedError: the directory is not open for writing.
         """
         self._check_writable()
         if not len(ids):
@@ -112,52 +118,66 @@ class KeySegments(SegmentReader):
         with self._mutex:
             buffered = [s for group in self._buffered for s in self._groups[group] if s.entry is None]
             if sum(s.columns.keys.nbytes for s in buffered) + keys.nbytes // 2 > BUFFER_SIZE:
-                self._spill()
+                self._write_buffered()
             order = np.argsort(ids, kind="stable")
             ids, groups = ids[order], groups[order]
             # A store's ids ascend: then no record on disk can be replaced.
-            among = self._buffered if ids[0] > self._highest_id else self._groups
-            changed = without_rows(
-                self._groups, among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids)
+            searched_groups = self._buffered if ids[0] > self._highest_id else self._groups
+            changed = mark_rows_dead(
+                self._groups,
+                searched_groups,
+                int(ids[0]),
+                int(ids[-1]),
+                lambda segment: segment.rows_with(ids),
             )
             if changed:
                 self.replacements += 1
             for group in np.unique(groups).tolist():
-                mine = groups == group
-                fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
-                changed[group] = with_buffered(changed.get(group, self._groups.get(group, ())), fresh)
-            self._put(changed)
+                in_group = groups == group
+                fresh = Segment.in_memory(group, ids[in_group], stored_keys(keys[order[in_group]]))
+                changed[group] = add_buffered(changed.get(group, self._groups.get(group, ())), fresh)
+            self._set_segments(changed)
 
     def delete(self, ids: IdRanges) -> None:
-        """Remove the records in some id ranges. Ids without a record are ignored."""
+        """Remove the records with ids in ranges; ids without a record are ignored.
+
+        Readers in this process see the change at once; `flush` makes it durable.
+        """
         self._check_writable()
         if not ids:
             return
         with self._mutex:
             first, last = int(ids.starts[0]), int(ids.stops[-1]) - 1
-            self._put(
-                without_rows(self._groups, self._groups, first, last, lambda segment: segment.rows_known(ids))
+            self._set_segments(
+                mark_rows_dead(
+                    self._groups, self._groups, first, last, lambda segment: segment.rows_known(ids)
+                )
             )
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged segment from the manifest, durably. Its records are lost."""
+        """Remove a damaged segment from the manifest and its files from the disk, durably.
+
+        Its records are lost. All other changes become durable too.
+        """
         self._check_writable()
         with self._mutex:
-            found = self._groups.get(part.group, ())
-            self._put({part.group: [s for s in found if not s.entry or s.entry.name != part.name]})
-            self._publish()
+            segments = self._groups.get(part.group, ())
+            self._set_segments(
+                {part.group: [s for s in segments if not s.entry or s.entry.name != part.name]}
+            )
+            self._publish_manifest()
 
     def flush(self) -> None:
-        """Make all changes durable. Also merges the small segments of a group with very many."""
+        """Make all changes durable. Also merges the small segments of changed groups that have very many."""
         self._check_writable()
         with self._mutex:
             changed = sorted(self._changed)
             if changed:
-                self._publish()
-            many = _MANY_SEGMENTS if len(self._files.on_disk) <= _MANY_FILES else _FEW_SEGMENTS
+                self._publish_manifest()
+            max_segments = _MANY_SEGMENTS if len(self._files.on_disk) <= _MANY_FILES else _FEW_SEGMENTS
             for group in changed:
-                if len(self._groups.get(group, ())) > many:
-                    self._merge(group, ratio=2, indexed=False)
+                if len(self._groups.get(group, ())) > max_segments:
+                    self._merge_segments(group, ratio=2, indexed=False)
 
     def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
@@ -167,37 +187,41 @@ class KeySegments(SegmentReader):
         """
         self.flush()
         with self._mutex:
-            for group, found in self.by_group().items():
-                coded = self._files.are_coded(found)
-                for segment in found:
-                    lacks_codes = coded and segment.columns.codec_file is None
+            for group, segments in self.by_group().items():
+                is_coded = self._files.are_coded(segments)
+                for segment in segments:
+                    lacks_codes = is_coded and segment.columns.codec_file is None
                     if lacks_codes or segment.rows - segment.live > _SPARSE * segment.rows:
-                        self._replace([segment])
-                self._merge(group, ratio=ratio, indexed=True)
+                        self._rewrite_and_publish([segment])
+                self._merge_segments(group, ratio=ratio, indexed=True)
 
     def write_digests(self, segment: Segment) -> None:
-        """Write the digests of a segment's keys again, durably, if they are missing."""
-        with self._mutex, writing(self.root):
+        """Write the digests of a segment's keys again, durably, if their file is missing or damaged."""
+        with self._mutex, translate_write_errors(self.root):
             write_digests(self.root, segment)
 
     def vacuum(self) -> None:
-        """Rewrite every segment with dead rows, so that no file holds any of them."""
+        """Rewrite every segment with dead rows, so that no file holds a dead row. Damaged segments stay.
+
+        Raises:
+            DiskFullError: the disk has too little free space; nothing is rewritten.
+        """
         self.flush()
-        with self._mutex, writing(self.root):
+        with self._mutex, translate_write_errors(self.root):
             sparse = [segment for segment in self.readable() if segment.dead]
-            needed = sum(size_of([segment], self._manifest.dim) for segment in sparse)
+            needed = sum(estimate_size([segment], self._manifest.dim) for segment in sparse)
             check_space(self.root, needed, "erasing")
             for segment in sparse:
-                self._rewrite([segment])
+                self._rewrite_segments([segment])
             if self._changed:
-                self._publish()
+                self._publish_manifest()
             for folder in FOLDERS:  # otherwise a power loss brings removed files back
                 sync_directory(self.root / folder)
 
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:
-        """Attach an index to a segment, durably.
+        """Write an index of a segment to a file, and name the file in the segment's entry, durably.
 
         Args:
             segment: a segment on disk.
@@ -205,18 +229,21 @@ class KeySegments(SegmentReader):
             parameters: saved with the index; JSON values.
         """
         self._check_writable()
-        with self._mutex, writing(self.root):
+        with self._mutex, translate_write_errors(self.root):
             assert segment.entry is not None, "flush first"
             stored = self._files.write_index(write)
             self._hashed.add(stored)
             entry = replace(segment.entry, index=IndexEntry(stored, parameters))
-            found = self._groups.get(segment.group, ())
-            indexed = [replace(s, entry=entry) if s.columns is segment.columns else s for s in found]
-            self._put({segment.group: indexed})
-            self._publish()
+            segments = self._groups.get(segment.group, ())
+            indexed = [replace(s, entry=entry) if s.columns is segment.columns else s for s in segments]
+            self._set_segments({segment.group: indexed})
+            self._publish_manifest()
 
     def close(self) -> None:
-        """Flush, if opened for writing, and release the writer's lock."""
+        """Flush, if opened for writing, and release the writer's lock, also if flushing fails.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         try:
@@ -233,58 +260,66 @@ class KeySegments(SegmentReader):
     def _open_for_writing(
         self, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool
     ) -> Manifest:
-        with writing(self.root):
+        """Read or create the manifest, map its segments, and remove files that a crash left behind.
+
+        The caller holds the writer's lock. Returns the manifest.
+        """
+        with translate_write_errors(self.root):
             self._files = SegmentFiles.open(self.root, dim, metric, coding, create_only=create_only)
-            self._groups = self._mapped(self._files.manifest)
-            self._files.settle()
+            self._groups = self._map_segments(self._files.manifest)
+            self._files.prepare_folders()
         return self._files.manifest
 
-    def _spill(self) -> None:
-        """Write the buffered records as segments that no manifest names yet."""
+    def _write_buffered(self) -> None:
+        """Write the buffered records to files, as segments that no manifest names yet; empty the buffer."""
         for group in sorted(self._buffered):
             buffered = [segment for segment in self._groups[group] if segment.entry is None]
-            with writing(self.root):
-                self._swap(buffered, self._write(buffered))
+            with translate_write_errors(self.root):
+                self._swap_segments(buffered, self._write_segment(buffered))
 
-    def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
+    def _merge_segments(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge neighboring segments of a group until each is `ratio` times as large as the next.
 
         Args:
             group: the group.
-            ratio: see `merge_plan`.
+            ratio: see `plan_merges`.
             indexed: True to merge segments with an index too. Their indexes must be built again.
         """
-        found = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
-        for run in merge_plan(found, ratio):
-            self._replace(run)
+        segments = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
+        for run in plan_merges(segments, ratio):
+            self._rewrite_and_publish(run)
 
-    def _replace(self, segments: Sequence[Segment]) -> None:
-        """Rewrite the live rows of some segments as one segment, durably, and remove the old files."""
-        with writing(self.root):
-            self._rewrite(segments)
-            self._publish()
+    def _rewrite_and_publish(self, segments: Sequence[Segment]) -> None:
+        """Rewrite the live rows of some segments of a group as one segment, durably; remove the old files."""
+        with translate_write_errors(self.root):
+            self._rewrite_segments(segments)
+            self._publish_manifest()
 
-    def _rewrite(self, segments: Sequence[Segment]) -> None:
-        """Replace some segments by one with their live rows. If one is damaged, nothing changes."""
+    def _rewrite_segments(self, segments: Sequence[Segment]) -> None:
+        """Replace some segments of a group by a new segment with their live rows, before it is published.
+
+        If a segment is damaged, nothing changes.
+        """
         try:
-            self._swap(segments, self._write(segments))
+            self._swap_segments(segments, self._write_segment(segments))
         except CorruptDatastoreError:
             if all(segment.columns.problem is None for segment in segments):
                 raise
 
-    def _swap(self, old: Sequence[Segment], new: Segment) -> None:
-        gone = {id(segment.columns) for segment in old}
-        kept = [segment for segment in self._groups[new.group] if id(segment.columns) not in gone]
-        self._put({new.group: [*kept, new]})
+    def _swap_segments(self, old: Sequence[Segment], new: Segment) -> None:
+        """Replace segments of a group in memory by a new segment, which becomes the last of the group."""
+        old_columns = {id(segment.columns) for segment in old}
+        remaining = [segment for segment in self._groups[new.group] if id(segment.columns) not in old_columns]
+        self._set_segments({new.group: [*remaining, new]})
 
-    def _put(self, changed: Mapping[int, Sequence[Segment]]) -> None:
-        """Set the segments of some groups. Segments without live rows are left out.
+    def _set_segments(self, changed: Mapping[int, Sequence[Segment]]) -> None:
+        """Set the segments of some groups in memory; the next manifest makes this durable.
 
-        The next manifest makes this durable.
+        Segments without live rows are left out, and groups without segments are removed.
         """
         groups = dict(self._groups)
-        for group, found in changed.items():
-            groups[group] = tuple(segment for segment in found if segment.live)
+        for group, segments in changed.items():
+            groups[group] = tuple(segment for segment in segments if segment.live)
             in_memory = any(segment.entry is None for segment in groups[group])
             (self._buffered.add if in_memory else self._buffered.discard)(group)
             if not groups[group]:
@@ -292,18 +327,19 @@ class KeySegments(SegmentReader):
         self._groups = groups
         self._changed |= changed.keys()
 
-    def _write(self, segments: Sequence[Segment]) -> Segment:
+    def _write_segment(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new segment that no manifest names yet."""
-        among = self._groups[segments[0].group]
-        written = self._files.write_segment(segments, among, self._manifest.dim, self._aside)
+        group_segments = self._groups[segments[0].group]
+        written = self._files.write_segment(segments, group_segments, self._manifest.dim, self._aside)
         self._highest_id = max(self._highest_id, written.last_id)
         return written
 
-    def _publish(self) -> None:
+    def _publish_manifest(self) -> None:
         """Publish a manifest with the current segments, durably; then remove the files of former segments."""
-        self._spill()  # replaced rows are marked dead: their replacements must be in the same manifest
-        with writing(self.root):
-            now = {
+        # Rows that were replaced are marked dead, so their replacements must be in the same manifest.
+        self._write_buffered()
+        with translate_write_errors(self.root):
+            published = {
                 group: tuple(
                     replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
                     for segment in self._groups.get(group, ())
@@ -312,14 +348,18 @@ class KeySegments(SegmentReader):
                 for group in sorted(self._changed)
             }
             self._manifest = self._files.publish(
-                {group: [s.entry for s in found if s.entry] for group, found in now.items()}
+                {group: [s.entry for s in segments if s.entry] for group, segments in published.items()}
             )
-            self._groups = {**self._groups, **{group: found for group, found in now.items() if found}}
+            self._groups = {
+                **self._groups,
+                **{group: segments for group, segments in published.items() if segments},
+            }
             self._changed.clear()
-            self._forget_former()
+            self._forget_old_damage()
             self._files.remove_unnamed()
 
     def _check_writable(self) -> None:
+        """Raise DatastoreClosedError after `close`, and ReadOnlyError with mode ``"r"``."""
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._lock is None:

@@ -56,7 +56,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """One immutable segment: records of one group by ascending id."""
+    """Entry of one immutable segment, which holds records of one group by ascending id."""
 
     name: str
     group: int
@@ -109,13 +109,23 @@ class ManifestPart:
 
     @classmethod
     def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
-        """Write a new part. `write` makes its content durable and returns the file."""
-        text = _canonical(segments)
-        return cls(write(text.encode()), tuple(segments), frozenset(entry.name for entry in segments))
+        """Write a new part that lists some segments.
+
+        Args:
+            segments: segments to list.
+            write: writes the content to a new file, durably, and returns the file.
+        """
+        content = _render_canonical(segments)
+        return cls(write(content.encode()), tuple(segments), frozenset(entry.name for entry in segments))
 
     @classmethod
     def read(cls, root: Path, file: StoredFile, dim: int) -> Self:
-        """Read and check a part of a datastore of vectors of `dim` components.
+        """Read a part of the manifest and check it.
+
+        Args:
+            root: the datastore's directory.
+            file: file of the part.
+            dim: number of components of a key; the sizes of the segments' files must fit to it.
 
         Raises:
             CorruptDatastoreError: the part is missing or damaged.
@@ -128,9 +138,9 @@ class ManifestPart:
                 f"{root / file.name} is missing or damaged: restore it from a backup"
             ) from None
         try:
-            segments = tuple(_segment(entry, dim) for entry in json.loads(mapped.bytes.tobytes()))
+            segments = tuple(_parse_segment(entry, dim) for entry in json.loads(mapped.bytes.tobytes()))
         except _SENSELESS as error:
-            raise _no_sense(root / file.name) from error
+            raise _make_invalid_error(root / file.name) from error
         return cls(file, segments, frozenset(entry.name for entry in segments))
 
 
@@ -162,27 +172,31 @@ class Manifest:
     def changed(
         self, gone: Set[str], fresh: Iterable[SegmentEntry], write: Callable[[bytes], StoredFile]
     ) -> "Manifest":
-        """Return the manifest without some segments and with others. Writes new parts.
+        """Return a copy of the manifest without some segments and with new segments. Writes new parts.
 
-        The cost depends on the number of changed segments, and hardly on the number of all segments.
+        The copy is not published yet. The cost depends on the number of changed segments, and hardly on the
+        number of all segments.
 
         Args:
-            gone: names of segments to leave out.
-            fresh: segments to add.
+            gone: names of the segments to leave out.
+            fresh: entries of the segments to add.
             write: see `ManifestPart.write`.
         """
-        kept = tuple(part for part in self.parts if part.names.isdisjoint(gone))
-        opened = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
-        listed = [entry for entry in chain(*opened, self.listed) if entry.name not in gone]
-        listed = sorted([*listed, *fresh], key=attrgetter("name"))
+        unchanged_parts = tuple(part for part in self.parts if part.names.isdisjoint(gone))
+        opened_segments = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
+        listed_entries = [entry for entry in chain(*opened_segments, self.listed) if entry.name not in gone]
+        listed_entries = sorted([*listed_entries, *fresh], key=attrgetter("name"))
         parts = []
-        while len(listed) >= 2 * PART_SIZE:
-            parts.append(ManifestPart.write(listed[:PART_SIZE], write))
-            del listed[:PART_SIZE]
-        return replace(self, listed=tuple(listed), parts=(*kept, *parts))
+        while len(listed_entries) >= 2 * PART_SIZE:
+            parts.append(ManifestPart.write(listed_entries[:PART_SIZE], write))
+            del listed_entries[:PART_SIZE]
+        return replace(self, listed=tuple(listed_entries), parts=(*unchanged_parts, *parts))
 
     def write(self, root: Path) -> None:
-        """Publish the manifest, atomically and durably. Readers see the old manifest or this one."""
+        """Publish the manifest in a directory, atomically and durably.
+
+        Readers see the old manifest or this manifest.
+        """
         content = {
             "format": FORMAT,
             "dim": self.dim,
@@ -191,26 +205,26 @@ class Manifest:
             "segments": self.listed,
             "parts": [part.file for part in self.parts],
         }
-        text = _canonical(content)
-        publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}'.encode(), "manifest")
+        text = _render_canonical(content)
+        publish(root / NAME, f'{{"sha256":"{_hash_text(text)}","content":{text}}}'.encode(), "manifest")
 
     @classmethod
     def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
-        """Read and check the manifest.
+        """Read the manifest of a directory, with all parts, and check it.
 
         Args:
             root: the datastore's directory.
             known: parts that were read before; they are not read again.
 
         Raises:
-            DatastoreNotFoundError: there is neither a manifest nor a folder of segments.
+            DatastoreNotFoundError: the directory has neither a manifest nor a folder of segments.
             CorruptDatastoreError: the manifest is missing, damaged, or of a newer version of knnstore.
         """
         path = root / NAME
         try:
             outer = json.loads(read_file(path))
             content = outer["content"]
-            intact = _digest(_canonical(content)) == outer["sha256"]
+            intact = _hash_text(_render_canonical(content)) == outer["sha256"]
         except FileNotFoundError:
             if (root / "segments").exists():
                 raise CorruptDatastoreError(f"{path} is missing: restore it from a backup") from None
@@ -223,29 +237,34 @@ class Manifest:
             if content.pop("format") not in range(1, FORMAT + 1):
                 raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
             dim = content["dim"]
-            _check(_are_numbers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0)
-            listed = tuple(_segment(entry, dim) for entry in content.pop("segments"))
+            _require(_are_integers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0)
+            listed = tuple(_parse_segment(entry, dim) for entry in content.pop("segments"))
             files = [StoredFile(**file) for file in content.pop("parts", [])]
-            _check(all(_PART.fullmatch(file.name) and _is_sound(file) for file in files))
-            there = {part.file: part for part in known}
-            parts = tuple(there.get(file) or ManifestPart.read(root, file, dim) for file in files)
+            _require(all(_PART.fullmatch(file.name) and _is_valid_file(file) for file in files))
+            known_parts = {part.file: part for part in known}
+            parts = tuple(known_parts.get(file) or ManifestPart.read(root, file, dim) for file in files)
             return cls(metric=Metric(content.pop("metric")), listed=listed, parts=parts, **content)
         except _SENSELESS as error:
-            raise _no_sense(path) from error
+            raise _make_invalid_error(path) from error
 
 
-def signature(root: Path) -> tuple[int, int, int]:
-    """Return inode, time in ns and size of the manifest: they change with every manifest.
+def read_signature(root: Path) -> tuple[int, int, int]:
+    """Return inode, time of change in ns and size of the manifest's file. They change with every manifest.
 
-    This costs one system call.
+    This costs one system call. Raises FileNotFoundError if the directory has no manifest.
     """
     status = os.stat(f"{root}/{NAME}")  # called for every search; creating a Path would take longer
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
+def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
+    """Convert the JSON object of a segment to an entry, and check all values. Changes `entry`.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, ConfigError: a value is missing or not valid.
+    """
     index, codes = entry.pop("index"), entry.pop("codes", None)
-    read = SegmentEntry(
+    segment = SegmentEntry(
         keys=StoredFile(**entry.pop("keys")),
         ids=StoredFile(**entry.pop("ids")),
         dead=tuple((start, stop) for start, stop in entry.pop("dead")),
@@ -254,53 +273,60 @@ def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
         **entry,
     )
     # No name may lead out of the folder, and no value of a wrong type may be used later.
-    _check(_NAME.fullmatch(read.name) and all(_FILE.fullmatch(name) for name in read.file_names()))
-    borders = [0, *(row for rows in read.dead for row in rows), read.rows]
-    _check(_are_numbers(*borders, read.first_id, read.last_id, read.group))
-    _check(all(first <= second for first, second in pairwise(borders)))
-    _check(0 <= read.first_id <= read.last_id < ID_LIMIT and 0 <= read.group < 1 << 31)
-    _check(read.dtype == "uint8" if read.codes else read.dtype in _KEY_SIZES)
-    _check(0 < read.rows <= 1 << 40 and read.keys.size == read.rows * read.row_size(dim))
-    _check(read.ids.size in _sizes_of_ids(read))
-    files = read.needed + ([read.index.file] if read.index else [])
-    _check(all(_is_sound(file) for file in files))
-    _check(read.index is None or isinstance(read.index.parameters, dict))
-    return read
+    _require(_NAME.fullmatch(segment.name) and all(_FILE.fullmatch(name) for name in segment.file_names()))
+    borders = [0, *(row for rows in segment.dead for row in rows), segment.rows]
+    _require(_are_integers(*borders, segment.first_id, segment.last_id, segment.group))
+    _require(all(first <= second for first, second in pairwise(borders)))
+    _require(0 <= segment.first_id <= segment.last_id < ID_LIMIT and 0 <= segment.group < 1 << 31)
+    _require(segment.dtype == "uint8" if segment.codes else segment.dtype in _KEY_SIZES)
+    _require(0 < segment.rows <= 1 << 40 and segment.keys.size == segment.rows * segment.row_size(dim))
+    _require(segment.ids.size in _allowed_id_sizes(segment))
+    files = segment.needed + ([segment.index.file] if segment.index else [])
+    _require(all(_is_valid_file(file) for file in files))
+    _require(segment.index is None or isinstance(segment.index.parameters, dict))
+    return segment
 
 
-def _sizes_of_ids(entry: SegmentEntry) -> list[int]:
-    """Return the sizes that the file of ids may have, in bytes."""
+def _allowed_id_sizes(entry: SegmentEntry) -> list[int]:
+    """Return the sizes in bytes that the file of ids may have; raises ValueError if `runs` is not valid."""
     if entry.runs is None:
         return [8 * entry.rows]
-    _check(_are_numbers(entry.runs) and 0 < entry.runs <= entry.rows)
+    _require(_are_integers(entry.runs) and 0 < entry.runs <= entry.rows)
     return [packed_size(entry.rows, entry.runs, wide=wide) for wide in (False, True)]
 
 
-def _is_sound(file: StoredFile) -> bool:
-    return _are_numbers(file.size) and 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
+def _is_valid_file(file: StoredFile) -> bool:
+    """Check whether size and SHA-256 of a file's entry have the right type and form. Reads no file."""
+    return (
+        _are_integers(file.size) and 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
+    )
 
 
-def _are_numbers(*values: object) -> bool:
+def _are_integers(*values: object) -> bool:
     return all(isinstance(value, int) for value in values)
 
 
-def _check(sound: object) -> None:
-    if not sound:
+def _require(condition: object) -> None:
+    """Raise ValueError unless the condition is true."""
+    if not condition:
         raise ValueError
 
 
-def _no_sense(path: Path) -> CorruptDatastoreError:
+def _make_invalid_error(path: Path) -> CorruptDatastoreError:
+    """Make the error for a file with invalid values in spite of a right digest, without raising it."""
     return CorruptDatastoreError(f"{path} makes no sense: restore it from a backup")
 
 
-def _fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:
-    """Return the fields as `dataclasses.asdict` does, ten times as fast."""
+def _list_fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:
+    """Return the fields of an entry by name, ten times as fast as `dataclasses.asdict`, not recursively."""
     return {name: getattr(entry, name) for name in entry.__slots__}
 
 
-def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_fields)
+def _render_canonical(content: Any) -> str:
+    """Render content as JSON with sorted keys and without spaces, so that equal content gives equal text."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_list_fields)
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
+    """Return the SHA-256 of a text, hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()

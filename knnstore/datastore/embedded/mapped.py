@@ -33,12 +33,13 @@ class MappedFile:
     Args:
         root: the datastore's directory.
         file: the file's entry in the manifest.
-        digests: name of the file with the digests of its blocks. Without one the file is checked as a whole.
-        trusted: True if this process wrote and hashed the file itself, so that it need not be checked.
+        digests: name of the file with the digests of the blocks; with None, the whole file is checked before
+            the first use.
+        trusted: True if this process wrote and hashed the file itself. Then the content is never checked.
 
     Raises:
         FileNotFoundError: the file does not exist; a newer manifest may have replaced it.
-        CorruptDatastoreError: it is not a regular file, or its size is wrong.
+        CorruptDatastoreError: the path is not a regular file, or the file's size is wrong.
         DatastoreError: the system allows no more maps.
     """
 
@@ -47,11 +48,11 @@ class MappedFile:
     ) -> None:
         self.file = file
         self.path = root / file.name
-        with self._opened() as opened:
+        with self._open_file() as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:
-                raise self._damaged(f"has {size} bytes instead of {file.size}")
-            self.bytes = _mapped(self.path, opened.fileno(), size)
+                raise self._make_damage_error(f"has {size} bytes instead of {file.size}")
+            self.bytes = _map_file(self.path, opened.fileno(), size)
         self.checked = trusted
         self.lacks_digests = False
         """True if the file with the digests of its blocks is missing or damaged."""
@@ -62,35 +63,39 @@ class MappedFile:
         self._checked_blocks = np.zeros(-(-size // BLOCK), bool)
 
     def check(self) -> None:
-        """Compare the whole content with the manifest's SHA-256, at the first call.
+        """Compare the whole content with the manifest's SHA-256, if it was not compared before.
 
         Raises:
-            CorruptDatastoreError: it differs.
+            CorruptDatastoreError: the content differs.
         """
         if not self.checked:
             self.digests()
 
     def digests(self) -> bytes:
-        """Compute the digests of all blocks, 32 bytes each, and compare them with the manifest.
+        """Compute the SHA-256 digests of all blocks, and compare their hash with the manifest.
+
+        Returns the digests, 32 bytes each, one after another.
 
         Raises:
             CorruptDatastoreError: the content differs from the manifest.
         """
-        digests = b"".join(self._hash(np.arange(len(self._checked_blocks))))
+        digests = b"".join(self._hash_blocks(np.arange(len(self._checked_blocks))))
         if hashlib.sha256(digests).hexdigest() != self.file.sha256:
-            raise self._damaged("does not match its SHA-256")
+            raise self._make_damage_error("does not match its SHA-256")
         self.checked = True
         return digests
 
     def check_rows(self, rows: NDArray[np.int64], row_size: int) -> None:
-        """Check the blocks that hold some rows, each block once.
+        """Check the blocks that hold some rows, except for blocks that were checked before.
+
+        Without digests of the blocks, or if a row is larger than a block, the whole file is checked.
 
         Args:
             rows: row numbers, any shape.
             row_size: bytes of a row.
 
         Raises:
-            CorruptDatastoreError: a block differs.
+            CorruptDatastoreError: the content of a block differs.
         """
         if self.checked or rows.size == 0:
             return
@@ -101,13 +106,15 @@ class MappedFile:
         wanted[rows * row_size // BLOCK] = True
         wanted[((rows + 1) * row_size - 1) // BLOCK] = True
         blocks = np.flatnonzero(wanted & ~self._checked_blocks)
-        for block, digest in zip(blocks.tolist(), self._hash(blocks), strict=True):
+        for block, digest in zip(blocks.tolist(), self._hash_blocks(blocks), strict=True):
             if digest != self._digests[block * 32 : block * 32 + 32]:
-                raise self._damaged("does not match its SHA-256")
+                raise self._make_damage_error("does not match its SHA-256")
         self._checked_blocks[blocks] = True
         self.checked = bool(self._checked_blocks.all())
 
-    def _hash(self, blocks: NDArray[np.int64]) -> list[bytes]:
+    def _hash_blocks(self, blocks: NDArray[np.int64]) -> list[bytes]:
+        """Return the SHA-256 of each block with a number in `blocks`; many blocks are hashed by threads."""
+
         def digest(block: int) -> bytes:
             return hashlib.sha256(self.bytes[block * BLOCK : (block + 1) * BLOCK].data).digest()
 
@@ -118,34 +125,45 @@ class MappedFile:
             hashed = pool.map(lambda part: [digest(block) for block in part.tolist()], parts)
             return [digest for part in hashed for digest in part]
 
-    def _opened(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
+        """Open the file for reading; raises CorruptDatastoreError if the path is not a regular file."""
         try:
             return open_file(self.path)
         except NoFileError as error:
-            raise self._damaged("is no file") from error
+            raise self._make_damage_error("is no file") from error
 
-    def _damaged(self, how: str) -> CorruptDatastoreError:
-        return CorruptDatastoreError(f"{self.path} {how}")
+    def _make_damage_error(self, problem: str) -> CorruptDatastoreError:
+        """Make the error "PATH PROBLEM", without raising it."""
+        return CorruptDatastoreError(f"{self.path} {problem}")
 
 
-def read_digests(path: Path, of: StoredFile) -> bytes | None:
-    """Return the digests of a file's blocks; None if they are missing or damaged.
+def read_digests(path: Path, file: StoredFile) -> bytes | None:
+    """Read the digests of a file's blocks, 32 bytes each; None if they are missing or damaged.
 
     Args:
         path: the file with the digests.
-        of: the file that was hashed.
+        file: entry of the file whose blocks were hashed; its `sha256` is the hash of the digests.
     """
     try:
         digests = read_file(path)
     except OSError:
         return None
-    return digests if hashlib.sha256(digests).hexdigest() == of.sha256 else None
+    return digests if hashlib.sha256(digests).hexdigest() == file.sha256 else None
 
 
-def _mapped(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
-    """Map a file and return its bytes, read-only. The descriptor can be closed afterwards.
+def _map_file(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
+    """Map a file into memory. Returns its bytes, uint8, shape (size,), read-only; empty for size 0.
 
+    The descriptor can be closed afterwards, and the map ends with the last reference to the array.
     `mmap.mmap` would keep a copy of the descriptor before Python 3.13.
+
+    Args:
+        path: the file's path, for the message.
+        descriptor: open descriptor of the file.
+        size: the file's size.
+
+    Raises:
+        DatastoreError: the system cannot map the file.
     """
     if size == 0:  # there is nothing to map
         return np.zeros(0, np.uint8)
@@ -156,6 +174,6 @@ def _mapped(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
         raise DatastoreError(f"cannot map {path}: {os.strerror(code)}{hint}")
     memory = (ctypes.c_uint8 * size).from_address(address)
     weakref.finalize(memory, _C.munmap, address, size).atexit = False  # a thread may still read it then
-    mapped: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
-    mapped.flags.writeable = False
-    return mapped
+    content: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
+    content.flags.writeable = False
+    return content

@@ -1,6 +1,6 @@
 """Reading several segments in order of ids, and writing them as one segment.
 
-Also the plan of which segments to merge, and the changes of segments in memory.
+The module also plans which segments to merge, adds segments in memory, and marks rows dead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _FLOAT16_MAX = 65504.0
 _LARGEST = 1 << 24  # rows; larger segments are not made by merging
 
 
-def merged(
+def merge_records(
     segments: Sequence[Segment],
     *,
     ids: IdRanges | None = None,
@@ -45,21 +45,24 @@ def merged(
         segments: the segments to read.
         ids: yields only records in these ranges; None yields all.
         batch_size: number of records of a batch; the last may have fewer.
-        codec: yields codes of this codec in place of keys.
+        codec: codec whose codes are yielded in place of keys; None yields keys.
+
+    Raises:
+        CorruptDatastoreError: a segment is damaged; raised when its records are reached.
     """
-    left = _Rows.none()
-    for some in _in_order(segments, ids, batch_size):
-        rows = _Rows.joined([left, some])
-        whole = len(rows.ids) // batch_size * batch_size
-        for start in range(0, whole, batch_size):
-            yield _read(segments, rows.part(slice(start, start + batch_size)), codec)
-        left = rows.part(slice(whole, None))
-    if len(left.ids):
-        yield _read(segments, left, codec)
+    rest = _Rows.empty()
+    for chunk in _iterate_rows(segments, ids, batch_size):
+        rows = _Rows.joined([rest, chunk])
+        complete = len(rows.ids) // batch_size * batch_size
+        for start in range(0, complete, batch_size):
+            yield _read_records(segments, rows.part(slice(start, start + batch_size)), codec)
+        rest = rows.part(slice(complete, None))
+    if len(rest.ids):
+        yield _read_records(segments, rest, codec)
 
 
 class _Rows(NamedTuple):
-    """Rows of several segments by ascending id; three arrays of shape (n,)."""
+    """Rows of several segments, sorted by id: three arrays of shape (n,)."""
 
     ids: Ids
     owners: NDArray[np.int64]
@@ -68,28 +71,33 @@ class _Rows(NamedTuple):
     """Number of each row in its segment."""
 
     @classmethod
-    def none(cls) -> Self:
+    def empty(cls) -> Self:
         return cls(*np.empty((3, 0), np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
-    def part(self, which: slice | NDArray[np.int64]) -> Self:
-        return type(self)(*(array[which] for array in self))
+    def part(self, selection: slice | NDArray[np.int64]) -> Self:
+        return type(self)(*(array[selection] for array in self))
 
 
-def _in_order(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int) -> Iterator[_Rows]:
-    """Yield the live rows of several segments, by ascending id, some at a time.
+def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int) -> Iterator[_Rows]:
+    """Yield the live rows of several segments by ascending id, in pieces of different lengths.
 
     A segment is not read before the ids reach its first id.
+
+    Args:
+        segments: the segments, whose live ids differ.
+        ids: ids to which the result is restricted; None yields all rows.
+        batch_size: approximate number of rows of a piece.
     """
-    waiting = sorted(range(len(segments)), key=lambda owner: segments[owner].first_id, reverse=True)
+    unopened = sorted(range(len(segments)), key=lambda owner: segments[owner].first_id, reverse=True)
     cursors: list[_Cursor] = []
-    while cursors or waiting:
+    while cursors or unopened:
         bound = min((cursor.id_after(batch_size) for cursor in cursors), default=ID_LIMIT)
-        while waiting and segments[waiting[-1]].first_id <= bound:
-            owner = waiting.pop()
+        while unopened and segments[unopened[-1]].first_id <= bound:
+            owner = unopened.pop()
             cursor = _Cursor(owner, segments[owner], segments[owner].live_rows(ids))
             if cursor.advance():
                 cursors.append(cursor)
@@ -98,44 +106,56 @@ def _in_order(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int
         sharing = [cursor for cursor in cursors if cursor.next_id <= bound]
         share = max(_LEAST_SHARE, batch_size // max(1, len(sharing)))
         bound = min([bound, *(cursor.id_after(share) for cursor in sharing)])
-        taken = [_taken(cursor, bound) for cursor in sharing if cursor.next_id <= bound]
+        row_parts = [_take_rows(cursor, bound) for cursor in sharing if cursor.next_id <= bound]
         cursors = [cursor for cursor in cursors if cursor.advance()]
-        if len(taken) > 1:
-            rows = _Rows.joined(taken)
+        if len(row_parts) > 1:
+            rows = _Rows.joined(row_parts)
             yield rows.part(np.argsort(rows.ids))
         else:
-            yield from taken
+            yield from row_parts
 
 
-def _taken(cursor: "_Cursor", bound: int) -> _Rows:
+def _take_rows(cursor: "_Cursor", bound: int) -> _Rows:
     numbers = cursor.take(bound)
     return _Rows(cursor.ids[numbers], np.full(len(numbers), cursor.owner), numbers)
 
 
-def _read(
+def _read_records(
     segments: Sequence[Segment], rows: _Rows, codec: CodecFile | None
 ) -> tuple[Ids, StoredKeys, Groups]:
-    """Read the keys or codes of some rows, one segment after the other."""
+    """Read the records of some rows, one segment after the other.
+
+    Returns ids, keys and groups in the order of `rows`; with a codec, codes in place of keys.
+    """
     order = np.argsort(rows.owners, kind="stable")
     owners, starts = np.unique(rows.owners[order], return_index=True)
     pieces = [
-        (segments[owner], at) for owner, at in zip(owners.tolist(), np.split(order, starts[1:]), strict=True)
+        (segments[owner], positions)
+        for owner, positions in zip(owners.tolist(), np.split(order, starts[1:]), strict=True)
     ]
     parts = [
-        segment.columns.codes_at(rows.numbers[at], codec)
+        segment.columns.codes_at(rows.numbers[positions], codec)
         if codec
-        else segment.columns.keys_at(rows.numbers[at])
-        for segment, at in pieces
+        else segment.columns.keys_at(rows.numbers[positions])
+        for segment, positions in pieces
     ]
     keys = np.empty((len(order), parts[0].shape[1]), np.result_type(*parts))
     groups = np.empty(len(order), np.int32)
-    for (segment, at), part in zip(pieces, parts, strict=True):
-        keys[at], groups[at] = part, segment.group
+    for (segment, positions), part in zip(pieces, parts, strict=True):
+        keys[positions], groups[positions] = part, segment.group
     return rows.ids, keys, groups
 
 
 class _Cursor:
-    """A position among the wanted rows of a segment. Rows that are not wanted cost nothing."""
+    """A position among the selected rows of a segment, which are read by ascending id.
+
+    Rows that are not selected cost nothing.
+
+    Args:
+        owner: index of the segment.
+        segment: the segment.
+        rows: ranges of the selected row numbers.
+    """
 
     def __init__(self, owner: int, segment: Segment, rows: IdRanges) -> None:
         self.owner = owner
@@ -147,50 +167,65 @@ class _Cursor:
         self.next_id = -1
 
     def advance(self) -> bool:
-        """Set `next_id` to the id of the next wanted row. Returns False if no row is left."""
+        """Set `next_id` to the id of the next selected row. Returns False, and sets nothing, at the end.
+
+        The position stays the same; `take` moves it.
+        """
         if self._done == self._before[-1]:
             return False
-        self.next_id = self._id(self._done)
+        self.next_id = self._read_id(self._done)
         return True
 
     def id_after(self, rows: int) -> int:
-        """Return the id of the last of the next `rows` wanted rows."""
-        return self._id(min(self._done + rows, int(self._before[-1])) - 1)
+        """Return the id of the last of the next `rows` selected rows, or of the last selected row."""
+        return self._read_id(min(self._done + rows, int(self._before[-1])) - 1)
 
     def take(self, bound: int) -> NDArray[np.int64]:
-        """Return the numbers of the next wanted rows with ids up to a bound, and move behind them."""
+        """Return the numbers of the next selected rows with ids <= `bound`, and move behind these rows."""
         row = int(np.searchsorted(self.ids, bound, side="right"))
-        at = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
-        stop = int(self._before[at] + min(row, self._rows.stops[at]) - self._rows.starts[at])
-        taken = self._numbers(np.arange(self._done, stop))
+        range_index = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
+        stop = int(
+            self._before[range_index]
+            + min(row, self._rows.stops[range_index])
+            - self._rows.starts[range_index]
+        )
+        numbers = self._to_row_numbers(np.arange(self._done, stop))
         self._done = stop
-        return taken
-
-    def _numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert numbers among the wanted rows (0 is the first wanted row) to row numbers of the segment."""
-        at = np.searchsorted(self._before, wanted, side="right") - 1
-        numbers: NDArray[np.int64] = self._rows.starts[at] + wanted - self._before[at]
         return numbers
 
-    def _id(self, wanted: int) -> int:
-        return int(self.ids[self._numbers(np.array([wanted]))[0]])
+    def _to_row_numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Convert indices into the selected rows, of which 0 is the first, to row numbers of the segment."""
+        range_indices = np.searchsorted(self._before, wanted, side="right") - 1
+        numbers: NDArray[np.int64] = self._rows.starts[range_indices] + wanted - self._before[range_indices]
+        return numbers
+
+    def _read_id(self, wanted: int) -> int:
+        return int(self.ids[self._to_row_numbers(np.array([wanted]))[0]])
 
 
-def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
+def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
     """Choose runs of neighboring segments to merge, so that each has `ratio` times the rows of the next.
 
-    This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
-    rewritten, grow with the logarithm of the number of rows. Each run has at least two segments.
+    This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and the number of times
+    that a row is rewritten, grow with the logarithm of the number of rows.
+
+    Args:
+        segments: segments of one group, in the order in which they were created.
+        ratio: smallest ratio of the numbers of live rows of a segment and the next segment.
+
+    Returns:
+        Runs of two or more successive segments; each run should become one segment. Empty if no segments need
+        to be merged.
     """
     stack: list[list[Segment]] = []
     for segment in segments:
         stack.append([segment])
         while len(stack) > 1:
-            previous, last = (sum(s.live for s in run) for run in stack[-2:])
-            settled = (
+            previous, last = (sum(run_segment.live for run_segment in run) for run in stack[-2:])
+            is_final = (
                 len(stack[-2]) == 1 and previous >= ratio * last
             )  # a run that is rewritten anyway takes all of its neighbors
-            if settled or previous + last > _LARGEST:
+            if is_final or previous + last > _LARGEST:
                 break
             stack[-2:] = [stack[-2] + stack[-1]]
     return [run for run in stack if len(run) > 1]
@@ -206,7 +241,16 @@ def write_segment(
 ) -> Segment:
     """Write the live rows of one or more segments of a group as the files of a new segment, durably.
 
-    See `MappedColumns` for `aside`.
+    Args:
+        root: the datastore's directory.
+        name: unused number that names the files.
+        segments: segments to read, with at least one live row.
+        dim: number of components of a key.
+        aside: damaged segments of the datastore; see `MappedColumns`.
+        codec: codec by which keys are coded; None stores the keys themselves.
+
+    Returns:
+        The new segment, which no manifest names yet.
 
     Raises:
         DiskFullError: the disk has too little room; nothing was written.
@@ -214,10 +258,10 @@ def write_segment(
         CorruptDatastoreError: a segment is damaged; no manifest names the new files.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
-    dtype = np.dtype(np.uint8) if codec else _dtype(segments)
-    packer = IdsPacker() if is_worth_packing(_live_ids(segments)) else None
+    dtype = np.dtype(np.uint8) if codec else _common_dtype(segments)
+    packer = IdsPacker() if is_worth_packing(_iterate_live_ids(segments)) else None
     runs: int | None = None
-    check_space(root, size_of(segments, dim), f"writing {rows:,} records")
+    check_space(root, estimate_size(segments, dim), f"writing {rows:,} records")
     keys_name, ids_name, digests_name = file_names(name)
     first = last = -1
     with (
@@ -225,10 +269,10 @@ def write_segment(
         FileWriter(root, ids_name) as ids_file,
         FileWriter(root, digests_name) as digests_file,
     ):
-        batch_size = max(1, CHUNK_SIZE // (dim * _dtype(segments).itemsize))
-        for ids, keys, _ in merged(segments, batch_size=batch_size, codec=codec):
+        batch_size = max(1, CHUNK_SIZE // (dim * _common_dtype(segments).itemsize))
+        for ids, keys, _ in merge_records(segments, batch_size=batch_size, codec=codec):
             keys_file.write(keys.astype(dtype, copy=False))
-            ids_file.write(packer.low(ids) if packer else ids)
+            ids_file.write(packer.add_ids(ids) if packer else ids)
             first, last = int(ids[0]) if first < 0 else first, int(ids[-1])
         if packer:
             runs = packer.finish(ids_file.write)
@@ -255,75 +299,82 @@ def write_segment(
     return Segment(group, rows, first, last, columns, entry=entry)
 
 
-def _live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
+def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
     for segment in segments:
         ids = segment.columns.ids
         yield ids[segment.live_rows().ids()] if segment.dead else ids
 
 
-def size_of(segments: Sequence[Segment], dim: int) -> int:
-    """Return the bytes that the live rows of segments take as one segment of uncoded keys."""
-    return sum(segment.live for segment in segments) * (dim * _dtype(segments).itemsize + 8)
+def estimate_size(segments: Sequence[Segment], dim: int) -> int:
+    """Return the bytes that the live rows of segments would take on disk as one segment of uncoded keys."""
+    return sum(segment.live for segment in segments) * (dim * _common_dtype(segments).itemsize + 8)
 
 
-def _dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
+def _common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
     """Return the smallest dtype that holds the keys of all segments."""
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
 def file_names(name: str) -> tuple[str, str, str]:
-    """Return the names of a segment's files: keys, ids, digests."""
+    """Return the paths of a segment's files of keys, ids and digests, relative to the datastore."""
     return f"segments/{name}.keys", f"segments/{name}.ids", f"segments/{name}.digests"
 
 
 def stored_keys(keys: Keys) -> StoredKeys:
-    """Return keys in half precision, or unchanged if one exceeds its range."""
+    """Convert keys, shape (n, dim), n >= 1, to half precision; unchanged if a component exceeds its range."""
     return keys if max(keys.max(), -keys.min()) > _FLOAT16_MAX else keys.astype(np.float16)
 
 
-def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
-    """Return `segments` with one more in memory, which is merged with earlier ones that are not larger.
+def add_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
+    """Return a list of segments with one more segment in memory.
 
-    Each row is copied a logarithmic number of times, and the number of segments in memory stays logarithmic.
+    The new segment is merged with earlier segments in memory that are not larger. So the number of segments
+    in memory, and the number of times that a row is copied, grow with the logarithm of the number of rows.
+
+    Args:
+        segments: segments of the group; not changed.
+        fresh: new segment in memory.
     """
-    kept = list(segments)
+    remaining = list(segments)
     while True:
-        same = [s for s in kept if s.group == fresh.group and s.entry is None]
-        if not same or same[-1].rows > fresh.rows:
-            return [*kept, fresh]
-        former = same[-1]
-        kept.remove(former)
-        alive = former.live_rows().ids()
-        ids = np.concatenate([former.columns.ids[alive], fresh.columns.ids])
-        keys = np.concatenate([former.columns.keys[alive], fresh.columns.keys])
-        if len(alive) and former.last_id > fresh.first_id:
+        buffered = [
+            segment for segment in remaining if segment.group == fresh.group and segment.entry is None
+        ]
+        if not buffered or buffered[-1].rows > fresh.rows:
+            return [*remaining, fresh]
+        last = buffered[-1]
+        remaining.remove(last)
+        live_rows = last.live_rows().ids()
+        ids = np.concatenate([last.columns.ids[live_rows], fresh.columns.ids])
+        keys = np.concatenate([last.columns.keys[live_rows], fresh.columns.keys])
+        if len(live_rows) and last.last_id > fresh.first_id:
             order = np.argsort(ids)
             ids, keys = ids[order], keys[order]
         fresh = Segment.in_memory(fresh.group, ids, keys)
 
 
-def without_rows(
+def mark_rows_dead(
     groups: Mapping[int, Sequence[Segment]],
-    among: Iterable[int],
+    group_numbers: Iterable[int],
     first: int,
     last: int,
     rows_in: Callable[[Segment], IdRanges],
 ) -> dict[int, list[Segment]]:
-    """Mark rows dead, and return the new segments of each group that changes.
+    """Mark rows dead. Returns all segments of each group that changes; the arguments are not changed.
 
     Args:
         groups: the segments of each group.
-        among: the groups to look at.
-        first: the smallest id that may be concerned.
-        last: the largest id that may be concerned.
+        group_numbers: numbers of the groups in which rows may be marked.
+        first: smallest id of the rows to mark.
+        last: largest id of the rows to mark; segments without ids in this range are skipped.
         rows_in: returns the rows of a segment to mark.
     """
     changed: dict[int, list[Segment]] = {}
-    for group in among:
+    for group in group_numbers:
         for segment in groups[group]:
             if segment.first_id <= last and segment.last_id >= first:
                 rows = rows_in(segment) - segment.dead
                 if rows:
-                    found = changed.setdefault(group, list(groups[group]))
-                    found[found.index(segment)] = segment.without(rows)
+                    group_segments = changed.setdefault(group, list(groups[group]))
+                    group_segments[group_segments.index(segment)] = segment.without(rows)
     return changed

@@ -19,38 +19,57 @@ _NONE = -2  # a last position that no position follows
 
 
 def is_worth_packing(parts: Iterable[Ids]) -> bool:
-    """Check whether ids take less room packed than as int64. Each array of ids ascends."""
+    """Check whether ids take fewer bytes packed than as int64.
+
+    Args:
+        parts: arrays of ids, each ascending; all together are the ids of one file.
+    """
     rows = runs = 0
     for ids in parts:
         rows += len(ids)
-        runs += int(_begins(positions_of(ids), _NONE).sum())
+        runs += int(_mark_run_starts(positions_of(ids), _NONE).sum())
     return packed_size(rows, runs, wide=True) < 8 * rows
 
 
 def packed_size(rows: int, runs: int, *, wide: bool) -> int:
-    """Return the size of a file in bytes; `wide` means with high bits."""
+    """Return the size of a file of packed ids in bytes.
+
+    Args:
+        rows: number of ids.
+        runs: number of runs of consecutive positions.
+        wide: True if the file holds the high bits of the tokens.
+    """
     return (3 if wide else 2) * rows + _RUN_SIZE * runs
 
 
 class IdsPacker:
-    """Packs ids that are given in ascending batches."""
+    """Packs ids for a file, in batches by ascending id."""
 
     def __init__(self) -> None:
         self._rows, self._last = 0, _NONE
         self._runs: list[NDArray[np.int64]] = []
         self._high: list[NDArray[np.uint8]] = []
 
-    def low(self, ids: Ids) -> NDArray[np.uint16]:
-        """Add a batch, and return its low bits, which the caller writes now."""
+    def add_ids(self, ids: Ids) -> NDArray[np.uint16]:
+        """Add a batch of ascending ids. Returns their tokens' low 16 bits, which the caller must write next.
+
+        Args:
+            ids: int64, shape (n,), n >= 1, larger than all earlier ids.
+        """
         positions, tokens = positions_of(ids), tokens_of(ids)
-        begins = np.flatnonzero(_begins(positions, self._last))
-        self._runs.append(np.stack([begins + self._rows, positions[begins]], axis=1))
+        run_starts = np.flatnonzero(_mark_run_starts(positions, self._last))
+        self._runs.append(np.stack([run_starts + self._rows, positions[run_starts]], axis=1))
         self._high.append((tokens >> _LOW_BITS).astype(np.uint8))
         self._rows, self._last = self._rows + len(ids), int(positions[-1])
         return tokens.astype(np.uint16)
 
     def finish(self, write: Callable[[NDArray[Any]], None]) -> int:
-        """Write the high bits, if a token has any, and the runs. Call it after the last batch.
+        """Write the high bits of the tokens, if any token has them, and the runs.
+
+        Call this method after the last batch.
+
+        Args:
+            write: appends an array to the file.
 
         Returns:
             The number of runs.
@@ -72,19 +91,19 @@ class PackedIds:
     """
 
     def __init__(self, content: NDArray[np.uint8], rows: int, runs: int) -> None:
-        low, high, of_runs = np.split(content, [2 * rows, len(content) - _RUN_SIZE * runs])
-        self._low, self._high = low.view(np.uint16), high
-        table = np.frombuffer(of_runs.tobytes(), np.int64).reshape(runs, 2)
+        low_bits, high_bits, run_bytes = np.split(content, [2 * rows, len(content) - _RUN_SIZE * runs])
+        self._low, self._high = low_bits.view(np.uint16), high_bits
+        table = np.frombuffer(run_bytes.tobytes(), np.int64).reshape(runs, 2)
         self._starts = np.ascontiguousarray(table[:, 0])
         self._before = table[:, 1] - table[:, 0]  # position minus row number, the same in a run
 
     def at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return the ids of some rows, int64."""
-        run = np.searchsorted(self._starts, rows, side="right") - 1
+        """Return the ids of some rows, int64, in the shape of `rows`."""
+        run_indices = np.searchsorted(self._starts, rows, side="right") - 1
         tokens = self._low[rows].astype(np.int64)
         if len(self._high):
             tokens |= self._high[rows].astype(np.int64) << _LOW_BITS
-        return record_ids(self._before[run] + rows, tokens)
+        return record_ids(self._before[run_indices] + rows, tokens)
 
     def all(self) -> Ids:
         """Return the ids of all rows, int64, shape (rows,)."""
@@ -96,7 +115,12 @@ class PackedIds:
         return record_ids(np.repeat(self._before, lengths) + rows, tokens)
 
 
-def _begins(positions: NDArray[np.int64], last: int) -> NDArray[np.bool_]:
-    """Return a mask of the positions that do not follow the previous position, shape (n,)."""
-    begins: NDArray[np.bool_] = np.diff(positions, prepend=last) != 1
-    return begins
+def _mark_run_starts(positions: NDArray[np.int64], last: int) -> NDArray[np.bool_]:
+    """Return a mask of the positions that begin a run, shape (n,): those that are not the previous plus one.
+
+    Args:
+        positions: ascending positions, shape (n,).
+        last: position before the first of `positions`, or `_NONE`.
+    """
+    is_start: NDArray[np.bool_] = np.diff(positions, prepend=last) != 1
+    return is_start

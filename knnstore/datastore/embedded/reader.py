@@ -1,7 +1,8 @@
 """Reading the segments of a datastore directory while another process may write them.
 
-A segment with damaged keys or ids is *set aside*: it is reported, and all other segments are read. Damage may
-be found when the manifest is read, when the segment is used, or by `verify`; the result is the same.
+A segment with damaged keys or ids is *set aside*: it is reported as damaged, and left out of all results.
+Damage may be found when the manifest is read, when the segment is used, or by `verify`; the result is the
+same.
 """
 
 import logging
@@ -14,10 +15,10 @@ import numpy as np
 
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.codecs import CodecFile
-from knnstore.datastore.embedded.manifest import Manifest, ManifestPart, SegmentEntry, signature
+from knnstore.datastore.embedded.manifest import Manifest, ManifestPart, SegmentEntry, read_signature
 from knnstore.datastore.embedded.mapped import MappedFile, read_digests
-from knnstore.datastore.embedded.merging import merged
-from knnstore.datastore.embedded.segment import MappedColumns, Segment, damage
+from knnstore.datastore.embedded.merging import merge_records
+from knnstore.datastore.embedded.segment import MappedColumns, Segment, describe_damage
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import (
@@ -37,7 +38,11 @@ Group = tuple[Segment, ...]
 
 
 class SegmentReader:
-    """The readable segments of a directory; see `KeySegments`."""
+    """Reads the segments of a datastore directory; the base class of `KeySegments`.
+
+    Args:
+        root: the datastore's directory.
+    """
 
     _manifest: Manifest
 
@@ -53,20 +58,21 @@ class SegmentReader:
         # The last result of `by_group`, after the groups and the damage that it was made for.
         self._sound: tuple[Mapping[int, Group], dict[StoredFile, int], Mapping[int, Group]] = ({}, {}, {})
         self._hashed: set[StoredFile] = set()
-        self._said: set[str] = set()  # problems that were logged
+        self._logged_problems: set[str] = set()  # problems that were logged
 
     def by_group(self) -> Mapping[int, Group]:
-        """Return the segments of each group that are not set aside; a reader reads the newest manifest first.
+        """Return the segments of each group that are not set aside as damaged.
 
-        Each segment that is set aside is logged once. The result never changes. After a change or new damage
-        the method returns another mapping, with the same tuple for each group that did not change.
+        A handle that was opened for reading reads the newest manifest first. Each segment that is set aside
+        is logged once. The returned mapping never changes. After a change or new damage, the method returns a
+        new mapping, with the same tuple object for each group that did not change.
         """
-        groups, damage = self._current(), self._aside.copy()
+        groups, damage = self._current_groups(), self._aside.copy()
         if not damage:
             return groups
-        for_groups, for_damage, sound = self._sound
+        cached_groups, cached_damage, sound = self._sound
         if (
-            for_groups is not groups or for_damage != damage
+            cached_groups is not groups or cached_damage != damage
         ):  # a count would not do, because damage can be forgotten
             sound = self._without_damaged(groups, sound)
             self._sound = groups, damage, sound
@@ -78,11 +84,11 @@ class SegmentReader:
 
     def snapshot(self) -> Group:
         """Return the segments of all groups, including those that are set aside."""
-        return tuple(chain.from_iterable(self._current().values()))
+        return tuple(chain.from_iterable(self._current_groups().values()))
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the segments that are set aside."""
-        groups = self._current()
+        """Return the damaged segments that are set aside; empty if none are known."""
+        groups = self._current_groups()
         return [
             DamagedPart(
                 segment.entry.name,
@@ -90,7 +96,7 @@ class SegmentReader:
                 segment.group,
                 IdRanges([(segment.first_id, segment.last_id + 1)]),
             )
-            for segment in chain.from_iterable(groups.get(group, ()) for group in self._damaged_groups())
+            for segment in chain.from_iterable(groups.get(group, ()) for group in self._list_damaged_groups())
             if segment.columns.problem is not None and segment.entry
         ]
 
@@ -104,13 +110,13 @@ class SegmentReader:
         Raises:
             CorruptDatastoreError: a segment is damaged. It is set aside, so the next call leaves it out.
         """
-        for some_ids, keys, groups in merged(self.readable(), ids=ids, batch_size=batch_size):
-            yield np.array(some_ids), keys.astype(np.float32, copy=False), groups
+        for batch_ids, keys, groups in merge_records(self.readable(), ids=ids, batch_size=batch_size):
+            yield np.array(batch_ids), keys.astype(np.float32, copy=False), groups
 
-    def intact(self, file: StoredFile) -> bool:
-        """Check whether a file exists and has the size and SHA-256 of the manifest.
+    def is_intact(self, file: StoredFile) -> bool:
+        """Check whether a file exists with the size and SHA-256 of its entry; False if it does not.
 
-        The content is read once. For a file that this object wrote or found intact only the size is checked.
+        Only the size is checked for a file that this object wrote, or found intact before.
         """
         try:
             MappedFile(self.root, file, trusted=file in self._hashed).check()
@@ -120,34 +126,42 @@ class SegmentReader:
         return True
 
     def verify(self) -> list[str]:
-        """Check size and SHA-256 of every file that the manifest names. Returns one line for each problem."""
+        """Check size and SHA-256 of every file that the manifest names.
+
+        Damaged segments are set aside. Returns one line for each problem; empty if there is none.
+        """
         while True:
-            before = self._signature_now()
+            before = self._read_signature()
             try:
                 manifest = Manifest.read(self.root)
             except (CorruptDatastoreError, DatastoreNotFoundError) as error:
                 problems = [str(error)]
             else:
-                problems = [problem for entry in manifest.segments for problem in self._problems_of(entry)]
-            if not problems or self._signature_now() == before:  # otherwise a writer has replaced the files
+                problems = [problem for entry in manifest.segments for problem in self._find_problems(entry)]
+            if not problems or self._read_signature() == before:  # otherwise a writer has replaced the files
                 return problems
 
-    def _problems_of(self, entry: SegmentEntry) -> list[str]:
-        """Return the problems of a segment's files. Sets the segment aside if its keys or ids are damaged."""
-        problems = [damage(found) for file in entry.needed if (found := self._problem_of(file))]
+    def _find_problems(self, entry: SegmentEntry) -> list[str]:
+        """Return one line for each problem of a segment's files.
+
+        Sets the segment aside if its keys or ids are damaged.
+        """
+        problems = [
+            describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
+        ]
         if problems:
-            for segment in self._current().get(entry.group, ()):
+            for segment in self._current_groups().get(entry.group, ()):
                 if segment.entry and segment.entry.keys == entry.keys:
                     segment.columns.set_aside(problems[0])
             return problems
         if read_digests(self.root / entry.digests, entry.keys) is None:
             problems.append(f"{self.root / entry.digests} is missing or damaged; {_DERIVED}")
-        if entry.index and (found := self._problem_of(entry.index.file)):
-            problems.append(f"{found}; until then they are searched exactly; {_DERIVED}")
+        if entry.index and (problem := self._find_problem(entry.index.file)):
+            problems.append(f"{problem}; until then they are searched exactly; {_DERIVED}")
         return problems
 
-    def _problem_of(self, file: StoredFile) -> str | None:
-        """Return the problem of a file; None if it is intact."""
+    def _find_problem(self, file: StoredFile) -> str | None:
+        """Read a file and return its problem in one line; None if the file is intact."""
         try:
             MappedFile(self.root, file).check()
         except FileNotFoundError as error:
@@ -159,64 +173,76 @@ class SegmentReader:
         self._hashed.discard(file)
         return problem
 
-    def _check_same(self, dim: int, metric: Metric) -> None:
+    def _check_compatible(self, dim: int, metric: Metric) -> None:
         """Raise DatastoreMismatchError if the datastore has another dim or metric."""
         manifest = self._manifest
         if (dim, metric) != (manifest.dim, manifest.metric):
-            found = f"dim {manifest.dim} and metric {manifest.metric.value}"
-            raise DatastoreMismatchError(f"{self.root} has {found}, not dim {dim} and metric {metric.value}")
+            actual = f"dim {manifest.dim} and metric {manifest.metric.value}"
+            raise DatastoreMismatchError(f"{self.root} has {actual}, not dim {dim} and metric {metric.value}")
 
-    def _load(self) -> Manifest:
-        """Read the manifest and map its files, while a writer may replace both."""
+    def _load_manifest(self) -> Manifest:
+        """Read the manifest, map its segments, and return the manifest.
+
+        A writer may replace the manifest and files meanwhile: then both are read again.
+
+        Raises:
+            CorruptDatastoreError, DatastoreNotFoundError: see `Manifest.read`.
+        """
         while True:
-            before = self._signature_now()
+            before = self._read_signature()
             try:
                 manifest = Manifest.read(self.root, self._parts)
             except CorruptDatastoreError:
-                if self._signature_now() == before:
+                if self._read_signature() == before:
                     raise
                 continue
-            groups = self._mapped(manifest)
-            sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
-            if sound or self._signature_now() == before:
+            groups = self._map_segments(manifest)
+            is_sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
+            if is_sound or self._read_signature() == before:
                 self._groups, self._parts, self._signature = groups, manifest.parts, before
-                self._forget_former()
+                self._forget_old_damage()
                 return manifest
 
-    def _signature_now(self) -> tuple[int, int, int]:
-        """Return `signature`; zeros if there is no manifest."""
+    def _read_signature(self) -> tuple[int, int, int]:
+        """Return the signature of the manifest, see `read_signature`; zeros if there is no manifest."""
         try:
-            return signature(self.root)
+            return read_signature(self.root)
         except FileNotFoundError:
             return 0, 0, 0
 
     def _refresh(self) -> None:
+        """Read the manifest again if it has changed; raises DatastoreNotFoundError if it was removed."""
         try:
-            current = signature(self.root)
+            current = read_signature(self.root)
         except FileNotFoundError:
             raise DatastoreNotFoundError(f"the datastore at {self.root} was removed") from None
         if current != self._signature:
             with self._mutex:
                 if current != self._signature:
-                    self._manifest = self._load()
+                    self._manifest = self._load_manifest()
 
-    def _current(self) -> Mapping[int, Group]:
-        """Return the current segments of each group, including those that are set aside."""
+    def _current_groups(self) -> Mapping[int, Group]:
+        """Return the current segments of each group, damaged segments included.
+
+        A handle that was opened for reading reads the newest manifest first. Raises DatastoreClosedError
+        after `close`.
+        """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._follows:
             self._refresh()
         return self._groups
 
-    def _forget_former(self) -> None:
-        """Forget the damage of segments that no longer exist."""
+    def _forget_old_damage(self) -> None:
+        """Forget the damage of segments that are no longer in the manifest."""
         for file, group in list(self._aside.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
             ):
                 self._aside.pop(file, None)
 
-    def _damaged_groups(self) -> list[int]:
+    def _list_damaged_groups(self) -> list[int]:
+        """Return the sorted numbers of the groups with a segment that is set aside."""
         return sorted(set(self._aside.values()))
 
     def _without_damaged(
@@ -225,49 +251,58 @@ class SegmentReader:
         """Return the groups without segments that are set aside, and log each of these once.
 
         Args:
-            groups: all segments of each group.
-            former: the last result. A group with the same segments left keeps its tuple.
+            groups: all segments of each group; not changed.
+            former: the last result of this method. A group with the same segments gets the same tuple object.
         """
         sound = dict(groups)
-        for group in self._damaged_groups():
-            found = groups.get(group, ())
-            for segment in found:
+        for group in self._list_damaged_groups():
+            segments = groups.get(group, ())
+            for segment in segments:
                 problem = segment.columns.problem
-                if problem is not None and problem not in self._said:
-                    self._said.add(problem)
+                if problem is not None and problem not in self._logged_problems:
+                    self._logged_problems.add(problem)
                     _log.warning("%s (until then %s records are left out)", problem, f"{segment.live:,}")
-            left = tuple(segment for segment in found if segment.columns.problem is None)
-            if left:
-                sound[group] = former[group] if former.get(group) == left else left
+            remaining = tuple(segment for segment in segments if segment.columns.problem is None)
+            if remaining:
+                sound[group] = former[group] if former.get(group) == remaining else remaining
             else:
                 sound.pop(group, None)
         return sound
 
-    def _mapped(self, manifest: Manifest) -> dict[int, Group]:
-        """Map the segments of a manifest. Segments that are mapped already keep their maps."""
-        known = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
-        files = (s.columns.codec_file for s in known.values())
+    def _map_segments(self, manifest: Manifest) -> dict[int, Group]:
+        """Map the files of a manifest's segments. Returns the segments with live rows of each group.
+
+        Segments that are mapped already keep their maps.
+        """
+        known_segments = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
+        files = (s.columns.codec_file for s in known_segments.values())
         codecs = {file.entry: file for file in files if file is not None}
         groups: dict[int, list[Segment]] = {}
         for entry in manifest.segments:
-            segment = known.get(entry.keys)
+            segment = known_segments.get(entry.keys)
             if segment is None or segment.entry != entry:
                 codes = entry.codes
                 if codes is not None and codes not in codecs:
                     codecs[codes] = CodecFile(self.root, codes, manifest.dim)
-                segment = self._segment(entry, segment, manifest.dim, codecs.get(codes) if codes else None)
+                segment = self._make_segment(
+                    entry, segment, manifest.dim, codecs.get(codes) if codes else None
+                )
             if segment.live:
                 groups.setdefault(entry.group, []).append(segment)
-        now = {group: tuple(found) for group, found in groups.items()}
-        unchanged = {group: former for group, former in self._groups.items() if now.get(group) == former}
-        return now | unchanged
+        current = {group: tuple(segments) for group, segments in groups.items()}
+        unchanged = {group: former for group, former in self._groups.items() if current.get(group) == former}
+        return current | unchanged
 
-    def _segment(
+    def _make_segment(
         self, entry: SegmentEntry, former: Segment | None, dim: int, codec: CodecFile | None
     ) -> Segment:
         """Create a segment from its entry in the manifest.
 
-        With a former version of the segment, its mapped files are used again; only the dead rows are new.
+        Args:
+            entry: the segment's entry.
+            former: former version of the segment, whose mapped files are used again; None maps the files.
+            dim: number of components of a key.
+            codec: codec of the keys; None if they are not coded.
         """
         dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
         columns = (

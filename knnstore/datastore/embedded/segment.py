@@ -25,7 +25,7 @@ they were decoded from codes."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryColumns:
-    """Rows that are not on disk yet, by ascending id."""
+    """Ids and keys of a segment that is not on disk yet, by ascending id."""
 
     ids: Ids
     keys: StoredKeys
@@ -46,25 +46,27 @@ class MemoryColumns:
         """Return a copy of the ids of some rows."""
         return self.ids[rows]
 
-    def codes_at(self, rows: NDArray[np.int64], by: CodecFile) -> Codes:
-        """Return the codes of the keys of some rows by a codec, shape (len(rows), size)."""
-        return by.codec.encode(self.keys[rows].astype(np.float32))
+    def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
+        """Return the codes of the keys of some rows, encoded with a codec, uint8, shape (len(rows), size)."""
+        return codec_file.codec.encode(self.keys[rows].astype(np.float32))
 
     def set_aside(self, problem: str) -> None:
         """Do nothing: rows in memory have no file that could be damaged."""
 
 
 class MappedColumns:
-    """Rows in files. They are mapped at once, so they stay readable when a newer manifest drops the files.
+    """Ids and keys of a segment on disk.
 
-    Using a missing or damaged file raises CorruptDatastoreError. The other file can still be read.
+    The constructor maps the files, so that they stay readable when a newer manifest drops them. It raises no
+    error for a missing or damaged file; using this file later raises CorruptDatastoreError. The segment's
+    other files can still be read.
 
     Args:
         root: the datastore's directory.
         entry: the segment's entry in the manifest.
         dim: number of components of a key.
-        aside: the damaged segments of the datastore: the file of the keys and the group of each. This class
-            adds its segment when a file is missing or damaged.
+        aside: groups of the damaged segments of the datastore, by the file of their keys. This class adds its
+            segment when a file turns out to be missing or damaged.
         trusted: True if this process wrote the files itself.
         codec_file: the codec of the keys; None if they are not coded.
     """
@@ -90,17 +92,17 @@ class MappedColumns:
         self._row_size = entry.row_size(dim)
         self._all_ids: Ids | None = None
         self._packed_ids: PackedIds | None = None
-        self._ids_file = self._mapped(root, entry.ids, None, trusted)
-        self._keys_file = self._mapped(root, entry.keys, entry.digests, trusted)
+        self._ids_file = self._map_file(root, entry.ids, None, trusted)
+        self._keys_file = self._map_file(root, entry.keys, entry.digests, trusted)
         if codec_file is not None:
-            with suppress(CorruptDatastoreError), self._noticing():
+            with suppress(CorruptDatastoreError), self._note_damage():
                 codec_file.map()
 
     @property
     def ids(self) -> Ids:
-        """Ascending, shape (n,)."""
+        """All ids, int64, ascending, shape (n,). Packed ids are unpacked at the first use, and kept."""
         if self._all_ids is None:
-            packed = self._packed()
+            packed = self._read_packed_ids()
             self._all_ids = self.ids_file.bytes.view(np.int64) if packed is None else packed.all()
         return self._all_ids
 
@@ -109,81 +111,95 @@ class MappedColumns:
         """The codec of the keys; None if they are not coded."""
         if self.codec_file is None:
             return None
-        with self._noticing():
+        with self._note_damage():
             return self.codec_file.codec
 
     @property
     def keys(self) -> StoredKeys:
-        """All keys, shape (n, dim). The whole file is checked first."""
+        """All keys, shape (n, dim), decoded if they are coded. The whole file is checked first."""
         file = self.keys_file
-        with self._noticing():
+        with self._note_damage():
             file.check()
-        return self._decoded(self._stored)
+        return self._decode(self._stored)
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Return a copy of the keys of some rows, shape (len(rows), dim); check only their blocks."""
-        return self._decoded(self._stored_at(rows))
+        """Return a copy of the keys of some rows, shape (len(rows), dim), decoded if they are coded.
+
+        Only the blocks of the file that hold these rows are checked.
+        """
+        return self._decode(self._stored_at(rows))
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
         """Return a copy of the ids of some rows."""
-        packed = self._packed()
+        packed = self._read_packed_ids()
         return self.ids[rows] if packed is None else packed.at(rows)
 
-    def codes_at(self, rows: NDArray[np.int64], by: CodecFile) -> Codes:
-        """Return the codes of the keys of some rows by a codec, shape (len(rows), size)."""
-        if self.codec_file is not None and self.codec_file.entry == by.entry:
+    def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
+        """Return the codes of the keys of some rows with a codec, uint8, shape (len(rows), size).
+
+        The stored codes are returned if they are of this codec; otherwise the keys are encoded.
+        """
+        if self.codec_file is not None and self.codec_file.entry == codec_file.entry:
             return self._stored_at(rows)
-        return by.codec.encode(self.keys_at(rows).astype(np.float32))
+        return codec_file.codec.encode(self.keys_at(rows).astype(np.float32))
 
     def digests(self) -> bytes:
         """Compute the digests of the blocks of the file of keys, 32 bytes each."""
         file = self.keys_file
-        with self._noticing():
+        with self._note_damage():
             return file.digests()
 
     def set_aside(self, problem: str) -> None:
-        """Set the segment aside because of a problem. A problem that is known already stays."""
-        self._note(self.problem or problem)
+        """Mark the segment as damaged; see `reader`. A problem that is known already is not replaced."""
+        self._record_problem(self.problem or problem)
 
     @property
     def ids_file(self) -> MappedFile:
         """The file of the ids. Raises CorruptDatastoreError if it could not be mapped."""
-        return self._there(self._ids_file)
+        return self._require_file(self._ids_file)
 
     @property
     def keys_file(self) -> MappedFile:
         """The file of the keys. Raises CorruptDatastoreError if it could not be mapped."""
-        return self._there(self._keys_file)
+        return self._require_file(self._keys_file)
 
-    def _mapped(
+    def _map_file(
         self, root: Path, file: StoredFile, digests: str | None, trusted: bool
     ) -> MappedFile | CorruptDatastoreError:
+        """Map a file of the segment. Returns the error, without raising it, if the file is damaged."""
         try:
-            with self._noticing():
+            with self._note_damage():
                 return MappedFile(root, file, digests=digests, trusted=trusted)
         except CorruptDatastoreError as error:
             return error
 
     @staticmethod
-    def _there(file: MappedFile | CorruptDatastoreError) -> MappedFile:
+    def _require_file(file: MappedFile | CorruptDatastoreError) -> MappedFile:
+        """Return the file, or raise a CorruptDatastoreError if the file could not be mapped."""
         if isinstance(file, CorruptDatastoreError):
             raise CorruptDatastoreError(str(file))
         return file
 
     @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        """Set the segment aside if the block finds a file missing or damaged; raise the error with advice."""
+    def _note_damage(self) -> Iterator[None]:
+        """Mark the segment as damaged if the block finds a file missing or damaged.
+
+        Raises:
+            CorruptDatastoreError: in place of the block's FileNotFoundError or CorruptDatastoreError, with
+                advice.
+        """
         try:
             yield
         except FileNotFoundError as error:
-            self._note(damage(f"{error.filename} is missing"))
+            self._record_problem(describe_damage(f"{error.filename} is missing"))
         except CorruptDatastoreError as error:
-            self._note(damage(str(error)))
+            self._record_problem(describe_damage(str(error)))
         else:
             return
         raise CorruptDatastoreError(self.problem) from None
 
-    def _note(self, problem: str) -> None:
+    def _record_problem(self, problem: str) -> None:
+        """Set `problem`, and add the segment to the damaged segments of the datastore."""
         self.problem = problem
         self._aside[self._entry.keys] = (
             self._entry.group
@@ -191,30 +207,33 @@ class MappedColumns:
 
     @property
     def _stored(self) -> NDArray[Any]:
+        """All keys or codes as stored, shape (n, components or bytes), not checked."""
         return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
 
     def _stored_at(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Check the blocks that hold some rows, and return a copy of the keys or codes as stored."""
         file = self.keys_file
-        with self._noticing():
+        with self._note_damage():
             file.check_rows(rows, self._row_size)
         return np.asarray(self._stored[rows])
 
-    def _decoded(self, stored: NDArray[Any]) -> StoredKeys:
+    def _decode(self, stored: NDArray[Any]) -> StoredKeys:
+        """Return stored keys unchanged, or decode stored codes to keys."""
         codec = self.codec
         return stored if codec is None else codec.decode(stored)
 
-    def _packed(self) -> PackedIds | None:
-        """Return the packed ids after checking the file; None if the ids are not packed."""
+    def _read_packed_ids(self) -> PackedIds | None:
+        """Check the file of ids, and return its packed ids, cached; None if the ids are not packed."""
         file = self.ids_file
-        with self._noticing():
+        with self._note_damage():
             file.check()
         if self._packed_ids is None and self._entry.runs is not None:
             self._packed_ids = PackedIds(file.bytes, self._entry.rows, self._entry.runs)
         return self._packed_ids
 
 
-def damage(problem: str) -> str:
-    """Return a problem of keys or ids with the advice what to do."""
+def describe_damage(problem: str) -> str:
+    """Return a message: a problem of keys or ids, and what the user can do about it."""
     return (
         f"{problem}: restore it from a backup, or remove the documents that `knnstore verify` names and add "
         "them again"
@@ -227,9 +246,9 @@ Columns = MemoryColumns | MappedColumns
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Records of one group by ascending id. Some may be dead.
+    """Records of one group by ascending id. Some rows may be dead: deleted, or replaced in another segment.
 
-    Versions of a segment that differ only in their dead rows share their `columns`.
+    A segment is immutable. Marking rows dead makes a new version of it, which shares the `columns`.
     """
 
     group: int
@@ -238,14 +257,14 @@ class Segment:
     last_id: int
     columns: Columns
     dead: IdRanges = field(default_factory=IdRanges)
-    """Ranges of row numbers."""
+    """Numbers of the dead rows, as ranges."""
 
     entry: SegmentEntry | None = None
     """The segment's files; None while it is in memory only."""
 
     @classmethod
     def in_memory(cls, group: int, ids: Ids, keys: StoredKeys) -> "Segment":
-        """Create a segment of arrays that nobody else changes.
+        """Create a segment in memory from arrays, which the caller must not change afterwards.
 
         Args:
             group: the group of the records.
@@ -265,24 +284,24 @@ class Segment:
         return self.rows - self.dead.size if self.dead else self.rows
 
     def without(self, rows: IdRanges) -> "Segment":
-        """Return a version of the segment with more dead rows."""
+        """Return a version of the segment in which `rows`, ranges of row numbers, are dead too."""
         return replace(self, dead=self.dead | rows) if rows else self
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
-        """Return the numbers of the live rows, of all records or of those with `ids`."""
+        """Return the numbers of the live rows as ranges; with `ids` only rows of records with these ids."""
         return self.rows_of(ids) - self.dead
 
     def rows_of(self, ids: IdRanges | None) -> IdRanges:
-        """Return the row numbers of records with `ids`, live or dead; None gives all rows.
+        """Return the row numbers, as ranges, of the records with `ids`, live or dead; None gives all rows.
 
-        Reads no file if the first and last id of the segment decide.
+        Reads no file if the first and last id of the segment decide that no row or every row is selected.
         """
         if ids is None:
             return IdRanges([(0, self.rows)])
         if not ids or ids.starts[0] > self.last_id or ids.stops[-1] <= self.first_id:
             return IdRanges()
-        around = int(np.searchsorted(ids.starts, self.first_id, side="right")) - 1
-        if around >= 0 and ids.stops[around] > self.last_id:
+        range_index = int(np.searchsorted(ids.starts, self.first_id, side="right")) - 1
+        if range_index >= 0 and ids.stops[range_index] > self.last_id:
             return IdRanges([(0, self.rows)])
         return IdRanges(ids.rows_in(self.columns.ids))
 
@@ -294,9 +313,13 @@ class Segment:
             return IdRanges()
 
     def rows_with(self, ids: Ids) -> IdRanges:
-        """Return the row numbers of the records with `ids`, int64, ascending. Other ids are ignored."""
+        """Return the row numbers, as ranges, of the records with some ids, live or dead.
+
+        Args:
+            ids: int64, shape (n,), ascending; ids without a record are ignored.
+        """
         if not len(ids) or ids[0] > self.last_id or ids[-1] < self.first_id:
             return IdRanges()
-        mine = self.columns.ids
-        at = np.minimum(np.searchsorted(mine, ids), self.rows - 1)
-        return IdRanges.of_ids(at[mine[at] == ids])
+        segment_ids = self.columns.ids
+        positions = np.minimum(np.searchsorted(segment_ids, ids), self.rows - 1)
+        return IdRanges.of_ids(positions[segment_ids[positions] == ids])
