@@ -26,8 +26,8 @@ from knnstore.datastore import (
     code_size,
 )
 from knnstore.errors import CorruptDatastoreError
-from knnstore_cells.index import ArrangedSegment, SegmentCells, with_live_centers
-from knnstore_cells.kept import KeptCells
+from knnstore_cells.cell_cache import CellCache
+from knnstore_cells.index import ArrangedSegment, SegmentCells, replace_empty_centers
 from knnstore_cells.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ _NOT_CHOSEN = object()
 class CellsDatastore(EmbeddedDatastore):
     """A datastore in a local directory whose records lie in cells.
 
-    A cell holds the records that are nearest to its center. A query visits its nearest cells and is compared
-    with all of their records.
+    A cell holds the records that are nearest to its center. A query is compared with all records of its
+    nearest cells.
 
     Args:
         segments: the open directory.
@@ -52,9 +52,9 @@ class CellsDatastore(EmbeddedDatastore):
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
         super().__init__(segments, dim, metric)
         self._policy = policy
-        self._kept = KeptCells(policy.memory << 20)
+        self._cell_cache = CellCache(policy.memory << 20)
         self._missing: set[StoredFile] = set()
-        self._former: dict[int, list[ArrangedSegment]] | None = None
+        self._former_cells: dict[int, list[ArrangedSegment]] | None = None
         self._centers: dict[int, Keys] = {}
         self._device: Any = _NOT_CHOSEN
 
@@ -67,14 +67,14 @@ class CellsDatastore(EmbeddedDatastore):
         The parameters are `cells`, `probes`, `memory`, `codes`, `coded_from` and
         `device`; see `Policy`.
         """
-        metric, policy = Metric(metric), Policy.of(params)
+        metric, policy = Metric(metric), Policy.from_params(params)
         segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))
         return cls(segments, dim, metric, policy)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
         """Return the bytes of a record on disk and in an index; see `SupportsSize.record_size`."""
-        coding = Policy.of(params).coding_for(dim)
+        coding = Policy.from_params(params).coding_for(dim)
         key = code_size(coding.kind, dim) if coding else 2 * dim
         return key + 8 + 2 + dim // _RECORDS_PER_CENTER + 8
 
@@ -94,23 +94,29 @@ class CellsDatastore(EmbeddedDatastore):
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`."""
-        from knnstore_cells.device import full_precision
+        from knnstore_cells.device import disable_autocast
 
-        with full_precision():
+        with disable_autocast():
             return super().search(queries, k, where=where)
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Compare queries with all records of their nearest cells; see `SupportsCells.visit`."""
+        """Compute the distances of queries to all records of their nearest cells; see `SupportsCells.visit`.
+
+        Raises:
+            CorruptDatastoreError: no record is found, and a segment that `where` selects is damaged.
+        """
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
-        from knnstore_cells.device import full_precision
+        from knnstore_cells.device import disable_autocast
         from knnstore_cells.group import CellGroup
-        from knnstore_cells.visiting import visit
+        from knnstore_cells.visiting import visit_cells
 
         def visited(groups: Sequence[GroupSearch]) -> list[Visits]:
-            return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)
+            return visit_cells(
+                [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
+            )
 
-        with full_precision():
+        with disable_autocast():
             found = self._searches.search_groups(
                 where.groups if where else None, visited, self._create_group_search
             )
@@ -119,42 +125,46 @@ class CellsDatastore(EmbeddedDatastore):
         return found
 
     def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and put new records into cells.
+        """Merge segments, reclaim the space of deleted records, and write the cells of new records.
 
-        The centers of a group stay the same until its number of cells changes, which it does when the group
-        has grown or shrunk by about a half. Records then stay in their cells.
+        The centers of a group stay the same until its number of cells changes, which happens when the group
+        has grown or shrunk by about a half. While the centers stay, records stay in their cells.
         """
-        with self._remembering():
+        with self._remember_cells():
             super().optimize()
 
     def vacuum(self) -> None:
         """Rewrite segments with deleted records; see `SupportsVacuum.vacuum`. Records stay in their cells."""
-        with self._remembering() as former:
-            for group, found in former.items():
-                live = with_live_centers(found) if found else []
-                if live and not live[0].has(found[0].cells.centers):
-                    former[group] = live
-                    self._damaged |= {one.segment.index.file for one in found if one.segment.index}
+        with self._remember_cells() as former:
+            for group, arranged in former.items():
+                with_live_centers = replace_empty_centers(arranged) if arranged else []
+                if with_live_centers and not with_live_centers[0].has_centers(arranged[0].cells.centers):
+                    former[group] = with_live_centers
+                    self._damaged |= {
+                        arranged_segment.segment.index.file
+                        for arranged_segment in arranged
+                        if arranged_segment.segment.index
+                    }
             super().vacuum()
 
     def _create_group_search(self) -> GroupSearch:
-        """Create the search of a group."""
+        """Create the object that searches one group; the first call chooses the device."""
         # These imports load torch, which listing and removing do not need.
-        from knnstore_cells.device import chosen_device
+        from knnstore_cells.device import choose_device
         from knnstore_cells.group import CellGroup
 
         if self._device is _NOT_CHOSEN:
             rows = sum(segment.rows for segment in self._segments.snapshot())
             size = rows * self.record_size(self._dim, **asdict(self._policy))
-            self._device = chosen_device(self._policy.device, size)
+            self._device = choose_device(self._policy.device, size)
         segments = self._segments
         return CellGroup(
             self._dim,
             self._metric,
             self._policy,
-            self._opened,
+            self._open_cells,
             lambda: segments.replacements,
-            self._kept,
+            self._cell_cache,
             self._device,
         )
 
@@ -167,48 +177,70 @@ class CellsDatastore(EmbeddedDatastore):
         return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        from knnstore_cells.device import full_precision
+        from knnstore_cells.device import disable_autocast
 
-        with full_precision():
-            self._arrange(segment, parameters["centers"], path)
+        with disable_autocast():
+            self._write_cells(segment, parameters["centers"], path)
 
-    def _arrange(self, segment: Segment, cells: int, path: Path) -> None:
-        """Put the rows of a segment into the cells of its group, and write its index."""
+    def _write_cells(self, segment: Segment, cells: int, path: Path) -> None:
+        """Assign the rows of a segment to the cells of its group, and write the index to a file.
+
+        New centers are fitted if the group has none yet, or if its number of cells has changed.
+
+        Args:
+            segment: the segment.
+            cells: number of cells of the group.
+            path: file to create.
+        """
         from torch import from_numpy
 
-        from knnstore_cells.partition import NearestCenter, arranged, fit_centers
+        from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 
         group = segment.group
-        former = (self._former or {}).get(group, [])
+        former = (self._former_cells or {}).get(group, [])
         centers = self._centers.get(group)
         if centers is None:
-            centers = next((one.cells.centers for one in former if len(one.cells.centers) == cells), None)
+            centers = next(
+                (arranged.cells.centers for arranged in former if len(arranged.cells.centers) == cells), None
+            )
         if centers is None or len(centers) != cells:
             centers = fit_centers(list(self._segments.by_group()[group]), cells)
         self._centers[group] = centers
-        arranged(segment, NearestCenter(from_numpy(centers)), former).write(path)
+        assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
         """Return None: a group is searched as a whole, not by segments."""
 
     @contextmanager
-    def _remembering(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
-        """Remember the cells of all records while segments are rewritten."""
-        if self._former is not None:
-            yield self._former
-            return
-        self._former = {}
-        for group, segments in self._segments.by_group().items():
-            found = [(one, self._opened(one, quietly=True)) for one in segments]
-            there = [ArrangedSegment(one, cells) for one, cells in found if cells is not None]
-            self._former[group] = sorted(there, key=lambda one: one.segment.rows, reverse=True)
-        try:
-            yield self._former
-        finally:
-            self._former, self._centers = None, {}
+    def _remember_cells(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
+        """Remember the cells of all records during the block, in which segments are rewritten.
 
-    def _opened(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
-        """Open the index of a segment; return None if it has none that can be used.
+        Yields the segments with an index of each group, largest first. In a nested block, the outer block's
+        mapping is yielded.
+        """
+        if self._former_cells is not None:
+            yield self._former_cells
+            return
+        self._former_cells = {}
+        for group, segments in self._segments.by_group().items():
+            opened = [(segment, self._open_cells(segment, quietly=True)) for segment in segments]
+            arranged = [ArrangedSegment(segment, cells) for segment, cells in opened if cells is not None]
+            self._former_cells[group] = sorted(
+                arranged, key=lambda segment: segment.segment.rows, reverse=True
+            )
+        try:
+            yield self._former_cells
+        finally:
+            self._former_cells, self._centers = None, {}
+
+    def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
+        """Open the index of a segment; returns None if the segment has no index that can be used.
+
+        A damaged or missing file is added to the damaged files.
+
+        Args:
+            segment: the segment.
+            quietly: log nothing, and raise no error for a missing file.
 
         Raises:
             FileNotFoundError: the file is missing. Raised once for each file: a newer manifest may have

@@ -1,4 +1,4 @@
-"""Keys in the memory of a device, where many cells are visited at a time."""
+"""Keys in the memory of a device such as a GPU, where many cells are compared with queries at a time."""
 
 import logging
 import math
@@ -26,8 +26,11 @@ _SHARE_OF_MEMORY = 0.7  # the rest is for distances and for the model
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Switch off torch's autocast, which would round distances and mix dtypes that cannot be added."""
+def disable_autocast() -> Iterator[None]:
+    """Switch off torch's autocast during the block.
+
+    Autocast would round distances, and mix dtypes that cannot be added.
+    """
     with ExitStack() as switched_off:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -35,7 +38,7 @@ def full_precision() -> Iterator[None]:
         yield
 
 
-class Order(NamedTuple):
+class RowsByCell(NamedTuple):
     """Some rows of `DeviceKeys`, sorted by cell, on the device."""
 
     rows: Tensor | None
@@ -45,8 +48,8 @@ class Order(NamedTuple):
     """Begin of each cell in `rows`, and the end of the last one, shape (cells + 1,)."""
 
 
-class Visitors(NamedTuple):
-    """Queries that visit cells, on the device."""
+class QueriesByCell(NamedTuple):
+    """Queries that probe cells, sorted by cell, on the device."""
 
     cells: Tensor
     """Numbers of the cells, each once, shape (c,)."""
@@ -65,7 +68,7 @@ class DeviceKeys:
         segment: the segment.
         cells: the cells of its rows.
         codec_file: codec of the group; keys with another codec are held decoded.
-        turned: rotates keys that are not coded; see `Visitable.turned`.
+        rotate: rotates keys that are not coded; see `Visitable.rotate`.
         origins: centers of the cells, rotated, on the device.
     """
 
@@ -74,22 +77,24 @@ class DeviceKeys:
         segment: Segment,
         cells: SegmentCells,
         codec_file: CodecFile | None,
-        turned: Callable[[Tensor], Tensor],
+        rotate: Callable[[Tensor], Tensor],
         origins: Tensor,
     ) -> None:
         columns, self._row_of = segment.columns, cells.rows.astype(np.int64)
         self._origins, device = origins, origins.device
         self._ids: Ids = columns.ids_at(self._row_of)
         self._starts = cells.starts
-        self._all = Order(None, torch.from_numpy(cells.starts).to(device))
-        self._chosen: tuple[object, object, Order] = (None, None, self._all)
-        self._decode: Callable[[Tensor], Tensor] = lambda keys: turned(keys.float())
+        self._all = RowsByCell(None, torch.from_numpy(cells.starts).to(device))
+        self._last_selection: tuple[object, object, RowsByCell] = (None, None, self._all)
+        self._decode: Callable[[Tensor], Tensor] = lambda keys: rotate(keys.float())
         read: Callable[[NDArray[np.int64]], NDArray[np.generic]] = columns.keys_at
         if codec_file is not None and columns.codec_file is codec_file:
-            self._decode = _decoder(codec_file.codec, device)
+            self._decode = _make_decoder(codec_file.codec, device)
             read = lambda rows: columns.codes_at(rows, codec_file)  # noqa: E731
         starts = range(0, max(1, len(self._row_of)), _ROWS_AT_ONCE)
-        parts = [torch.from_numpy(read(self._row_of[at : at + _ROWS_AT_ONCE])).to(device) for at in starts]
+        parts = [
+            torch.from_numpy(read(self._row_of[start : start + _ROWS_AT_ONCE])).to(device) for start in starts
+        ]
         owners = torch.split(torch.repeat_interleave(self._all.starts.diff()), _ROWS_AT_ONCE)
         self._values = torch.cat(parts)
         self._norms = torch.cat(
@@ -100,54 +105,65 @@ class DeviceKeys:
         )
         """|key - origin|² of each row."""
 
-    def chosen(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> Order:
-        """Return the live rows (`alive`) with these ids. The result of the last call is kept."""
-        if alive is None and ids is None:
-            return self._all
-        if self._chosen[0] is not alive or self._chosen[1] is not ids:
-            there = np.ones(len(self._ids), bool) if alive is None else alive[self._row_of]
-            if ids is not None:
-                there &= ids.contains(self._ids)
-            rows = np.flatnonzero(there)
-            arrays = rows, np.searchsorted(rows, self._starts)
-            order = Order(*(torch.from_numpy(one).to(self._values.device) for one in arrays))
-            self._chosen = alive, ids, order
-        return self._chosen[2]
-
-    def visit(self, visitors: Visitors, order: Order, queries: Tensor, metric: Metric) -> Iterator[Visits]:
-        """Compare queries with the records of their cells, and yield visits of one shape.
+    def select_rows(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> RowsByCell:
+        """Return the selected rows, sorted by cell. The result of the last call is cached.
 
         Args:
-            visitors: the queries that visit each cell.
-            order: the rows to compare; see `chosen`.
+            alive: mask of the live rows of the segment; None if all rows are live.
+            ids: ids to which the rows are restricted; None selects all live rows.
+        """
+        if alive is None and ids is None:
+            return self._all
+        if self._last_selection[0] is not alive or self._last_selection[1] is not ids:
+            is_selected = np.ones(len(self._ids), bool) if alive is None else alive[self._row_of]
+            if ids is not None:
+                is_selected &= ids.contains(self._ids)
+            rows = np.flatnonzero(is_selected)
+            arrays = rows, np.searchsorted(rows, self._starts)
+            order = RowsByCell(*(torch.from_numpy(array).to(self._values.device) for array in arrays))
+            self._last_selection = alive, ids, order
+        return self._last_selection[2]
+
+    def visit(
+        self, visitors: QueriesByCell, order: RowsByCell, queries: Tensor, metric: Metric
+    ) -> Iterator[Visits]:
+        """Compute the distances between queries and the records of their cells; yield stacks of visits.
+
+        All visits have the same shape, so a cell with many queries or records is divided into several visits.
+
+        Args:
+            visitors: the queries that probe each cell.
+            order: the rows to compare; see `select_rows`.
             queries: queries, rotated, on the device, float32, shape (q, width).
             metric: metric of the distances.
         """
-        tiles = _tiles(visitors, order)
-        widest = max(one.shape[1] for one in tiles[1:])
+        tiles = _divide_into_tiles(visitors, order)
+        widest = max(tile.shape[1] for tile in tiles[1:])
         step = max(1, _COMPONENTS_AT_ONCE // (queries.shape[1] * widest))
-        for at, numbers, rows in zip(*(torch.split(one, step) for one in tiles), strict=True):
-            there, asking = rows.clamp(min=0), queries[numbers.clamp(min=0)]
-            keys = self._decode(self._values[there])
+        for cells, numbers, rows in zip(*(torch.split(tile, step) for tile in tiles), strict=True):
+            key_rows, tile_queries = rows.clamp(min=0), queries[numbers.clamp(min=0)]
+            keys = self._decode(self._values[key_rows])
             if metric is Metric.IP:
-                distances = torch.bmm(asking, keys.mT).neg_()
+                distances = torch.bmm(tile_queries, keys.mT).neg_()
             else:  # |(q - o) - (k - o)|², where (q - o)(k - o) = (q - o)k - (q - o)o
-                origins = self._origins[at, None]
-                asking -= origins
-                distances = torch.baddbmm(self._norms[there][:, None], asking, keys.mT, alpha=-2)
-                distances += (asking.square() + 2 * asking * origins).sum(2)[..., None]
+                origins = self._origins[cells, None]
+                tile_queries -= origins
+                distances = torch.baddbmm(self._norms[key_rows][:, None], tile_queries, keys.mT, alpha=-2)
+                distances += (tile_queries.square() + 2 * tile_queries * origins).sum(2)[..., None]
                 distances.clamp_(min=0)
             distances.masked_fill_((numbers < 0)[..., None] | (rows < 0)[:, None], torch.inf)
-            asked, met = numbers.cpu().numpy(), rows.cpu().numpy()
-            ids = np.where(met < 0, -1, self._ids[met])
-            yield Visits(asked, ids, distances if distances.is_cuda else distances.numpy())
+            query_numbers, row_numbers = numbers.cpu().numpy(), rows.cpu().numpy()
+            ids = np.where(row_numbers < 0, -1, self._ids[row_numbers])
+            yield Visits(query_numbers, ids, distances if distances.is_cuda else distances.numpy())
 
 
-def chosen_device(name: str, needed: int) -> torch.device | None:
-    """Choose the device that holds the keys; None leaves them in their files.
+def choose_device(name: str, needed: int) -> torch.device | None:
+    """Choose the device whose memory holds the keys. Returns None if the keys stay in their files.
+
+    Logs a warning if ``auto`` finds a GPU with too little free memory.
 
     Args:
-        name: a torch device, ``none``, or ``auto`` for the GPU if there is one with room.
+        name: a torch device, ``none``, or ``auto`` for a GPU with enough free memory if there is one.
         needed: bytes of the keys in their stored form.
 
     Raises:
@@ -169,28 +185,39 @@ def chosen_device(name: str, needed: int) -> torch.device | None:
         raise ConfigError(f"cells: device {name!r} cannot be used: {reason}") from None
 
 
-def _tiles(visitors: Visitors, order: Order) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide visits into t tiles with at most m queries and r records.
+def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide the pairs of a query and a record of its cell into t tiles of m queries and r records.
+
+    Args:
+        visitors: the queries that probe each cell.
+        order: the rows to compare, sorted by cell.
 
     Returns:
         The cell of each tile, shape (t,); its queries, shape (t, m); its rows, shape (t, r). -1 if a query or
         row is missing.
     """
     begins, ends = order.starts[visitors.cells], order.starts[visitors.cells + 1]
-    counts, askers = ends - begins, visitors.starts.diff()
-    across = _power_of_two(len(visitors.queries) / max(1, len(askers)), _QUERIES)
-    down = _power_of_two(int(counts.max()) if len(counts) else 1, _RECORDS)
-    of_rows = -(-counts // down)
-    each = -(-askers // across) * of_rows
-    visit = torch.repeat_interleave(each)
-    number = torch.arange(len(visit), device=visit.device) - (each.cumsum(0) - each)[visit]
-    column, row = number // of_rows[visit], number % of_rows[visit]
-    asked = _slices(visitors.starts[visit] + column * across, visitors.starts[visit + 1], across)
-    met = _slices(begins[visit] + row * down, ends[visit], down)
+    counts, query_counts = ends - begins, visitors.starts.diff()
+    tile_queries = _power_of_two(len(visitors.queries) / max(1, len(query_counts)), _QUERIES)
+    tile_rows = _power_of_two(int(counts.max()) if len(counts) else 1, _RECORDS)
+    row_tiles = -(-counts // tile_rows)
+    tiles_per_cell = -(-query_counts // tile_queries) * row_tiles
+    cell_of_tile = torch.repeat_interleave(tiles_per_cell)
+    number = (
+        torch.arange(len(cell_of_tile), device=cell_of_tile.device)
+        - (tiles_per_cell.cumsum(0) - tiles_per_cell)[cell_of_tile]
+    )
+    column, row = number // row_tiles[cell_of_tile], number % row_tiles[cell_of_tile]
+    query_positions = _list_numbers(
+        visitors.starts[cell_of_tile] + column * tile_queries, visitors.starts[cell_of_tile + 1], tile_queries
+    )
+    row_positions = _list_numbers(begins[cell_of_tile] + row * tile_rows, ends[cell_of_tile], tile_rows)
     return (
-        visitors.cells[visit],
-        torch.where(asked < 0, -1, visitors.queries[asked]),
-        met if order.rows is None else torch.where(met < 0, -1, order.rows[met]),
+        visitors.cells[cell_of_tile],
+        torch.where(query_positions < 0, -1, visitors.queries[query_positions]),
+        row_positions
+        if order.rows is None
+        else torch.where(row_positions < 0, -1, order.rows[row_positions]),
     )
 
 
@@ -199,14 +226,20 @@ def _power_of_two(least: float, most: int) -> int:
     return min(most, 1 << math.ceil(math.log2(max(1.0, least))))
 
 
-def _slices(starts: Tensor, stops: Tensor, width: int) -> Tensor:
-    """Return the numbers from each start to its stop, then -1; shape (len(starts), width)."""
-    at = starts[:, None] + torch.arange(width, device=starts.device)
-    return torch.where(at < stops[:, None], at, -1)
+def _list_numbers(starts: Tensor, stops: Tensor, width: int) -> Tensor:
+    """Return rows of consecutive numbers from each start up to, not including, its stop, padded with -1.
+
+    The result has the shape (len(starts), width). Numbers from start + width on are left out.
+    """
+    numbers = starts[:, None] + torch.arange(width, device=starts.device)
+    return torch.where(numbers < stops[:, None], numbers, -1)
 
 
-def _decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that decodes codes, shape (..., size), on a device, as `Codec.turned` does."""
+def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function that decodes codes on a device as `Codec.turned` does.
+
+    The function converts uint8, shape (..., size), to float32, shape (..., width).
+    """
     if not isinstance(codec, ProductCodec):
         return lambda codes: codes[..., 4:].view(torch.int8) * codes[..., :4].contiguous().view(torch.float32)
     centers = torch.from_numpy(codec.centers).to(device)

@@ -19,20 +19,20 @@ from knnstore.datastore import (
     StoredFile,
     Visits,
 )
-from knnstore_cells.device import DeviceKeys, Visitors
+from knnstore_cells.cell_cache import Cell, CellCache
+from knnstore_cells.device import DeviceKeys, QueriesByCell
 from knnstore_cells.index import ArrangedSegment, SegmentCells
-from knnstore_cells.kept import Cell, KeptCells
-from knnstore_cells.partition import NearestCenter, arranged, fit_centers
+from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 from knnstore_cells.policy import Policy
 from knnstore_cells.scanning import CodedCell, CodeScanner, can_scan
-from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit
+from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit_cells
 
 _SMALL = 4096  # with at most so many matching records, a query is compared with all of them
 _MOST_GROWTH = 4  # new centers are fitted if the number of cells should change by more than this factor
 
 
-class _Part(NamedTuple):
-    """The cells of one segment."""
+class _SegmentInGroup(NamedTuple):
+    """A segment of the group with the cells of its rows."""
 
     segment: Segment
     cells: SegmentCells
@@ -40,20 +40,20 @@ class _Part(NamedTuple):
     """True for a live row, shape (rows,); None if all rows are live."""
 
     on_device: DeviceKeys | None
-    """Its keys on the device; None without a device."""
+    """The segment's keys on the device; None without a device."""
 
 
 class CellGroup:
-    """The search of one group, whose records lie in cells.
+    """Searches one group, whose records lie in cells.
 
     Args:
         dim: number of components of a key.
         metric: metric of the distances.
         policy: numbers of cells and probes.
-        opens: opens the index of a segment; returns None if it has none that can be used.
+        opens: opens the index of a segment; returns None if the segment has no index that can be used.
         count_replacements: returns how many additions have replaced records so far. While this number stays
             the same, a record that was in a cell at the last update has the same key now.
-        kept: cache of cells; not used with a device.
+        cell_cache: cache of cells; not used with a device.
         device: device that holds all keys; None reads cells one by one.
     """
 
@@ -64,7 +64,7 @@ class CellGroup:
         policy: Policy,
         opens: Callable[[Segment], SegmentCells | None],
         count_replacements: Callable[[], int],
-        kept: KeptCells,
+        cell_cache: CellCache,
         device: torch.device | None = None,
     ) -> None:
         self._dim = dim
@@ -74,17 +74,17 @@ class CellGroup:
         self._count_replacements = count_replacements
         self._replacements = 0
         self._nearest = NearestCenter(torch.empty(0, dim))
-        self._kept = kept
+        self._cell_cache = cell_cache
         self.device = device
         self._version = object()
         self._segments: Sequence[Segment] = ()
-        self._parts: list[_Part] = []
+        self._parts: list[_SegmentInGroup] = []
         self._matching: tuple[IdRanges | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
         self._with_records: tuple[NDArray[np.int64], Cells] | None = None
         self._codec_file: CodecFile | None = None
         self._rotation: Tensor | None = None
         self._scanner: tuple[object, CodeScanner | None] = (None, None)
-        self.room = kept.size
+        self.room = cell_cache.size
         """Maximum number of bytes of decoded keys in memory, of all groups together."""
         self.rows = 0
         """Number of live records."""
@@ -92,7 +92,7 @@ class CellGroup:
         """Centers of the cells, float32, shape (cells, dim)."""
         self.origins = self.centers
         """The centers, rotated by the codec."""
-        self.middle = self._middle()
+        self.middle = self._compute_middle()
         """Origin of the keys in `Cell`: their mean, rotated. With it distances lose the fewest digits."""
         self.counts = np.zeros(0, np.int64)
         """Number of live records of each cell, shape (cells,)."""
@@ -111,78 +111,93 @@ class CellGroup:
             FileNotFoundError: the file of an index is missing. Raised once for each file.
         """
         self._segments = ()
-        moved = self._moved_since_update(segments)
-        known = {_name(part.segment): part for part in self._parts}
+        former_segments = self._find_former_segments(segments)
+        known_parts = {_identify_segment(part.segment): part for part in self._parts}
         self.rows = sum(segment.live for segment in segments)
-        former = [known.get(_name(segment)) for segment in segments]
-        found = [part.cells if part else self._opens(one) for part, one in zip(former, segments, strict=True)]
-        nearest = self._nearest_center(self._common_centers(segments, found))
+        former_parts = [known_parts.get(_identify_segment(segment)) for segment in segments]
+        found_cells = [
+            part.cells if part else self._opens(segment)
+            for part, segment in zip(former_parts, segments, strict=True)
+        ]
+        nearest = self._get_nearest_center(self._choose_centers(segments, found_cells))
         centers = nearest.centers.numpy()
         codec_file = self._codec_file
         self._set_rotation(segments)
         # Stored by columns: one query finds the nearest of 16,384 centers in a third of the time.
         self.centers = nearest.centers.to(self.device).T.contiguous().T
-        self.origins = self.turned(self.centers)
-        self.middle = self._middle()
+        self.origins = self.rotate(self.centers)
+        self.middle = self._compute_middle()
         self._parts = []
-        for segment, cells, part in zip(segments, found, former, strict=True):
+        for segment, cells, part in zip(segments, found_cells, former_parts, strict=True):
             fits = cells is not None and np.array_equal(cells.centers, centers)
-            own = cells if cells is not None and fits else arranged(segment, nearest, moved)
-            alive = _mask(segment.live_rows(), segment.rows) if segment.dead else None
-            same = part is not None and part.cells is own and codec_file is self._codec_file
-            on_device = part.on_device if part is not None and same else None
+            segment_cells = (
+                cells if cells is not None and fits else assign_cells(segment, nearest, former_segments)
+            )
+            alive = _make_mask(segment.live_rows(), segment.rows) if segment.dead else None
+            is_unchanged = part is not None and part.cells is segment_cells and codec_file is self._codec_file
+            on_device = part.on_device if part is not None and is_unchanged else None
             if self.device is not None and on_device is None:
-                on_device = DeviceKeys(segment, own, self._codec_file, self.turned, self.origins)
-            self._parts.append(_Part(segment, own, alive, on_device))
-        self.counts = self._count(lambda part: part.alive)
+                on_device = DeviceKeys(segment, segment_cells, self._codec_file, self.rotate, self.origins)
+            self._parts.append(_SegmentInGroup(segment, segment_cells, alive, on_device))
+        self.counts = self._count_rows(lambda part: part.alive)
         self._matching = (None, self.counts)
         self._version = object()
         self._segments = segments
 
-    def _moved_since_update(self, segments: Sequence[Segment]) -> list[ArrangedSegment]:
-        """Return the former segments that are not among `segments`; none if records were replaced."""
+    def _find_former_segments(self, segments: Sequence[Segment]) -> list[ArrangedSegment]:
+        """Return the segments of the last update that are not in `segments`, with their cells.
+
+        Returns an empty list if records were replaced since, because their keys may have changed.
+        """
         former, self._replacements = self._replacements, self._count_replacements()
         if self._replacements != former:
             return []
-        names = {_name(segment) for segment in segments}
+        names = {_identify_segment(segment) for segment in segments}
         return [
             ArrangedSegment(part.segment, part.cells)
             for part in self._parts
-            if _name(part.segment) not in names
+            if _identify_segment(part.segment) not in names
         ]
 
-    def turned(self, vectors: Tensor) -> Tensor:
-        """Rotate vectors, shape (n, dim), as the codec rotates keys. Distances stay the same."""
+    def rotate(self, vectors: Tensor) -> Tensor:
+        """Rotate vectors, shape (n, dim), to the codec's space, shape (n, width). Distances stay the same."""
         return vectors if self._rotation is None else vectors @ self._rotation
 
-    def _middle(self) -> Tensor:
+    def _compute_middle(self) -> Tensor:
         """Compute the origin of the keys: the mean center for L2, else 0."""
-        some = self.metric is Metric.L2 and len(self.origins)
-        return self.origins.mean(0) if some else self.origins.new_zeros(self.origins.shape[1])
+        has_center = self.metric is Metric.L2 and len(self.origins)
+        return self.origins.mean(0) if has_center else self.origins.new_zeros(self.origins.shape[1])
 
-    def matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
-        """Count the live records with these ids in each cell, shape (cells,); None for all ids."""
+    def count_matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
+        """Return the number of live records with `ids` in each cell, shape (cells,); None counts all records.
+
+        The result for the last `ids` object is cached.
+        """
         if ids is None:
             return self.counts
         last, counts = self._matching
         if last is not ids:
-            counts = self._count(lambda part: _mask(part.segment.live_rows(ids), part.segment.rows))
+            counts = self._count_rows(lambda part: _make_mask(part.segment.live_rows(ids), part.segment.rows))
             self._matching = (ids, counts)
         return counts
 
-    def cells_with(self, ids: IdRanges | None) -> Cells:
-        """Return the cells that have live records with these ids; None for all ids."""
-        counts, last = self.matching(ids), self._with_records
-        if last is None or last[0] is not counts:
-            last = self._with_records = counts, Cells.of(self.centers, counts)
-        return last[1]
+    def find_cells(self, ids: IdRanges | None) -> Cells:
+        """Return the cells that have live records with `ids`; None selects all records."""
+        counts, cached = self.count_matching(ids), self._with_records
+        if cached is None or cached[0] is not counts:
+            cached = self._with_records = counts, Cells.of(self.centers, counts)
+        return cached[1]
 
-    def cell(self, number: int) -> Cell:
-        """Return the live records of a cell."""
-        return self._kept.get(self._version, number, self._read)
+    def read_cell(self, number: int) -> Cell:
+        """Return the live records of a cell by its number, from the cache or from the segments."""
+        return self._cell_cache.get(self._version, number, self._read_cell)
 
-    def scanner(self) -> CodeScanner | None:
-        """Return the scanner of the codes; None if some keys are not codes that it can read."""
+    def get_scanner(self) -> CodeScanner | None:
+        """Return the scanner that computes distances from codes; None if it cannot be used.
+
+        It can be used if FAISS is installed, no device holds the keys, and all keys are codes of one product
+        quantizer.
+        """
         version, scanner = self._scanner
         if version is not self._version:
             file, scanner = self._codec_file, None
@@ -190,135 +205,171 @@ class CellGroup:
             if file and all_coded and self.device is None and can_scan():
                 codec, cells = file.codec, len(self.centers)
                 if isinstance(codec, ProductCodec):
-                    scanner = CodeScanner(codec, cells, self.metric, self._kept)
+                    scanner = CodeScanner(codec, cells, self.metric, self._cell_cache)
             self._scanner = self._version, scanner
         return scanner
 
-    def codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Return the live records of some different cells as codes. All keys must be codes of one codec."""
+    def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
+        """Read the live records of several cells as codes. All keys must be codes of one codec.
+
+        Args:
+            numbers: numbers of the cells, without duplicates.
+
+        Returns:
+            The records of each cell, in the order of `numbers`; a cell without records is empty.
+        """
         file = self._codec_file
         assert file is not None
-        found: list[list[CodedCell]] = [[] for _ in numbers]
-        for segment, rows in self._rows_of(numbers):
-            together, ends = np.concatenate(rows), np.cumsum([len(some) for some in rows])[:-1]
-            ids = np.split(segment.columns.ids_at(together), ends)
-            codes = np.split(segment.columns.codes_at(together, file), ends)
-            for cell, some_ids, some_codes in zip(found, ids, codes, strict=True):
-                cell.append(CodedCell(some_ids, some_codes))
-        nothing = CodedCell(np.empty(0, np.int64), np.empty((0, file.codec.size), np.uint8))
-        return [CodedCell.joined(cell or [nothing]) for cell in found]
+        cell_parts: list[list[CodedCell]] = [[] for _ in numbers]
+        for segment, rows in self._iterate_rows(numbers):
+            all_rows, ends = np.concatenate(rows), np.cumsum([len(cell_rows) for cell_rows in rows])[:-1]
+            ids = np.split(segment.columns.ids_at(all_rows), ends)
+            codes = np.split(segment.columns.codes_at(all_rows, file), ends)
+            for parts_of_cell, cell_ids, cell_codes in zip(cell_parts, ids, codes, strict=True):
+                parts_of_cell.append(CodedCell(cell_ids, cell_codes))
+        empty = CodedCell(np.empty(0, np.int64), np.empty((0, file.codec.size), np.uint8))
+        return [CodedCell.joined(parts_of_cell or [empty]) for parts_of_cell in cell_parts]
 
-    def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
-        """Compare queries with the records of their cells on the device; see `DeviceKeys.visit`."""
-        turned = self.turned(queries)
+    def visit_on_device(
+        self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
+    ) -> Iterator[Visits]:
+        """Compare queries with the records of their cells on the device; see `DeviceKeys.visit`.
+
+        `ids` restricts the records; None compares with all.
+        """
+        rotated = self.rotate(queries)
         for _, _, alive, keys in self._parts:
             assert keys is not None
-            yield from keys.visit(visitors, keys.chosen(alive, ids), turned, self.metric)
+            yield from keys.visit(visitors, keys.select_rows(alive, ids), rotated, self.metric)
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find about the k nearest records of each query. Returns k records if there are k."""
-        counts = self.matching(ids)
+        """Find approximately the k nearest records of each query, shape (q, k), nearest first.
+
+        Rows are padded only if fewer than k records match.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: number of neighbors, >= 1.
+            ids: ids to which the search is restricted; None searches all records.
+        """
+        counts = self.count_matching(ids)
         total, cells = int(counts.sum()), int((counts > 0).sum())
         if total == 0 or not len(queries):
             return Neighbors.nothing(len(queries), k)
         probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
-        found = self._search_cells(queries, k, ids, probes)
-        short = np.flatnonzero(found.ids[:, min(k, total) - 1] < 0)
+        neighbors = self._search_cells(queries, k, ids, probes)
+        short = np.flatnonzero(neighbors.ids[:, min(k, total) - 1] < 0)
         if len(short):  # the visited cells hold fewer than k matching records
-            found.put(short, self._search_cells(queries[short], k, ids, cells))
-        return found
+            neighbors.put(short, self._search_cells(queries[short], k, ids, cells))
+        return neighbors
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
-        """Find the k nearest records of each query in its nearest cells."""
-        largest = np.sort(self.matching(ids))[-probes:].sum()
+        """Find the k nearest records of each query in its `probes` nearest cells; pads missing neighbors."""
+        largest = np.sort(self.count_matching(ids))[-probes:].sum()
         step = max(1, DISTANCES_AT_ONCE // int(largest))
         parts = []
         for start in range(0, len(queries), step):
-            some = queries[start : start + step]
-            visits = visit([self], some, probes, ids)
-            parts.append(Neighbors.visited(visits, len(some)).nearest(k))
+            batch = queries[start : start + step]
+            visits = visit_cells([self], batch, probes, ids)
+            parts.append(Neighbors.visited(visits, len(batch)).nearest(k))
         return Neighbors.joined(parts, axis=0)
 
-    def _common_centers(self, segments: Sequence[Segment], found: Sequence[SegmentCells | None]) -> Keys:
-        """Return the centers for all segments, shape (cells, dim).
+    def _choose_centers(
+        self, segments: Sequence[Segment], found_cells: Sequence[SegmentCells | None]
+    ) -> Keys:
+        """Return the centers that all segments of the group use, shape (cells, dim).
 
-        These are the centers of the largest segment with an index or with cells of the last update. Without
-        one, as while a new group is filled, the centers of the last update stay until the group has
-        outgrown them. Then new centers are fitted.
+        These are the centers of the largest segment that has an index, or had cells at the last update. If no
+        segment has, for example while a new group is filled, the centers of the last update stay until the
+        number of cells should differ by more than a factor of `_MOST_GROWTH`. Then new centers are fitted.
+
+        Args:
+            segments: segments of the group.
+            found_cells: known cells of each segment, or None.
         """
         wanted = self._policy.cells_for(self.rows)
-        known = [
+        known_centers = [
             (segment.rows, cells.centers)
-            for segment, cells in zip(segments, found, strict=True)
+            for segment, cells in zip(segments, found_cells, strict=True)
             if cells and (len(cells.centers) > 1 or wanted == 1)
         ]
-        if known:
-            return max(known, key=lambda one: one[0])[1]
+        if known_centers:
+            return max(known_centers, key=lambda candidate: candidate[0])[1]
         former: Keys = self._nearest.centers.numpy()
         if 1 < len(former) <= wanted * _MOST_GROWTH and wanted <= len(former) * _MOST_GROWTH:
             return former
         return fit_centers(list(segments), wanted)
 
-    def _nearest_center(self, centers: Keys) -> NearestCenter:
-        """Return what finds the nearest of `centers`. It is kept while the centers stay the same."""
+    def _get_nearest_center(self, centers: Keys) -> NearestCenter:
+        """Return the object that finds the nearest of `centers`, cached while the centers stay the same."""
         if not np.array_equal(self._nearest.centers.numpy(), centers):
             self._nearest = NearestCenter(torch.from_numpy(centers))
         return self._nearest
 
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
-        """Set the codec and the rotation to those of the largest coded segment."""
+        """Set the group's codec and rotation to those of its largest coded segment; None without one."""
         coded = [segment for segment in segments if segment.columns.codec_file]
-        columns = max(coded, key=lambda one: one.rows).columns if coded else None
+        columns = max(coded, key=lambda segment: segment.rows).columns if coded else None
         self._codec_file = columns.codec_file if columns else None
         rotation = columns.codec.rotation if columns and columns.codec else None
         self._rotation = None if rotation is None else torch.from_numpy(rotation).to(self.device)
 
-    def _count(self, rows: Callable[[_Part], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
-        """Count the rows of each cell for which the mask of a segment is True; None for all rows."""
+    def _count_rows(self, rows: Callable[[_SegmentInGroup], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
+        """Count the selected rows of each cell over all segments, shape (cells,).
+
+        Args:
+            rows: returns the mask of the rows of a segment to count, or None for all rows.
+        """
         counts = np.zeros(len(self.centers), np.int64)
         for part in self._parts:
-            chosen = rows(part)
-            if chosen is None:
+            mask = rows(part)
+            if mask is None:
                 counts += part.cells.counts
             else:
-                counts += np.bincount(part.cells.owners[chosen], minlength=len(counts))
+                counts += np.bincount(part.cells.owners[mask], minlength=len(counts))
         return counts
 
-    def _read(self, number: int) -> Cell:
-        """Read the live records of a cell from all segments."""
+    def _read_cell(self, number: int) -> Cell:
+        """Read the live records of a cell by its number from all segments, without the cache."""
         ids, keys = [], []
-        for segment, (rows,) in self._rows_of([number]):
+        for segment, (rows,) in self._iterate_rows([number]):
             ids.append(segment.columns.ids_at(rows))
-            keys.append(self._keys_of(segment, rows))
-        read = torch.cat([self.origins[:0], *keys]) - self.middle
+            keys.append(self._read_rotated_keys(segment, rows))
+        keys_of_cell = torch.cat([self.origins[:0], *keys]) - self.middle
         # Stored by columns: a product with few queries takes two thirds of the time.
-        in_columns = read.T.contiguous().T
-        return Cell(np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (read * read).sum(1))
+        in_columns = keys_of_cell.T.contiguous().T
+        return Cell(
+            np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (keys_of_cell * keys_of_cell).sum(1)
+        )
 
-    def _rows_of(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
-        """Yield each segment that has live rows in the cells, with these rows for each cell."""
+    def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
+        """Yield each segment that has live rows in one of the cells, with its live rows of each cell.
+
+        Args:
+            numbers: numbers of the cells.
+        """
         for segment, cells, alive, _ in self._parts:
-            found = cells.rows_in(numbers)
+            row_lists = cells.rows_in(numbers)
             if alive is not None:
-                found = [rows[alive[rows]] for rows in found]
-            if any(len(rows) for rows in found):
-                yield segment, found
+                row_lists = [rows[alive[rows]] for rows in row_lists]
+            if any(len(rows) for rows in row_lists):
+                yield segment, row_lists
 
-    def _keys_of(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
-        """Read the keys of some rows, rotated."""
+    def _read_rotated_keys(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
+        """Read the keys of some rows, and rotate them to the codec's space, float32, shape (n, width)."""
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:
             return torch.from_numpy(file.codec.turned(columns.codes_at(rows, file)))
-        return self.turned(torch.from_numpy(columns.keys_at(rows).astype(np.float32)))
+        return self.rotate(torch.from_numpy(columns.keys_at(rows).astype(np.float32)))
 
 
-def _name(segment: Segment) -> tuple[int, StoredFile | None]:
-    """Return a name of a segment that is the same while its rows and its index are."""
+def _identify_segment(segment: Segment) -> tuple[int, StoredFile | None]:
+    """Return a value that identifies a segment's rows and index: equal for versions with other dead rows."""
     return id(segment.columns), segment.index.file if segment.index else None
 
 
-def _mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:
-    """Return a mask of `count` rows that is True for `rows`."""
+def _make_mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:
+    """Return a mask, shape (count,), that is True for `rows`, ranges of row numbers."""
     mask = np.zeros(count, bool)
     for start, stop in rows:
         mask[start:stop] = True

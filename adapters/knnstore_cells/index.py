@@ -15,9 +15,9 @@ _FEW = 16  # so many searches for the rows of some cells take less time than sor
 
 
 class SegmentCells:
-    """The rows of a segment by cell.
+    """The cell of each row of a segment.
 
-    The file holds the centers, a byte for each component (see `RoundedCodec`), and the cell of each row
+    Its file holds the centers, with a byte for each component (see `RoundedCodec`), and the cell of each row
     (uint16, shape (rows,)).
 
     Args:
@@ -27,7 +27,7 @@ class SegmentCells:
 
     def __init__(self, centers: Keys, owners: NDArray[np.uint16]) -> None:
         self.centers, self.owners = centers, owners
-        self._asked = 0
+        self._lookups = 0
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -45,9 +45,13 @@ class SegmentCells:
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
     def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Return the row numbers of each of some different cells, ascending."""
-        self._asked += 1
-        if self._asked > _FEW or "rows" in self.__dict__:  # the first queries do not wait for the sort
+        """Return for each of several cells its row numbers, ascending, live or dead.
+
+        Args:
+            cells: numbers of the cells, without duplicates.
+        """
+        self._lookups += 1
+        if self._lookups > _FEW or "rows" in self.__dict__:  # the first queries do not wait for the sort
             starts = self.starts
             return [self.rows[starts[cell] : starts[cell + 1]].astype(np.int64) for cell in cells]
         wanted = np.zeros(len(self.centers), bool)
@@ -58,11 +62,17 @@ class SegmentCells:
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:
-        """Read the index of a segment.
+        """Read the index file of a segment that has an index.
+
+        Args:
+            root: the datastore's directory.
+            segment: the segment.
+            dim: number of components of a key.
+            cells: number of cells.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            CorruptDatastoreError: the file is damaged.
+            CorruptDatastoreError: the file is damaged, or belongs to other keys.
         """
         assert segment.index is not None
         file, codec = MappedFile(root, segment.index.file), RoundedCodec(dim)
@@ -76,7 +86,7 @@ class SegmentCells:
         return cls(codec.turned(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
-        """Write the index to a file."""
+        """Write the index to a file, which is created or replaced."""
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
             file.write(self.owners.data)
@@ -88,29 +98,37 @@ class ArrangedSegment(NamedTuple):
     segment: Segment
     cells: SegmentCells
 
-    def has(self, centers: Keys) -> bool:
-        """Check whether its cells have these centers."""
+    def has_centers(self, centers: Keys) -> bool:
+        """Check whether the segment's cells have exactly these centers."""
         return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
-    def owners_of(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the cells of the live records with these ids, shape (n,); -1 if there is no such record."""
-        mine = self.segment.columns.ids
-        at = np.minimum(np.searchsorted(mine, ids), len(mine) - 1)
-        there = mine[at] == ids
+    def find_cells_of(self, ids: Ids) -> NDArray[np.int64]:
+        """Return the cell of the live record with each id, shape (n,); -1 for an id without a live record."""
+        segment_ids = self.segment.columns.ids
+        positions = np.minimum(np.searchsorted(segment_ids, ids), len(segment_ids) - 1)
+        is_found = segment_ids[positions] == ids
         if self.segment.dead:
-            there &= ~self.segment.dead.contains(at)
-        return np.where(there, self.cells.owners[at].astype(np.int64), -1)
+            is_found &= ~self.segment.dead.contains(positions)
+        return np.where(is_found, self.cells.owners[positions].astype(np.int64), -1)
 
 
-def with_live_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSegment]:
-    """Return the segments with the center of every empty cell replaced by that of the fullest cell.
+def replace_empty_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSegment]:
+    """Return the segments with the center of every empty cell replaced by the center of the fullest cell.
 
-    The center of a cell without live records may be the key of a deleted record. Segments whose centers
-    differ from those of the first are left out.
+    The center of a cell without live records may be the key of a deleted record.
+
+    Args:
+        former: one or more segments with cells. Segments whose centers differ from the centers of the first
+            are left out of the result.
     """
     centers = former[0].cells.centers
-    alike = [one for one in former if one.has(centers)]
-    owners = np.concatenate([one.cells.owners[one.segment.live_rows().ids()] for one in alike])
+    segments = [arranged for arranged in former if arranged.has_centers(centers)]
+    owners = np.concatenate(
+        [arranged.cells.owners[arranged.segment.live_rows().ids()] for arranged in segments]
+    )
     counts = np.bincount(owners, minlength=len(centers))
-    kept = np.where(counts, np.arange(len(centers)), counts.argmax())
-    return [ArrangedSegment(one.segment, SegmentCells(centers[kept], one.cells.owners)) for one in alike]
+    replacements = np.where(counts, np.arange(len(centers)), counts.argmax())
+    return [
+        ArrangedSegment(arranged.segment, SegmentCells(centers[replacements], arranged.cells.owners))
+        for arranged in segments
+    ]

@@ -30,29 +30,35 @@ _PARTS_COMPARED = 4  # parts whose centers are compared with a key
 def fit_centers(segments: list[Segment], cells: int) -> Keys:
     """Fit the centers of cells by k-means (Lloyd 1982) to a sample of the live rows of some segments.
 
-    Many cells are fitted in two levels: first some hundred parts, then the cells of each part. The fit is
-    deterministic. If there are fewer different keys than cells, some cells stay empty.
+    More than 256 cells are fitted in two levels: first some hundred parts, then the cells of each part. The
+    fit is deterministic. If there are fewer different keys than cells, some cells stay empty.
+
+    Args:
+        segments: segments with at least one live row.
+        cells: number of cells.
 
     Returns:
         Centers, float32, shape (cells, dim), rounded as in the files.
     """
     sample = max(_LEAST_SAMPLE, min(_SAMPLE_PER_CELL * cells, max(_MOST_SAMPLE, _LEAST_PER_CELL * cells)))
-    keys = torch.from_numpy(_sample(segments, sample))
+    keys = torch.from_numpy(_sample_keys(segments, sample))
     generator = torch.Generator().manual_seed(0)
     if cells <= _ONE_LEVEL:
-        centers = _k_means(keys, cells, _ROUNDS, generator)
+        centers = _fit_k_means(keys, cells, _ROUNDS, generator)
     else:
-        parts = _k_means(keys[:: max(1, len(keys) // _MOST_SAMPLE)], _parts_of(cells), _ROUNDS, generator)
+        parts = _fit_k_means(
+            keys[:: max(1, len(keys) // _MOST_SAMPLE)], _count_parts(cells), _ROUNDS, generator
+        )
         owners = NearestCenter(parts)(keys)
-        shares = _shared(torch.bincount(owners, minlength=len(parts)), cells)
+        shares = _divide_cells(torch.bincount(owners, minlength=len(parts)), cells)
         centers = torch.cat(
             [
-                _k_means(keys[owners == part], share, _ROUNDS, generator)
+                _fit_k_means(keys[owners == part], share, _ROUNDS, generator)
                 for part, share in enumerate(shares)
                 if share
             ]
         )
-        centers = _moved(keys, centers, generator)
+        centers = _move_centers(keys, centers, generator)
     codec = RoundedCodec(centers.shape[1])
     return codec.turned(codec.encode(centers.numpy()))
 
@@ -68,7 +74,11 @@ class NearestCenter:
         self.centers, self._norms = centers, (centers * centers).sum(1)
 
     def __call__(self, keys: Tensor) -> Tensor:
-        """Return the index of the center of each key: keys (n, dim), int64, shape (n,)."""
+        """Return the index of the nearest center (L2) of each key, int64, shape (n,).
+
+        Args:
+            keys: float32, shape (n, dim); n may be 0.
+        """
         compare_all = len(self.centers) <= _ALL_COMPARED
         search, size = (self._search_all, _IN_CACHE) if compare_all else (self._search_parts, CHUNK)
         parts = [search(chunk) for chunk in torch.split(keys, size)]
@@ -76,88 +86,104 @@ class NearestCenter:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, list[Tensor]]:
-        """Centers of some hundred parts, and the indices of the centers in each part."""
+        """Parts of the centers, clustered by k-means: the center of each part, and its members' indices."""
         centers = self.centers
-        parts = _k_means(centers, _parts_of(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
+        parts = _fit_k_means(centers, _count_parts(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
         owners = NearestCenter(parts)(centers)
         used = torch.unique(owners)
         return parts[used], [(owners == part).nonzero()[:, 0] for part in used.tolist()]
 
     def _search_all(self, keys: Tensor) -> Tensor:
-        """Compare each key with all centers."""
+        """Return the index of the nearest center of each key, by comparing each key with all centers."""
         return torch.addmm(self._norms, keys, self.centers.T, alpha=-2).argmin(1)
 
     def _search_parts(self, keys: Tensor) -> Tensor:
-        """Compare each key only with the centers in the parts that are nearest to it."""
+        """Return the index of a near center of each key, usually the nearest.
+
+        Each key is compared only with the centers in its nearest parts.
+        """
         parts, members = self._parts
         away = torch.addmm((parts * parts).sum(1), keys, parts.T, alpha=-2)
-        near = away.topk(min(_PARTS_COMPARED, len(parts)), largest=False).indices
-        least = torch.full((len(keys),), torch.inf)
-        found = torch.zeros(len(keys), dtype=torch.int64)
-        for part, at in enumerate(members):
-            rows = (near == part).any(1).nonzero()[:, 0]
+        near_parts = away.topk(min(_PARTS_COMPARED, len(parts)), largest=False).indices
+        smallest = torch.full((len(keys),), torch.inf)
+        nearest = torch.zeros(len(keys), dtype=torch.int64)
+        for part, members_of_part in enumerate(members):
+            rows = (near_parts == part).any(1).nonzero()[:, 0]
             if len(rows):
-                away = torch.addmm(self._norms[at], keys[rows], self.centers[at].T, alpha=-2)
-                of_part = away.min(1)
-                nearer = of_part.values < least[rows]
-                least[rows[nearer]] = of_part.values[nearer]
-                found[rows[nearer]] = at[of_part.indices[nearer]]
-        return found
+                away = torch.addmm(
+                    self._norms[members_of_part], keys[rows], self.centers[members_of_part].T, alpha=-2
+                )
+                part_minima = away.min(1)
+                nearer = part_minima.values < smallest[rows]
+                smallest[rows[nearer]] = part_minima.values[nearer]
+                nearest[rows[nearer]] = members_of_part[part_minima.indices[nearer]]
+        return nearest
 
 
-def _k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
-    """Fit `count` centers, shape (count, dim), to keys by Lloyd's algorithm."""
+def _fit_k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
+    """Fit `count` centers, shape (count, dim), to one or more keys by Lloyd's algorithm (k-means)."""
     centers = keys[torch.randperm(len(keys), generator=generator)[:count]]
     if len(centers) < count:
         centers = torch.cat([centers, centers[:1].expand(count - len(centers), -1)])
     for _ in range(rounds):
-        centers = _moved(keys, centers, generator)
+        centers = _move_centers(keys, centers, generator)
     return centers
 
 
-def _moved(keys: Tensor, centers: Tensor, generator: torch.Generator) -> Tensor:
-    """Move each center to the mean of its keys, or to a random key if it has none."""
+def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> Tensor:
+    """Return new centers: for each center the mean of its keys, or a random key if it has no keys."""
     owners = NearestCenter(centers)(keys)
     counts = torch.bincount(owners, minlength=len(centers))
-    moved = torch.zeros_like(centers).index_add_(0, owners, keys) / counts.clamp(min=1)[:, None]
+    means = torch.zeros_like(centers).index_add_(0, owners, keys) / counts.clamp(min=1)[:, None]
     empty = (counts == 0).nonzero()[:, 0]
-    moved[empty] = keys[torch.randint(len(keys), (len(empty),), generator=generator)]
-    return moved
+    means[empty] = keys[torch.randint(len(keys), (len(empty),), generator=generator)]
+    return means
 
 
-def _parts_of(cells: int) -> int:
-    """Return the number of parts for a number of cells, about its root."""
+def _count_parts(cells: int) -> int:
+    """Return the number of parts for a number of cells: a power of two near its square root."""
     return 1 << (cells.bit_length() // 2)
 
 
-def _shared(counts: Tensor, cells: int) -> list[int]:
-    """Divide cells among parts in proportion to their numbers of keys. A part without keys gets none."""
+def _divide_cells(counts: Tensor, cells: int) -> list[int]:
+    """Divide cells among parts in proportion to the parts' numbers of keys.
+
+    Args:
+        counts: number of keys of each part.
+        cells: number of cells.
+
+    Returns:
+        The number of cells of each part, whose sum is `cells`; 0 for a part without keys.
+    """
     ends = (counts.cumsum(0).double() / counts.sum() * cells).round().long()
     shares: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return shares
 
 
-def arranged(
+def assign_cells(
     segment: Segment, nearest: NearestCenter, former: Sequence[ArrangedSegment] = ()
 ) -> SegmentCells:
-    """Put each row of a segment, dead or not, into the cell with the nearest center.
+    """Assign each row of a segment, live or dead, to the cell with the nearest center.
 
     Args:
         segment: a new or rewritten segment.
         nearest: finds the center of a key.
-        former: segments that held some of the records before. Records stay in their cells if the centers are
-            the same.
+        former: segments that held some of the records before. If their centers are the same, the records keep
+            their cells, and their keys are not read.
     """
     owners, centers = np.zeros(segment.rows, np.uint16), nearest.centers.numpy()
     if len(centers) > 1:
-        left, same = np.ones(segment.rows, bool), [one for one in former if one.has(centers)]
-        ids = segment.columns.ids if same else np.empty(0, np.int64)
-        for arranged_segment in same:
+        is_unassigned, reusable = (
+            np.ones(segment.rows, bool),
+            [arranged for arranged in former if arranged.has_centers(centers)],
+        )
+        ids = segment.columns.ids if reusable else np.empty(0, np.int64)
+        for arranged_segment in reusable:
             with suppress(CorruptDatastoreError):  # the former segment is damaged
-                known = arranged_segment.owners_of(ids)
-                left &= known < 0
-                np.copyto(owners, known, "unsafe", where=known >= 0)
-        rows = np.flatnonzero(left)
+                former_cells = arranged_segment.find_cells_of(ids)
+                is_unassigned &= former_cells < 0
+                np.copyto(owners, former_cells, "unsafe", where=former_cells >= 0)
+        rows = np.flatnonzero(is_unassigned)
         for start in range(0, len(rows), CHUNK):
             chunk = rows[start : start + CHUNK]
             keys: Keys = segment.columns.keys_at(chunk).astype(np.float32)
@@ -165,8 +191,11 @@ def arranged(
     return SegmentCells(centers, owners)
 
 
-def _sample(segments: list[Segment], count: int) -> Keys:
-    """Read about `count` live rows at equal distances, or all rows if they are fewer."""
+def _sample_keys(segments: list[Segment], count: int) -> Keys:
+    """Read the keys of about `count` live rows at equal intervals, or of all live rows if there are fewer.
+
+    Returns float32, shape (n, dim).
+    """
     step = max(1, math.ceil(sum(segment.live for segment in segments) / count))
     parts = []
     for segment in segments:

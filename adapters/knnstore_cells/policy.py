@@ -43,8 +43,8 @@ class Policy:
     device: str = "auto"
 
     @classmethod
-    def of(cls, params: dict[str, Any]) -> "Policy":
-        """Check a user's parameters.
+    def from_params(cls, params: dict[str, Any]) -> "Policy":
+        """Return the policy for the parameters that a user gave; omitted parameters have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
@@ -64,7 +64,7 @@ class Policy:
         return policy
 
     def coding_for(self, dim: int) -> Coding | None:
-        """Return the coding of large groups for keys of this dimension; None for half precision."""
+        """Return how keys of `dim` components are coded in large groups; None for half precision."""
         kind = self.codes
         if kind == "auto":
             kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
@@ -72,7 +72,7 @@ class Policy:
         return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
     def cells_for(self, group_rows: int) -> int:
-        """Return the number of cells of a group with this number of live records."""
+        """Return the number of cells for a group with `group_rows` live records; 1 for a small group."""
         if self.cells:
             return min(self.cells, group_rows)
         if group_rows <= _ONE_CELL_UP_TO:
@@ -82,7 +82,12 @@ class Policy:
         return min(_MOST_CELLS, int(2 ** round(math.log2(wanted))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
-        """Check whether a segment has an index on disk; otherwise its rows are put into cells in memory."""
+        """Check whether a segment needs an index on disk; otherwise its rows are assigned to cells in memory.
+
+        Args:
+            rows: number of rows of the segment.
+            group_rows: number of live records of its group.
+        """
         small = 0 if self.cells else _ONE_CELL_UP_TO // _LEAST_SHARE
         return self.cells_for(group_rows) > 1 and rows > small
 

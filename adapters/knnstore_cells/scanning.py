@@ -16,7 +16,7 @@ from torch import Tensor
 
 from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visit, Visits
 from knnstore.errors import InvalidVectorError
-from knnstore_cells.kept import KeptCells
+from knnstore_cells.cell_cache import CellCache
 
 _AT_ONCE = 64  # queries; all cells that they probe are kept, even if they exceed the room
 _BYTES_BESIDE = 20  # bytes of a record beside its code: id, |key|², first byte of the code as an index
@@ -34,23 +34,28 @@ class CodedCell(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the parts of a cell in several segments."""
-        return parts[0] if len(parts) == 1 else cls(*(np.concatenate(of) for of in zip(*parts, strict=True)))
+        """Concatenate the records of one cell from one or more segments."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 Read = Callable[[Sequence[int]], list[CodedCell]]
-"""Reads some different cells."""
+"""Reads the live records of several cells by their numbers, which have no duplicates."""
 
 
-class _Beside(NamedTuple):
-    """The values of a cell that are kept beside the codes."""
+class _CellNorms(NamedTuple):
+    """Values of the records of a cell that are kept in addition to the codes."""
 
     norms: NDArray[np.float32]
+    """|key|² of each key relative to the middle, shape (r,)."""
+
     firsts: NDArray[np.intp]
+    """First byte of each code, the number of its center, shape (r,)."""
 
 
-class _Asked(NamedTuple):
-    """Queries, relative to the middle, with the cells that each probes."""
+class _PreparedQueries(NamedTuple):
+    """Queries relative to the middle (the mean key), with the cells that each query probes."""
 
     queries: Keys
     """float32, shape (q, width)."""
@@ -58,7 +63,7 @@ class _Asked(NamedTuple):
     cells: list[NDArray[np.int64]]
     """Numbers of the cells of each query."""
 
-    of_centers: NDArray[np.float32]
+    center_products: NDArray[np.float32]
     """Inner products of the queries and the codec's centers, shape (q, 256)."""
 
     squares: list[float]
@@ -66,32 +71,46 @@ class _Asked(NamedTuple):
 
     @classmethod
     def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor) -> Self:
-        """Prepare queries. `centers` are relative to `middle`, one in each column."""
-        around = np.ascontiguousarray(queries - middle)
-        asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
+        """Prepare queries for a scan.
+
+        Args:
+            queries: rotated queries, shape (q, width).
+            cells: numbers of the cells of each query, shape (q, p); padded with -1.
+            middle: origin of the distances, shape (width,).
+            centers: centers of the codec relative to `middle`, one in each column, shape (width, 256).
+        """
+        relative_queries = np.ascontiguousarray(queries - middle)
+        cells_of_queries = [np.ascontiguousarray(numbers[numbers != _NONE], np.int64) for numbers in cells]
         # All products use torch: the threads of numpy would compete with those of torch.
-        of_centers = (torch.from_numpy(around) @ centers).numpy()
-        return cls(around, asked, of_centers, (around * around).sum(1).tolist())
+        center_products = (torch.from_numpy(relative_queries) @ centers).numpy()
+        return cls(
+            relative_queries,
+            cells_of_queries,
+            center_products,
+            (relative_queries * relative_queries).sum(1).tolist(),
+        )
 
 
 class CodeScanner:
-    """The cells of a group as codes; each is read when it is first visited. Threads may share it.
+    """Computes distances from the codes of a group's cells, and keeps the codes in memory.
+
+    The codes of a cell are read when a query first probes the cell. Threads may share a scanner.
 
     Args:
         codec: codec of all keys of the group.
         cells: number of cells.
         metric: metric of the distances.
-        kept: the cache with which it shares the room.
+        cell_cache: cache with which the scanner shares the memory.
     """
 
     held: int
-    """Number of bytes that are kept."""
+    """Number of bytes of codes in memory."""
 
-    def __init__(self, codec: ProductCodec, cells: int, metric: Metric, kept: KeptCells) -> None:
+    def __init__(self, codec: ProductCodec, cells: int, metric: Metric, cell_cache: CellCache) -> None:
         import faiss
 
         parts, width = len(codec.books), codec.centers.shape[1]
-        self._codec, self._metric, self._room = codec, metric, kept
+        self._codec, self._metric, self._room = codec, metric, cell_cache
         # Distances do not depend on the origin; with the mean key as origin they lose the fewest digits.
         self._middle = codec.centers.mean(0) if metric is Metric.L2 else np.zeros(width, np.float32)
         self._centers = torch.from_numpy(codec.centers - self._middle).T.contiguous()
@@ -104,114 +123,159 @@ class CodeScanner:
         self._index.is_trained = True
         self._faiss = faiss
         self.held = 0
-        self._beside: dict[int, _Beside] = {}
-        kept.share(self)
+        self._cell_norms: dict[int, _CellNorms] = {}
+        cell_cache.add_sharer(self)
 
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
-        """Compute the distances of each query to all records of its cells, as one visit for each query.
+        """Compute the distances of each query to all records of its cells.
 
         Args:
-            queries: rotated as the codec rotates keys, float32, shape (q, width).
-            cells: numbers of the cells of each query, shape (q, p); -1 if a query has fewer.
+            queries: queries in the codec's rotated space, float32, shape (q, width).
+            cells: numbers of the cells of each query, shape (q, p); padded with -1.
             read: reads cells that are not in memory.
+
+        Returns:
+            A stack of q visits, one for each query with the records of all its cells.
+
+        Raises:
+            InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        asked = _Asked.of(queries, cells, self._middle, self._centers)
-        with self._room.scanning():
-            self._keep(asked.cells, read)
-            beside = [[self._beside[number] for number in of.tolist()] for of in asked.cells]
-            counts = [sum(len(cell.norms) for cell in of) for of in beside]
+        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
+        with self._room.wait_to_grow():
+            self._load_cells(prepared.cells, read)
+            norms_of_queries = [
+                [self._cell_norms[number] for number in norms.tolist()] for norms in prepared.cells
+            ]
+            counts = [sum(len(cell.norms) for cell in norms) for norms in norms_of_queries]
             shape = len(queries), max(counts)
             ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
-            for row, (of, count) in enumerate(zip(beside, counts, strict=True)):
+            for row, (norms, count) in enumerate(zip(norms_of_queries, counts, strict=True)):
                 if count:
-                    self._measure(asked, row, of, ids[row, :count], distances[row, :count])
+                    self._compute_distances(prepared, row, norms, ids[row, :count], distances[row, :count])
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
-        """Do the same as `scan` for many queries, as one visit for each cell. Cells stand nearest first."""
-        asked = _Asked.of(queries, cells, self._middle, self._centers)
-        visitors: dict[int, list[tuple[int, int]]] = {}
+        """Compute the distances of `scan` for many queries, as one visit for each cell.
+
+        Args:
+            queries: see `scan`.
+            cells: see `scan`; the cells of each query must be sorted, nearest first.
+            read: see `scan`.
+
+        Returns:
+            Stacks of one visit each, with ranks, by ascending cell number.
+        """
+        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
+        queries_of_cell: dict[int, list[tuple[int, int]]] = {}
         # Queries with the same nearest cell stand together, so that cells without room are read less often.
         order = cells[:, 0].argsort(kind="stable").tolist()
         for row in order:
             for rank, number in enumerate(cells[row].tolist()):
                 if number != _NONE:
-                    visitors.setdefault(number, []).append((row, rank))
-        visits, done = dict[int, Visit](), dict.fromkeys(visitors, 0)
+                    queries_of_cell.setdefault(number, []).append((row, rank))
+        visits, filled_rows = dict[int, Visit](), dict.fromkeys(queries_of_cell, 0)
         for start in range(0, len(queries), _AT_ONCE):
-            with self._room.scanning():
-                some = order[start : start + _AT_ONCE]
-                self._keep([asked.cells[row] for row in some], read)
-                for row in some:
-                    numbers = asked.cells[row].tolist()
-                    beside = [self._beside[number] for number in numbers]
-                    lengths = [len(cell.norms) for cell in beside]
+            with self._room.wait_to_grow():
+                batch = order[start : start + _AT_ONCE]
+                self._load_cells([prepared.cells[row] for row in batch], read)
+                for row in batch:
+                    numbers = prepared.cells[row].tolist()
+                    cell_norms = [self._cell_norms[number] for number in numbers]
+                    lengths = [len(cell.norms) for cell in cell_norms]
                     ids, distances = np.empty(sum(lengths), np.int64), np.empty(sum(lengths), np.float32)
                     if len(ids):
-                        self._measure(asked, row, beside, ids, distances)
-                    at = 0
+                        self._compute_distances(prepared, row, cell_norms, ids, distances)
+                    offset = 0
                     for number, length in zip(numbers, lengths, strict=True):
                         if number not in visits:
-                            rows, ranks = np.array(visitors[number]).T
-                            met = np.empty((len(rows), length), np.float32)
-                            own_ids = ids[at : at + length].copy()
-                            visits[number] = Visit(rows, own_ids, met, ranks=ranks)
-                        visits[number].distances[done[number]] = distances[at : at + length]
-                        done[number] += 1
-                        at += length
+                            rows, ranks = np.array(queries_of_cell[number]).T
+                            cell_distances = np.empty((len(rows), length), np.float32)
+                            cell_ids = ids[offset : offset + length].copy()
+                            visits[number] = Visit(rows, cell_ids, cell_distances, ranks=ranks)
+                        visits[number].distances[filled_rows[number]] = distances[offset : offset + length]
+                        filled_rows[number] += 1
+                        offset += length
         return [Visits.of(visits[number]) for number in sorted(visits)]
 
     def forget(self) -> None:
-        """Drop all cells."""
+        """Drop all cells from memory; the next scan reads them again."""
         self._index.reset()
-        self._beside.clear()
+        self._cell_norms.clear()
         self.held = 0
 
-    def _measure(
-        self, asked: _Asked, row: int, beside: Sequence[_Beside], ids: Ids, measured: Distances
+    def _compute_distances(
+        self,
+        prepared: _PreparedQueries,
+        row: int,
+        cell_norms: Sequence[_CellNorms],
+        ids: Ids,
+        distances: Distances,
     ) -> None:
-        """Compute the distances of one query to the records of its cells, at least one, into `measured`."""
-        # One query at a time: for several FAISS starts threads, which would compete with those of torch.
-        self._products(asked.queries[row], asked.cells[row], ids, measured)
-        measured += asked.of_centers[row].take(np.concatenate([cell.firsts for cell in beside]))
-        if self._metric is Metric.IP:
-            np.negative(measured, out=measured)
-            return
-        measured *= -2
-        measured += np.concatenate([cell.norms for cell in beside])
-        measured += asked.squares[row]
-        np.maximum(measured, 0, out=measured)
+        """Compute the distances of one query to the records of its cells, at least one record.
 
-    def _keep(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
-        """Read the cells that are not in memory yet."""
-        # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
-        lacking = sorted(set(np.concatenate(cells).tolist()) - self._beside.keys())
-        if not lacking:
+        Args:
+            prepared: queries.
+            row: row number of the query.
+            cell_norms: values of each cell of the query.
+            ids: array that is filled with the record ids, shape (r,).
+            distances: array that is filled with the distances, shape (r,).
+        """
+        # One query at a time: for several FAISS starts threads, which would compete with those of torch.
+        self._compute_products(prepared.queries[row], prepared.cells[row], ids, distances)
+        distances += prepared.center_products[row].take(np.concatenate([cell.firsts for cell in cell_norms]))
+        if self._metric is Metric.IP:
+            np.negative(distances, out=distances)
             return
-        for number, (ids, codes) in zip(lacking, read(lacking), strict=True):
-            away = self._codec.turned(codes) - self._middle
+        distances *= -2
+        distances += np.concatenate([cell.norms for cell in cell_norms])
+        distances += prepared.squares[row]
+        np.maximum(distances, 0, out=distances)
+
+    def _load_cells(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
+        """Read the cells that are not in memory yet, and make room for them in the cache.
+
+        Args:
+            cells: numbers of the cells of each query.
+            read: reads cells.
+        """
+        # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
+        missing = sorted(set(np.concatenate(cells).tolist()) - self._cell_norms.keys())
+        if not missing:
+            return
+        for number, (ids, codes) in zip(missing, read(missing), strict=True):
+            relative_keys = self._codec.turned(codes) - self._middle
             parts, pointer = np.ascontiguousarray(codes[:, 1:]), self._faiss.swig_ptr
             if len(ids):
                 self._index.invlists.add_entries(number, len(ids), pointer(ids), pointer(parts))
-            norms = np.einsum("ij,ij->i", away, away)
-            self._beside[number] = _Beside(norms, codes[:, 0].astype(np.intp))
+            norms = np.einsum("ij,ij->i", relative_keys, relative_keys)
+            self._cell_norms[number] = _CellNorms(norms, codes[:, 0].astype(np.intp))
             self.held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
         self._room.shrink()
 
-    def _products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
-        """Compute the inner products of a query and the keys of cells, without their centers, and the ids."""
-        pointer, found = self._faiss.swig_ptr, self._faiss.RangeSearchResult(1)
+    def _compute_products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
+        """Compute the inner products of a query and the keys of cells; the keys' centers are left out.
+
+        Args:
+            query: query relative to the middle, shape (width,).
+            cells: numbers of the cells.
+            ids: array that is filled with the record ids, shape (r,).
+            products: array that is filled with the inner products, shape (r,).
+
+        Raises:
+            InvalidVectorError: a product is not finite.
+        """
+        pointer, result = self._faiss.swig_ptr, self._faiss.RangeSearchResult(1)
         self._index.nprobe = len(cells)
-        to_centers = np.zeros(len(cells), np.float32)  # of its own, which it adds
+        center_terms = np.zeros(len(cells), np.float32)  # FAISS adds these products with its own centers
         self._index.range_search_preassigned_c(
-            1, pointer(query), -np.inf, pointer(cells), pointer(to_centers), found
+            1, pointer(query), -np.inf, pointer(cells), pointer(center_terms), result
         )
-        if int(self._faiss.rev_swig_ptr(found.lims, 2)[1]) != len(ids):
+        if int(self._faiss.rev_swig_ptr(result.lims, 2)[1]) != len(ids):
             raise InvalidVectorError("a query is too large to be measured: a product is not a finite number")
-        ids[:] = self._faiss.rev_swig_ptr(found.labels, len(ids))
-        products[:] = self._faiss.rev_swig_ptr(found.distances, len(ids))
+        ids[:] = self._faiss.rev_swig_ptr(result.labels, len(ids))
+        products[:] = self._faiss.rev_swig_ptr(result.distances, len(ids))
 
 
 def can_scan() -> bool:
-    """Check whether FAISS is installed."""
+    """Check whether FAISS, which a `CodeScanner` needs, is installed."""
     return find_spec("faiss") is not None

@@ -1,4 +1,4 @@
-"""Visits: each query is compared with all records of its nearest cells, over several groups."""
+"""Comparison of queries with all records of their nearest cells, over several groups (`visit_cells`)."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
-from knnstore_cells.device import Visitors
-from knnstore_cells.kept import Cell
+from knnstore_cells.cell_cache import Cell
+from knnstore_cells.device import QueriesByCell
 from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
@@ -22,7 +22,7 @@ _DECODING = 64  # decoding a key costs as much as computing its distance by tabl
 
 
 class Cells(NamedTuple):
-    """The cells of a group that queries may visit."""
+    """The cells of a group that have records that match a filter."""
 
     numbers: NDArray[np.int64]
     """Numbers of the cells, shape (cells,)."""
@@ -35,14 +35,21 @@ class Cells(NamedTuple):
 
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
-        """Select the cells that have a record."""
+        """Select the cells that have a record.
+
+        Args:
+            centers: centers of all cells, shape (cells, dim).
+            counts: number of matching records of each cell, shape (cells,).
+        """
         numbers = np.flatnonzero(counts)
-        there = centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
-        return cls(numbers, there, (there * there).sum(1) / 2)
+        occupied_centers = (
+            centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
+        )
+        return cls(numbers, occupied_centers, (occupied_centers * occupied_centers).sum(1) / 2)
 
 
 class Visitable(Protocol):
-    """A group with cells."""
+    """A group whose records lie in cells; see `CellGroup`, which implements this protocol."""
 
     metric: Metric
     device: torch.device | None
@@ -51,14 +58,14 @@ class Visitable(Protocol):
     middle: Tensor
     """Origin of the keys in `Cell`, rotated, float32, shape (width,)."""
 
-    def cells_with(self, ids: IdRanges | None) -> Cells:
-        """Return the cells that have live records with these ids; None for all ids."""
+    def find_cells(self, ids: IdRanges | None) -> Cells:
+        """Return the cells that have live records with `ids`; None selects all records."""
 
-    def turned(self, vectors: Tensor) -> Tensor:
-        """Rotate vectors, shape (n, dim), as the codec rotates keys. Distances stay the same."""
+    def rotate(self, vectors: Tensor) -> Tensor:
+        """Rotate vectors, shape (n, dim), to the codec's space, shape (n, width). Distances stay the same."""
 
-    def cell(self, number: int) -> Cell:
-        """Return the live records of a cell."""
+    def read_cell(self, number: int) -> Cell:
+        """Return the live records of a cell by its number, from the cache or from the segments."""
 
     rows: int
     """Number of live records."""
@@ -66,111 +73,165 @@ class Visitable(Protocol):
     room: int
     """Maximum number of bytes of decoded keys in memory, of all groups together."""
 
-    def scanner(self) -> CodeScanner | None:
-        """Return the scanner of the codes; None if the keys are not all codes that it can read."""
+    def get_scanner(self) -> CodeScanner | None:
+        """Return the scanner that computes distances from codes; None if it cannot read all keys."""
 
-    def codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Return the live records of some different cells as codes."""
+    def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
+        """Read the live records of several cells as codes; `numbers` of the cells have no duplicates."""
 
-    def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
-        """Compare queries with the records of their cells on the device."""
+    def visit_on_device(
+        self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
+    ) -> Iterator[Visits]:
+        """Compare queries with the records of their cells on the device; see `DeviceKeys.visit`.
+
+        `ids` restricts the records; None compares with all.
+        """
 
 
-def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visits]:
-    """Compare each query with the records of its nearest cells of all groups; see `SupportsCells.visit`."""
+def visit_cells(
+    groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None
+) -> list[Visits]:
+    """Compute the distances of each query to the records of its nearest cells; see `SupportsCells.visit`.
+
+    The cells of all groups together are candidates, except for cells without a matching record.
+
+    Args:
+        groups: groups with the same metric and device.
+        queries: float32, shape (q, dim).
+        probes: number of cells of each query, >= 1.
+        ids: ids to which the records are restricted; None compares with all.
+
+    Returns:
+        Stacks of distances; empty without groups, queries or matching records.
+    """
     if not groups or not len(queries):
         return []
-    there = [group.cells_with(ids) for group in groups]
-    numbers_of_all = np.concatenate([of.numbers for of in there])
+    cells_of_groups = [group.find_cells(ids) for group in groups]
+    numbers_of_all = np.concatenate([group_cells.numbers for group_cells in cells_of_groups])
     if not len(numbers_of_all):
         return []
-    asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns about read-only arrays
-    asked = asked.to(there[0].centers.device)
+    # torch warns about read-only arrays, so a read-only array is copied.
+    query_tensor = torch.from_numpy(np.require(queries, requirements="W"))
+    query_tensor = query_tensor.to(cells_of_groups[0].centers.device)
     metric = groups[0].metric
-    few = len(queries) <= _FEW
-    nearest = _nearest_cells(asked, there, min(probes, len(numbers_of_all)), metric, ranked=not few)
-    scanners = [group.scanner() for group in groups] if few or _shares_little(groups, nearest, there) else []
-    able = [scanner for scanner in scanners if scanner is not None]
-    if len(able) == len(groups):
-        of_each = _by_group(nearest.numpy(), [of.numbers for of in there])
+    is_small_batch = len(queries) <= _FEW
+    nearest = _find_nearest_cells(
+        query_tensor, cells_of_groups, min(probes, len(numbers_of_all)), metric, is_ranked=not is_small_batch
+    )
+    # 1) Compute distances from codes, if that is faster and possible for all groups.
+    scanners = (
+        [group.get_scanner() for group in groups]
+        if is_small_batch or _is_scanning_faster(groups, nearest, cells_of_groups)
+        else []
+    )
+    usable_scanners = [scanner for scanner in scanners if scanner is not None]
+    if len(usable_scanners) == len(groups):
+        cells_by_group = _split_by_group(
+            nearest.numpy(), [group_cells.numbers for group_cells in cells_of_groups]
+        )
         scanned = list[Visits]()
-        for group, scanner, numbers in zip(groups, able, of_each, strict=True):
+        for group, scanner, numbers in zip(groups, usable_scanners, cells_by_group, strict=True):
             if len(groups) == 1 or (numbers >= 0).any():
-                given = group.turned(asked).numpy(), numbers, group.codes
-                scanned += [scanner.scan(*given)] if few else scanner.scan_by_cell(*given)
-        return scanned if ids is None else [some.only(ids.contains(some.ids)) for some in scanned]
-    owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
-    turned = cache(lambda owner: groups[owner].turned(asked) - groups[owner].middle)
-    squares = cache(lambda owner: (turned(owner) * turned(owner)).sum(1))
+                arguments = group.rotate(query_tensor).numpy(), numbers, group.read_codes
+                scanned += [scanner.scan(*arguments)] if is_small_batch else scanner.scan_by_cell(*arguments)
+        return scanned if ids is None else [stack.only(ids.contains(stack.ids)) for stack in scanned]
+    # 2) A single query without a device: all its cells make one visit.
+    owners = np.repeat(np.arange(len(groups)), [len(group_cells.numbers) for group_cells in cells_of_groups])
+    relative_queries = cache(lambda owner: groups[owner].rotate(query_tensor) - groups[owner].middle)
+    squares = cache(lambda owner: (relative_queries(owner) * relative_queries(owner)).sum(1))
     if len(queries) == 1 and groups[0].device is None:
         rows = nearest[0].tolist()
-        visited = [(groups[owners[row]], turned(owners[row]), int(numbers_of_all[row])) for row in rows]
-        return [Visits.of(_visit_alone(visited, ids))]
+        visited = [
+            (groups[owners[row]], relative_queries(owners[row]), int(numbers_of_all[row])) for row in rows
+        ]
+        return [Visits.of(_visit_single_query(visited, ids))]
+    # 3) Sort the queries by cell, and compare each cell's queries with its records, on the device if any.
     order = nearest.flatten().argsort(stable=True)
-    visitors = order.div(nearest.shape[1], rounding_mode="floor")
+    sorted_queries = order.div(nearest.shape[1], rounding_mode="floor")
     rows, counts = torch.unique_consecutive(nearest.flatten()[order], return_counts=True)
     if groups[0].device is not None:
         visits, ends = list[Visits](), pad(counts.cumsum(0), (1, 0))
-        numbers_met = torch.from_numpy(numbers_of_all).to(rows.device)[rows]
+        cell_numbers = torch.from_numpy(numbers_of_all).to(rows.device)[rows]
         firsts = torch.from_numpy(owners.searchsorted(range(len(groups) + 1))).to(rows.device)
-        shares = torch.searchsorted(rows, firsts).tolist()
-        for group, first, last in zip(groups, shares, shares[1:], strict=False):
-            of_group = Visitors(numbers_met[first:last], visitors, ends[first : last + 1])
-            visits += group.visit_on_device(of_group, asked, ids)
+        borders = torch.searchsorted(rows, firsts).tolist()
+        for group, first, last in zip(groups, borders, borders[1:], strict=False):
+            queries_by_cell = QueriesByCell(cell_numbers[first:last], sorted_queries, ends[first : last + 1])
+            visits += group.visit_on_device(queries_by_cell, query_tensor, ids)
         return visits
-    ranks = None if few else order.remainder(nearest.shape[1]).numpy()
-    visits, done = [], 0
-    for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
+    ranks = None if is_small_batch else order.remainder(nearest.shape[1]).numpy()
+    visits, position = [], 0
+    for row, query_rows in zip(rows.tolist(), torch.split(sorted_queries, counts.tolist()), strict=True):
         group, number = groups[owners[row]], int(numbers_of_all[row])
-        found, keys, norms = _matching(group.cell(number), ids)
-        met = turned(owners[row])[of_cell]
+        found_ids, keys, norms = _filter_cell(group.read_cell(number), ids)
+        cell_queries = relative_queries(owners[row])[query_rows]
         if metric is Metric.IP:
-            distances = -(met @ keys.T)
+            distances = -(cell_queries @ keys.T)
         else:
-            distances = torch.addmm(norms, met, keys.T, alpha=-2)
-            distances += squares(owners[row])[of_cell, None]
+            distances = torch.addmm(norms, cell_queries, keys.T, alpha=-2)
+            distances += squares(owners[row])[query_rows, None]
             distances.clamp_(min=0)
-        own_ranks = None if ranks is None else ranks[done : done + len(of_cell)]
-        visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy(), ranks=own_ranks)))
-        done += len(of_cell)
+        cell_ranks = None if ranks is None else ranks[position : position + len(query_rows)]
+        visits.append(Visits.of(Visit(query_rows.numpy(), found_ids, distances.numpy(), ranks=cell_ranks)))
+        position += len(query_rows)
     return visits
 
 
-def _shares_little(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
-    """Check whether scanning codes is faster: few queries share a cell, and decoded keys have no room."""
-    decoded = sum(4 * group.rows * len(group.middle) for group in groups)
-    lacking = max(0.0, 1 - groups[0].room / max(1, decoded))
-    return nearest.numel() < lacking * _DECODING * sum(len(of.numbers) for of in cells)
+def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
+    """Check whether computing distances from codes is faster than decoding the keys of the cells.
+
+    It is faster if few queries share a cell, and if the decoded keys do not fit into the cache.
+
+    Args:
+        groups: the groups to search.
+        nearest: nearest cells of each query, shape (q, probes).
+        cells: cells of each group.
+    """
+    decoded_bytes = sum(4 * group.rows * len(group.middle) for group in groups)
+    missing_share = max(0.0, 1 - groups[0].room / max(1, decoded_bytes))
+    return nearest.numel() < missing_share * _DECODING * sum(
+        len(group_cells.numbers) for group_cells in cells
+    )
 
 
-def _by_group(
+def _split_by_group(
     nearest: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the cells of each group that queries visit, shape (q, probes); -1 for cells of other groups."""
+    """Yield for each group the numbers of its cells that each query probes, shape (q, probes).
+
+    The entry is -1 where a query probes a cell of another group.
+
+    Args:
+        nearest: indices into the cells of all groups, one group after the other, shape (q, probes).
+        numbers: cell numbers of each group.
+    """
     if len(numbers) == 1:
         yield numbers[0][nearest]
         return
     first = 0
-    for own in numbers:
-        at = nearest - first
-        yield np.where((at >= 0) & (at < len(own)), np.append(own, -1)[at.clip(0, len(own))], -1)
-        first += len(own)
+    for group_numbers in numbers:
+        indices = nearest - first
+        yield np.where(
+            (indices >= 0) & (indices < len(group_numbers)),
+            np.append(group_numbers, -1)[indices.clip(0, len(group_numbers))],
+            -1,
+        )
+        first += len(group_numbers)
 
 
-def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
+def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
     """Compare a single query with all records of its cells.
 
     Args:
-        visited: the group of each cell, the query in the coordinates of that group, shape (1, d), and the
-            number of the cell in the group.
+        visited: for each cell its group, the query rotated and relative to the group's `middle`, shape
+            (1, width), and the cell's number in the group.
         ids: ids of the records to compare with; None compares with all.
 
     Returns:
         One visit of the query 0 with the records of all cells.
     """
-    cells = [_matching(group.cell(number), ids) for group, _, number in visited]
-    found = np.concatenate([cell.ids for cell in cells])
-    distances = torch.empty(len(found))
+    cells = [_filter_cell(group.read_cell(number), ids) for group, _, number in visited]
+    ids_found = np.concatenate([cell.ids for cell in cells])
+    distances = torch.empty(len(ids_found))
     lengths = [len(cell.ids) for cell in cells]
     parts = torch.split(distances, lengths)
     if visited[0][0].metric is Metric.IP:
@@ -183,40 +244,54 @@ def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges
         squares = [float(query[0].dot(query[0])) for _, query, _ in visited]
         distances += torch.from_numpy(np.repeat(np.array(squares, np.float32), lengths))
         distances.clamp_(min=0)
-    return Visit(np.zeros(1, np.int64), found, distances.numpy()[None])
+    return Visit(np.zeros(1, np.int64), ids_found, distances.numpy()[None])
 
 
-def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
-    """Return the records of a cell with these ids."""
+def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
+    """Return the records of a cell with `ids`; None, or a match of all records, returns the cell itself."""
     if ids is None:
         return cell
-    chosen = ids.contains(cell.ids)
-    if chosen.all():
+    is_selected = ids.contains(cell.ids)
+    if is_selected.all():
         return cell
-    rows = torch.from_numpy(np.flatnonzero(chosen))
-    return Cell(cell.ids[chosen], cell.keys[rows], cell.norms[rows])
+    rows = torch.from_numpy(np.flatnonzero(is_selected))
+    return Cell(cell.ids[is_selected], cell.keys[rows], cell.norms[rows])
 
 
-def _nearest_cells(
-    queries: Tensor, cells: Sequence[Cells], probes: int, metric: Metric, *, ranked: bool
+def _find_nearest_cells(
+    queries: Tensor, cells: Sequence[Cells], probes: int, metric: Metric, *, is_ranked: bool
 ) -> Tensor:
-    """Find the nearest cells of each query among those of all groups.
+    """Find the nearest cells of each query among the cells of all groups.
+
+    Args:
+        queries: float32, shape (q, dim).
+        cells: cells of each group.
+        probes: number of cells to find, at most the number of all cells.
+        metric: metric of the distances.
+        is_ranked: sort the cells of each query, nearest first.
 
     Returns:
-        Indices into the cells of all groups in a row, int64, shape (q, probes); with `ranked` nearest first.
+        Indices into the cells of all groups, one group after the other, int64, shape (q, probes).
     """
-    counts = [len(of.numbers) for of in cells]
-    if probes == sum(counts) and (probes == 1 or not ranked):
+    counts = [len(group_cells.numbers) for group_cells in cells]
+    if probes == sum(counts) and (probes == 1 or not is_ranked):
         return torch.arange(probes, device=queries.device).expand(len(queries), -1)
-    norms = [of.half_norms if metric is Metric.L2 else torch.zeros_like(of.half_norms) for of in cells]
-    found, step = [], max(1, DISTANCES_AT_ONCE // sum(counts))
+    norms = [
+        group_cells.half_norms if metric is Metric.L2 else torch.zeros_like(group_cells.half_norms)
+        for group_cells in cells
+    ]
+    index_parts, step = [], max(1, DISTANCES_AT_ONCE // sum(counts))
     for start in range(0, len(queries), step):
-        some = queries[start : start + step]
+        batch = queries[start : start + step]
         if len(cells) == 1:
-            away = torch.addmm(norms[0], some, cells[0].centers.T, alpha=-1)
+            distances = torch.addmm(norms[0], batch, cells[0].centers.T, alpha=-1)
         else:
-            away = some.new_empty(len(some), sum(counts))  # the centers of the groups are not concatenated
-            for of, own, part in zip(cells, norms, torch.split(away, counts, dim=1), strict=True):
-                torch.addmm(own, some, of.centers.T, alpha=-1, out=part)
-        found.append(away.topk(probes, largest=False, sorted=ranked).indices)
-    return found[0] if len(found) == 1 else torch.cat(found)
+            distances = batch.new_empty(
+                len(batch), sum(counts)
+            )  # the centers of the groups are not concatenated
+            for group_cells, group_norms, group_distances in zip(
+                cells, norms, torch.split(distances, counts, dim=1), strict=True
+            ):
+                torch.addmm(group_norms, batch, group_cells.centers.T, alpha=-1, out=group_distances)
+        index_parts.append(distances.topk(probes, largest=False, sorted=is_ranked).indices)
+    return index_parts[0] if len(index_parts) == 1 else torch.cat(index_parts)

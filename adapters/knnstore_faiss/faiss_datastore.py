@@ -138,10 +138,15 @@ class Policy:
         return self.index != "exact" and (self.index != "auto" or group_rows > EXACT_UP_TO)
 
     def choose_factory(self, rows: int, group_rows: int, dim: int) -> str | None:
-        """Return the factory string for a segment of `rows` rows in a group; None for exact search.
+        """Return the FAISS factory string for the index of a segment; None for exact search.
 
-        In a large group even small segments have indexes: few of the neighbors are in each, so few rows must
-        be visited, while exact search would visit all rows.
+        In a large group even small segments have indexes: each segment holds few of the neighbors, so few
+        rows must be visited, while exact search would visit all rows.
+
+        Args:
+            rows: number of rows of the segment.
+            group_rows: number of live rows of its group.
+            dim: number of components of a key.
         """
         if self.index != "auto":
             return None if self.index == "exact" else self.index
@@ -167,7 +172,7 @@ class Policy:
         return min(math.ceil(unfiltered * rows / matching), lists)
 
     def count_candidates(self, k: int, matching: int, *, coarse: bool) -> int:
-        """Return the number of candidates that are compared again by exact distances, at least k.
+        """Return the number of candidates of a query that are compared again by exact distances, at least k.
 
         Args:
             k: number of neighbors.
@@ -180,7 +185,7 @@ class Policy:
 
 @cache
 def _warn_of_ignored(names: str) -> None:
-    """Log a warning that parameters are ignored, once for the same names in a process."""
+    """Log a warning that the parameters `names` are ignored; once in a process for the same names."""
     _log.warning("faiss: this version ignores the parameter %s: distances are always exact", names)
 
 
@@ -222,7 +227,15 @@ faiss.cvar.distance_compute_blas_threshold = 1
 
 
 def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
-    """Return the k nearest rows of a matrix, with all cores; see `knnstore.datastore.nearest_rows`."""
+    """Return the k nearest rows of a matrix, computed on all cores; see `knnstore.datastore.nearest_rows`.
+
+    Args:
+        queries: centered queries, float32, shape (q, dim).
+        keys: centered keys, float32, shape (n, dim).
+        k: number of rows to find for each query, >= 1; the result is padded if n < k.
+        metric: the distance.
+        norms: squared norms of the keys, shape (n,).
+    """
     if len(queries) == 1:  # numpy multiplies a matrix by one vector in half the time
         return nearest_rows_by_numpy(queries, keys, k, metric, norms)
     rows = np.empty((len(queries), k), np.int64)
@@ -238,9 +251,9 @@ def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Dista
 
 
 def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
-    """Convert the arrays of a FAISS search to neighbors, in place.
+    """Convert the result of a FAISS search to neighbors; changes the arrays and uses them in the result.
 
-    FAISS marks empty places with the id -1 and the largest float.
+    FAISS marks missing neighbors with the id -1 and the largest float; the latter becomes +inf.
     """
     if metric is Metric.IP:
         np.negative(distances, out=distances)
@@ -279,7 +292,14 @@ def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: 
 
 
 def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
-    """Check whether `rows` rows are enough for the lists of an index and for the training of its codes."""
+    """Check whether a segment has enough rows for the lists of an index and for the training of its codes.
+
+    Args:
+        factory: FAISS factory string of the index.
+        rows: number of rows of the segment.
+        dim: number of components of a key.
+        metric: the distance.
+    """
     return rows >= max(8 * int(new_index(factory, dim, metric).nlist), 256)
 
 
@@ -308,21 +328,21 @@ class InvertedIndex:
         """Replace the segment by a newer version, with other live rows."""
         self.segment = segment
         self._live = segment.live_rows()
-        self._live_selector = _selector(self._live, segment.rows)
+        self._live_selector = _make_selector(self._live, segment.rows)
 
     def matching(self, ids: IdRanges | None) -> IdRanges:
         """Return the live rows of the segment; with `ids` only the rows of these records."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
     def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
-        """Return approximately the k nearest of the matching rows; see `SegmentIndex`.
+        """Find approximately the k nearest of the matching rows for each query; see `SegmentIndex.search`.
 
-        If there are k matching rows, k are returned.
+        Rows are padded only if fewer than k rows match.
         """
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
         lists, rows = self._index.nlist, self.segment.rows
-        selector = self._live_selector if matching is self._live else _selector(matching, rows)
+        selector = self._live_selector if matching is self._live else _make_selector(matching, rows)
         candidates = self._policy.count_candidates(k, matching.size, coarse=self._coarse)
         probes = self._policy.count_probes(k, rows, matching.size, lists)
         neighbors = self._search_lists(queries, k, selector, probes, candidates)
@@ -334,9 +354,16 @@ class InvertedIndex:
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Neighbors:
-        """Visit `probes` lists for each query, and rerank the candidates by exact distances.
+        """Find the k nearest rows in the `probes` nearest lists of each query; rerank by exact distances.
 
-        The ids of the returned neighbors are row numbers of the segment.
+        The ids of the returned neighbors are row numbers of the segment; missing neighbors are padded.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: number of neighbors.
+            selector: rows that may be returned; None for all rows.
+            probes: number of lists to visit for each query.
+            candidates: number of rows of a query that are reranked.
         """
         params = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         keys = self._columns.keys_file
@@ -352,7 +379,10 @@ class InvertedIndex:
         return _convert_hits(rows, distances, self._metric)
 
     def _rerank(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
-        """Compute the exact distances of candidates from the stored keys, and return the k nearest."""
+        """Compute the exact distances of candidates from the stored keys, and return the k nearest, sorted.
+
+        Changes the distances of `candidates`.
+        """
         for query, rows, distances in zip(queries, candidates.ids, candidates.distances, strict=True):
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
@@ -384,8 +414,8 @@ def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric
     return index
 
 
-def _selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
-    """Return a bitmap of the rows that a search may return, out of `total`; None for all rows."""
+def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
+    """Return the FAISS selector of rows, out of `total` rows of a segment; None if all rows are selected."""
     if rows == IdRanges([(0, total)]):
         return None
     mask = np.zeros(total, bool)

@@ -81,7 +81,7 @@ class Policy:
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> "Policy":
-        """Return the policy for the parameters that a user gave; omitted ones have their defaults.
+        """Return the policy for the parameters that a user gave; omitted parameters have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
@@ -110,11 +110,10 @@ class Policy:
 def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
     """Return for each row the number of the first row with the same key, int64, shape (n,).
 
-    Equal keys share one node of a graph. Of 300 equal keys, hnswlib would link each to 32 others and to
-    nothing else. A search that reaches them would not leave them, and a search that starts elsewhere would
-    not find
-    them: with 50 equal keys among 20 000 of a language model, recall@64 was 0.83. Text that repeats itself
-    has hundreds of equal keys.
+    Equal keys share one node of a graph. Of 300 equal keys, hnswlib would link each key to 32 others and to
+    nothing else. A search that reaches these keys would not leave them, and a search that starts elsewhere
+    would not find them: with 50 equal keys among 20 000 of a language model, recall@64 was 0.83. Text that
+    repeats itself has hundreds of equal keys.
     """
     words = keys.view(f"u{keys.dtype.itemsize}")
     factors = np.random.default_rng(0).integers(0, 2**64, keys.shape[1], np.uint64)
@@ -133,11 +132,11 @@ def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
 
 
 class Members:
-    """Map from the nodes of a graph to rows of a segment with the same key.
+    """Map from each node of a graph to the rows of a segment that have the node's key.
 
     Args:
-        rows: the rows.
-        first: result of `find_first_equal`; the number of a node is its first row.
+        rows: the rows to map to, for example the live rows.
+        first: result of `find_first_equal` for all rows; the number of a node is its first row.
     """
 
     def __init__(self, rows: IdRanges, first: NDArray[np.int64]) -> None:
@@ -156,12 +155,15 @@ class Members:
         self._every_node_once = self.nodes == len(numbers) == len(first)
 
     def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
-        """Return the first k rows of the nodes that a search found.
+        """Convert the nodes that a search found to the k nearest rows, shape (q, k).
+
+        A node without rows is skipped, and a node with several rows gives all of them. The ids of the result
+        are row numbers; rows are padded if there are fewer than k.
 
         Args:
             nodes: nodes found for each query, nearest first, shape (q, f).
             distances: distances of the nodes, shape (q, f).
-            k: number of rows, >= 1; missing ones give empty places.
+            k: number of rows, >= 1.
         """
         if self._every_node_once:
             return Neighbors(nodes[:, :k], distances[:, :k]).padded(k)
@@ -176,7 +178,14 @@ class Members:
     def _expand_nodes(
         self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
     ) -> Neighbors:
-        """Return the first k rows of the nodes, of which some have no row or several; `counts` as (q, f)."""
+        """Return the first k rows of nodes of which some have no row or several rows; see `nearest`.
+
+        Args:
+            nodes: nodes found for each query, nearest first, shape (q, f).
+            distances: distances of the nodes, shape (q, f).
+            counts: number of rows of each node, shape (q, f).
+            k: number of rows.
+        """
         # A flat list of all rows, ordered by query and by node.
         first_column = np.cumsum(counts, axis=1) - counts  # column of the first row of each node
         query, position = np.nonzero((counts > 0) & (first_column < k))
@@ -193,7 +202,14 @@ class Members:
 
 
 def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path) -> None:
-    """Write a graph over the distinct keys of a segment, deleted rows included, to a file.
+    """Build a graph over the distinct keys of a segment, deleted rows included, and write it to a file.
+
+    Args:
+        segment: the segment.
+        policy: parameters of the graph.
+        dim: number of components of a key.
+        metric: the distance.
+        path: file to create.
 
     Raises:
         OSError: the disk is full or broken.
@@ -270,7 +286,10 @@ class GraphIndex:
         self._deleted[dead] = True
 
     def matching(self, ids: IdRanges | None) -> Members:
-        """Return the live rows of the segment; with `ids` only the rows of these records."""
+        """Return the live rows of the segment by node; with `ids` only the rows of these records.
+
+        The result for the last `ids` is cached.
+        """
         if ids is None:
             return self._live
         last_ids, matching = self._last_filter
@@ -280,9 +299,9 @@ class GraphIndex:
         return matching
 
     def search(self, queries: Keys, k: int, matching: Members) -> Neighbors:
-        """Return approximately the k nearest of the matching rows; see `SegmentIndex`.
+        """Find approximately the k nearest of the matching rows for each query; see `SegmentIndex.search`.
 
-        If there are k matching rows, k are returned.
+        Rows are padded only if fewer than k rows match.
         """
         available = min(k, matching.size)
         fetched = k
@@ -305,7 +324,11 @@ class GraphIndex:
     def _search_nodes(
         self, queries: Keys, k: int, matching: Members, fetched: int, *, is_exact_allowed: bool
     ) -> Neighbors:
-        """Fetch `fetched` nodes from the graph, or compare all matching rows if allowed and faster."""
+        """Find the k nearest matching rows among the `fetched` nearest nodes of the graph.
+
+        If all nodes would be fetched, or if exact search is allowed and faster, all matching rows are
+        compared with the queries instead. Returns record ids.
+        """
         # hnswlib visits at least `fetched` nodes that are not deleted, and deleted nodes on the way.
         visited = max(fetched, self._ef) * len(self._nodes) / max(1, self._live.nodes)
         rows = (1 + _QUERIES_PER_READING / len(queries)) * matching.size

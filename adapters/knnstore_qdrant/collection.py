@@ -66,7 +66,10 @@ class Attempts:
         self._attempt = threading.local()
 
     def open(self, call: Callable[[], Result]) -> Result:
-        """Make the first call to a server, which is not repeated if the connection is refused."""
+        """Make the first call to a server and return its result; raises the errors of `read`.
+
+        Unlike in `read`, the call is not repeated if the server refuses the connection.
+        """
         return self._repeat(call, self._timeout, retry_refused=False)
 
     def read(self, call: Callable[[], Result]) -> Result:
@@ -80,7 +83,10 @@ class Attempts:
         return self._repeat(call, self._timeout)
 
     def write(self, call: Callable[[], Result]) -> Result:
-        """Make a call that changes something and may be repeated; raises the errors of `read`."""
+        """Make a call that changes something and may be repeated, and return its result.
+
+        The time limit is three times the limit of `read`. Raises the errors of `read`.
+        """
         return self._repeat(call, _WRITE_FACTOR * self._timeout)
 
     def change(self, call: Callable[[], str]) -> None:
@@ -104,14 +110,21 @@ class Attempts:
     def limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
     ) -> httpx.Response:
-        """Set the timeout of an HTTP request to the remaining time; used as a middleware of the client."""
+        """Send an HTTP request with the remaining time as its timeout; used as a middleware of the client."""
         request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
         return send(request)
 
     def _repeat(self, call: Callable[[], Result], seconds: float, *, retry_refused: bool = True) -> Result:
-        """Make a call, and repeat it for `seconds` after errors that may pass.
+        """Make a call, and repeat it for at most `seconds` after errors that may pass; return its result.
 
-        A refused connection is an error that may pass only with `retry_refused`.
+        Args:
+            call: the call.
+            seconds: time limit of all attempts together.
+            retry_refused: repeat the call also after a refused connection.
+
+        Raises:
+            StoreUnavailableError: the time is over, or a connection was refused without `retry_refused`.
+            DatastoreError: repeating the call does not help.
         """
         deadline = time.monotonic() + seconds
         for pause in pauses():
@@ -121,7 +134,7 @@ class Attempts:
             except DatastoreError:
                 raise
             except Exception as error:
-                reason, requested_pause = self._retry_reason(error)
+                reason, requested_pause = self._explain_retry(error)
                 is_refused = isinstance(getattr(error, "source", None), httpx.ConnectError)
                 wait = max(pause, requested_pause)
                 if time.monotonic() + wait >= deadline or (is_refused and not retry_refused):
@@ -129,8 +142,10 @@ class Attempts:
             time.sleep(wait)
         raise AssertionError("the pauses never end")
 
-    def _retry_reason(self, error: Exception) -> tuple[str, float]:
-        """Return why a call failed and the pause in seconds that the server requests.
+    def _explain_retry(self, error: Exception) -> tuple[str, float]:
+        """Return why a call failed, and the pause in seconds that the server requests before the next call.
+
+        The pause is 0 if the server requests no pause.
 
         Raises:
             DatastoreError: repeating the call does not help.
@@ -147,15 +162,17 @@ class Attempts:
             case UnexpectedResponse(status_code=int() as code):
                 if code in (408, 429) or code >= 500:
                     return f"failed with {code}", 0
-                raise self._refusal(code, error.content.decode(errors="replace")[:200]) from error
+                raise self._make_refusal_error(code, error.content.decode(errors="replace")[:200]) from error
             case RpcError():
                 if error.code() in _TRANSIENT:
                     return f"{_TRANSIENT[error.code()]}: {error.details()}", 0
-                raise self._refusal(_AS_HTTP.get(error.code(), 400), str(error.details())[:200]) from error
+                raise self._make_refusal_error(
+                    _AS_HTTP.get(error.code(), 400), str(error.details())[:200]
+                ) from error
         raise DatastoreError(f"{self.place} cannot be used: {_first_line(error)}") from error
 
-    def _refusal(self, code: int, text: str) -> DatastoreError:
-        """Return the error for an HTTP status with which the server refuses a call."""
+    def _make_refusal_error(self, code: int, text: str) -> DatastoreError:
+        """Make the error for an HTTP status with which the server refuses a call, without raising it."""
         line = " ".join(text.split())
         if code == 404:
             return DatastoreNotFoundError(f"{self.place}: {line}")
@@ -262,7 +279,7 @@ class Collection:
             info = self._describe()
             if info is None:
                 raise DatastoreError(f"{self.attempts.place} does not show the collection it just made")
-            taken = self._mark(info) not in (mark, None)
+            taken = self._read_mark(info) not in (mark, None)
         else:
             taken = bool(self._is_complete(info) or info.points_count)
         if must_create and taken:
@@ -275,12 +292,12 @@ class Collection:
                 self._index_payload(field, index)
         # A process that was killed during a bulk load leaves indexing postponed.
         self._is_indexing_postponed = create and info.config.optimizer_config.indexing_threshold == 0
-        self.mark = self._mark(info)
+        self.mark = self._read_mark(info)
         self.exact_keys = vectors.datatype in (None, models.Datatype.FLOAT32)
         self.quantized = (info.config.quantization_config or vectors.quantization_config) is not None
 
     def erase(self) -> None:
-        """Delete the collection; one that does not exist is ignored.
+        """Delete the collection; does nothing if the collection does not exist.
 
         Raises:
             DatastoreMismatchError: another program made the collection.
@@ -288,8 +305,8 @@ class Collection:
         info = self._describe()
         if info is None:
             return
-        if self._mark(info) is None and not self._is_complete(info):
-            raise self._not_ours()
+        if self._read_mark(info) is None and not self._is_complete(info):
+            raise self._make_not_ours_error()
         self.attempts.write(lambda: self.client.delete_collection(self.name))
 
     def owner(self) -> str | None:
@@ -303,9 +320,9 @@ class Collection:
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
     def will_add(self, records: int) -> None:
-        """Count records that will be added; postpone indexing during a bulk load.
+        """Count records that the caller will add; from 100,000 records on, postpone the server's indexing.
 
-        Otherwise the server would index the same points again and again.
+        During a bulk load the server would otherwise index the same points again and again.
         """
         self._added += records
         if self._added >= _BULK and not self._is_indexing_postponed:
@@ -344,7 +361,7 @@ class Collection:
             return None
 
     @staticmethod
-    def _mark(info: models.CollectionInfo) -> str | None:
+    def _read_mark(info: models.CollectionInfo) -> str | None:
         """Return the random number that identifies a collection; None if its metadata has none."""
         return (info.config.metadata or {}).get(MARK)
 
@@ -354,7 +371,7 @@ class Collection:
         return set(_INDEXES) <= set(info.payload_schema)
 
     def _create(self, dim: int, metric: Metric, mark: str) -> None:
-        """Create the collection with a mark in its metadata; an existing one stays as it is."""
+        """Create the collection with a mark in its metadata; an existing collection is not changed."""
         options = self.options
 
         def create() -> None:
@@ -391,7 +408,7 @@ class Collection:
         )
 
     def _check_vectors(self, info: models.CollectionInfo, dim: int, metric: Metric) -> models.VectorParams:
-        """Return the description of the vectors.
+        """Check that the collection has the expected vectors, and return their description.
 
         Raises:
             DatastoreMismatchError: another program made the collection, or dim or metric differ.
@@ -400,7 +417,7 @@ class Collection:
         if not isinstance(vectors, models.VectorParams) or (
             info.points_count and not self._is_complete(info)
         ):
-            raise self._not_ours()
+            raise self._make_not_ours_error()
         stored = {distance: metric for metric, distance in DISTANCES.items()}.get(vectors.distance)
         if (vectors.size, stored) != (dim, metric):
             raise DatastoreMismatchError(
@@ -409,8 +426,8 @@ class Collection:
             )
         return vectors
 
-    def _not_ours(self) -> DatastoreMismatchError:
-        """Return the error for a collection that another program made."""
+    def _make_not_ours_error(self) -> DatastoreMismatchError:
+        """Make the error for a collection that another program made, without raising it."""
         return DatastoreMismatchError(
             f"{self.attempts.place}: collection {self.name!r} was not made by knnstore: name another"
         )

@@ -89,8 +89,8 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
     return Condition(positions=positions, ids=tuple(stored[rest.contains(stored)].tolist()))
 
 
-def _rest_filter(condition: Condition) -> models.Filter:
-    """Convert a condition to a filter of Qdrant."""
+def _to_rest_filter(condition: Condition) -> models.Filter:
+    """Convert a condition that selects something to a filter of Qdrant's REST interface."""
     if condition.groups:
         match = models.MatchAny(any=list(condition.groups))
         return models.Filter(must=[models.FieldCondition(key=GROUP, match=match)])
@@ -103,15 +103,15 @@ def _rest_filter(condition: Condition) -> models.Filter:
     return models.Filter(should=should)
 
 
-def _grpc_filter(condition: Condition | None) -> Any:
+def _to_grpc_filter(condition: Condition | None) -> Any:
     """Convert a condition to a gRPC message; None selects all points."""
-    return None if condition is None else RestToGrpc.convert_filter(_rest_filter(condition))
+    return None if condition is None else RestToGrpc.convert_filter(_to_rest_filter(condition))
 
 
 def _convert_hits(
     answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_attribute: str = "id"
 ) -> Neighbors:
-    """Convert the hits of each query to neighbors; a query with fewer than k hits ends with empty places.
+    """Convert the hits of each query to neighbors, shape (q, k), padded for a query with fewer than k hits.
 
     Qdrant's score is the square root of our L2 distance, or the inner product.
 
@@ -184,7 +184,7 @@ class ServerPoints:
                 future.result()
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points with one request."""
+        """Add points with one request, and wait until the server has stored them."""
         batch = models.Batch(
             ids=ids.tolist(),
             vectors=keys.tolist(),
@@ -204,8 +204,8 @@ class ServerPoints:
             condition: points to search.
             exact: compare with all of these points instead of searching the graph.
         """
-        params = self._params(k, exact)
-        selection = None if condition is None else _rest_filter(condition)
+        params = self._make_search_params(k, exact)
+        selection = None if condition is None else _to_rest_filter(condition)
         requests = [
             models.QueryRequest(query=query, limit=k, filter=selection, params=params)
             for query in self._clip(queries).tolist()
@@ -214,8 +214,8 @@ class ServerPoints:
         return _convert_hits([answer.points for answer in answers], k, self._metric)
 
     def delete(self, condition: Condition) -> None:
-        """Delete points."""
-        selector = models.FilterSelector(filter=_rest_filter(condition))
+        """Delete the points that a condition selects, and wait until the change is visible."""
+        selector = models.FilterSelector(filter=_to_rest_filter(condition))
         self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
     def count(self) -> int:
@@ -233,7 +233,7 @@ class ServerPoints:
             condition: points to return.
             keys: True to return vectors and groups; otherwise these arrays are empty.
         """
-        selection = None if condition is None else _rest_filter(condition)
+        selection = None if condition is None else _to_rest_filter(condition)
         records, _ = self.attempts.read(
             lambda: self._client.scroll(
                 self._name,
@@ -267,7 +267,7 @@ class ServerPoints:
         """Limit the components of queries to the range of float16 if the vectors are stored as float16."""
         return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
-    def _params(self, k: int, exact: bool) -> models.SearchParams:
+    def _make_search_params(self, k: int, exact: bool) -> models.SearchParams:
         """Return the parameters of a search for k neighbors."""
         rescored = models.QuantizationSearchParams(rescore=True, oversampling=self._options.oversampling)
         return models.SearchParams(
@@ -300,7 +300,7 @@ class GrpcPoints(ServerPoints):
     """
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points with one request."""
+        """Add points with one request; see `ServerPoints.send`."""
         rows = zip(
             ids.tolist(), _dense_vectors(keys), groups.tolist(), positions_of(ids).tolist(), strict=True
         )
@@ -316,15 +316,15 @@ class GrpcPoints(ServerPoints):
             for number, key, group, position in rows
         ]
         request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
-        self.attempts.change(lambda: _status(self._call("Upsert", request)))
+        self.attempts.change(lambda: _read_status(self._call("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """Return the k nearest points of each query; see `ServerPoints.query`."""
         shared: dict[str, Any] = {
             "collection_name": self._name,
             "limit": k,
-            "params": RestToGrpc.convert_search_params(self._params(k, exact)),
-            "filter": _grpc_filter(condition),
+            "params": RestToGrpc.convert_search_params(self._make_search_params(k, exact)),
+            "filter": _to_grpc_filter(condition),
             "with_payload": grpc.WithPayloadSelector(enable=False),
         }
         request: Any = grpc.QueryBatchPoints(
@@ -343,10 +343,10 @@ class GrpcPoints(ServerPoints):
         return _convert_hits(hits, k, self._metric, id_attribute="id.num")
 
     def delete(self, condition: Condition) -> None:
-        """Delete points."""
-        selector = grpc.PointsSelector(filter=_grpc_filter(condition))
+        """Delete the points that a condition selects; see `ServerPoints.delete`."""
+        selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
-        self.attempts.change(lambda: _status(self._call("Delete", request)))
+        self.attempts.change(lambda: _read_status(self._call("Delete", request)))
 
     def count(self) -> int:
         """Return the exact number of points."""
@@ -361,7 +361,7 @@ class GrpcPoints(ServerPoints):
             collection_name=self._name,
             offset=grpc.PointId(num=first),
             limit=limit,
-            filter=_grpc_filter(condition),
+            filter=_to_grpc_filter(condition),
             with_payload=grpc.WithPayloadSelector(enable=keys),
             with_vectors=grpc.WithVectorsSelector(enable=keys),
         )
@@ -376,17 +376,17 @@ class GrpcPoints(ServerPoints):
         return ids, vectors, np.array(groups, np.int32)
 
     def _call(self, method: str, request: Any) -> Any:
-        """Send one request, with the remaining time of the current attempt as its timeout."""
+        """Send one request and return the answer, within the remaining time of the current attempt."""
         return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
 
 
-def _status(answer: Any) -> str:
-    """Return the status of a change in lower case, as REST gives it."""
+def _read_status(answer: Any) -> str:
+    """Return the status of a change in lower case, such as "completed", as REST gives it."""
     return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
 
 
 def _dense_vectors(vectors: Keys) -> Iterator[Any]:
-    """Yield each vector as a gRPC message, which is parsed from bytes because that is faster."""
+    """Yield each row of vectors as a gRPC message. Messages are parsed from bytes, because that is faster."""
     message: Any = grpc.DenseVector
     dim = vectors.shape[1]
     serialized: bytes = message(data=[0.0] * dim).SerializeToString()

@@ -141,7 +141,7 @@ class QdrantDatastore:
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the owner of the collection; see `SupportsOwner.owner`."""
+        """Return the owner of the collection, None without an owner; see `SupportsOwner.owner`."""
         with _connect(location, Options.from_params(params)) as collection:
             owner = collection.owner()
             collection.client.close()
@@ -149,7 +149,7 @@ class QdrantDatastore:
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Save a new owner of the collection; see `SupportsOwner.claim`."""
+        """Save a new owner of the collection on the server; see `SupportsOwner.claim`."""
         with _connect(location, Options.from_params(params)) as collection:
             collection.claim(owner)
             collection.client.close()
@@ -241,9 +241,10 @@ class QdrantDatastore:
         self._open_points()
 
     def optimize(self) -> None:
-        """Wait until the server has indexed all records and freed the space of deleted ones.
+        """Wait until the server has indexed all records and freed the space of deleted records.
 
-        Until then, records that are not indexed are compared with each query. Call it after adding many.
+        Until then, each query is compared with all records that are not indexed. Call this method after
+        adding many records.
         """
         self._writable_points().optimize()
 
@@ -278,7 +279,10 @@ class QdrantDatastore:
 
     @staticmethod
     def _search_batch(points: ServerPoints, queries: Keys, k: int, condition: Condition | None) -> Neighbors:
-        """Search the graph, and repeat exactly each search that found fewer than k neighbors."""
+        """Return the k nearest points of each query; see `ServerPoints.query`.
+
+        A search of the graph that finds fewer than k neighbors is repeated exactly.
+        """
         neighbors = points.query(queries, k, condition, exact=points.exact_search)
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
         if len(short) and not points.exact_search:
@@ -321,7 +325,7 @@ def _connect(location: str | Path, options: Options) -> Iterator[Collection]:
     url = str(location)
     place = _check_address(url)
     attempts = Attempts(place, options.timeout)
-    key = _api_key(place)
+    key = _find_api_key(place)
     if options.api_key_file and key is None:
         raise ConfigError(
             f"the store names an api_key_file for {place}, which is not read any more: {_HOW_TO_GIVE_A_KEY}"
@@ -406,8 +410,8 @@ def _check_address(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}:{port or 6333}{parts.path.rstrip('/')}"
 
 
-def _api_key(place: str) -> str | None:
-    """Return the API key that the environment has for the server at an address, or None.
+def _find_api_key(place: str) -> str | None:
+    """Return the API key that the environment has for the server at an address; None without a key.
 
     The address comes from the store, which may be from a stranger. So a key is sent only to the server that
     the user named with the key, and a file that the store names is never read.
@@ -427,6 +431,3 @@ def _api_key(place: str) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigError(f"the key in {API_KEY_VARIABLE} for {place} has characters that no key has")
     return key
-
-
-_NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment

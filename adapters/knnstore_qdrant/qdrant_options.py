@@ -71,7 +71,7 @@ class Options:
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> Self:
-        """Return the options for the parameters that a user gave; omitted ones have their defaults.
+        """Return the options for the parameters that a user gave; omitted options have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown, or its value is not allowed.
@@ -106,7 +106,11 @@ _MINIMA: dict[str, float] = {
 
 
 def _check_option(name: str, value: Any, kind: type) -> Any:
-    """Return the value of a parameter; raises `ConfigError` if its type or value is not allowed."""
+    """Return the value of a parameter; an integer is converted to float where a float is expected.
+
+    Raises:
+        ConfigError: the type or the value is not allowed.
+    """
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:

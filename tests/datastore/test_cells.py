@@ -67,7 +67,7 @@ def ranks_of(visits: list[Visits]) -> dict[tuple[int, int], int]:
 
 def centers_on_disk(store: CellsDatastore) -> list[np.ndarray]:
     """Of each segment that has an index."""
-    return [cells.centers for segment in store._segments.snapshot() if (cells := store._opened(segment))]
+    return [cells.centers for segment in store._segments.snapshot() if (cells := store._open_cells(segment))]
 
 
 @pytest.mark.parametrize("metric", list(Metric))
@@ -149,7 +149,7 @@ def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytes
         store.optimize()
 
         def cells() -> dict[int, int]:
-            found = [(one, store._opened(one)) for one in store._segments.snapshot() if one.group == 0]
+            found = [(one, store._open_cells(one)) for one in store._segments.snapshot() if one.group == 0]
             return {
                 int(id): int(cell)
                 for segment, of_it in found
@@ -224,7 +224,7 @@ def test_no_center_is_a_key_that_was_erased(tmp_path: Path) -> None:
         store.optimize()
 
         def cells() -> dict[int, int]:
-            found = [(one, store._opened(one)) for one in store._segments.snapshot()]
+            found = [(one, store._open_cells(one)) for one in store._segments.snapshot()]
             return {
                 int(id): int(cell)
                 for segment, of_it in found
@@ -287,8 +287,8 @@ def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
         for _ in range(2):
             found = apart(store.visit(keys[:1000], 128))
         assert sum(visit.distances.size for visit in found) == 1000 * 40_000
-        held = [cell.keys.nbytes for cell in store._kept._cells.values()]
-        assert 0 < sum(held) == store._kept._held <= 1 << 20
+        held = [cell.keys.nbytes for cell in store._cell_cache._cells.values()]
+        assert 0 < sum(held) == store._cell_cache._held <= 1 << 20
 
 
 @pytest.mark.slow
@@ -308,14 +308,14 @@ def test_tables_are_used_where_decoded_keys_have_no_room(
         store.optimize()
 
         def held() -> int:
-            return store._kept._held + sum(sharer.held for sharer in store._kept._sharers)
+            return store._cell_cache._held + sum(sharer.held for sharer in store._cell_cache._sharers)
 
         for queries, probes, by_tables in ((1000, 64, False), (200, 8, True), (1000, 64, False)):
             scans.clear()
             store.visit(keys[:queries], probes)
             assert bool(scans) == by_tables
             assert 0 < held() <= 1 << 20
-        store._kept.size = 100_000
+        store._cell_cache.size = 100_000
         for start in range(0, 2000, 100):
             store.visit(keys[start : start + 100], 1)
             assert 0 < held() < 40_000 * 24 // 2
@@ -471,7 +471,7 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
         monkeypatch.setattr(
             CodeScanner,
             "_products",
-            lambda *given, true=CodeScanner._products: scans.append(1) or true(*given),
+            lambda *given, true=CodeScanner._compute_products: scans.append(1) or true(*given),
         )
         for change in (
             lambda: None,
@@ -490,11 +490,11 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
                 Filter(IdRanges([(600, 5000)])),
             ):
                 many = np.repeat(queries, 20, axis=0)
-                monkeypatch.setattr(visiting, "_shares_little", lambda *_: False)
+                monkeypatch.setattr(visiting, "_is_scanning_faster", lambda *_: False)
                 decoding = store.visit(many, 3, where=where)
                 expected = Neighbors.visited(decoding, 120)
                 assert not scans
-                monkeypatch.setattr(visiting, "_shares_little", lambda *_: True)
+                monkeypatch.setattr(visiting, "_is_scanning_faster", lambda *_: True)
                 scanning = store.visit(many, 3, where=where)
                 by_cell = Neighbors.visited(scanning, 120)
                 assert ranks_of(scanning) == ranks_of(decoding) != {}

@@ -1,4 +1,4 @@
-"""The cells that stay in memory between searches."""
+"""Cache of the cells that stay in memory between searches (`CellCache`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,23 +27,23 @@ class Cell(NamedTuple):
 
 
 class Sharer(Protocol):
-    """Another cache that shares the room of `KeptCells`."""
+    """Another cache that shares the memory of a `CellCache`."""
 
     held: int
-    """Number of bytes that it holds."""
+    """Number of bytes that the other cache holds."""
 
     def forget(self) -> None:
-        """Drop everything."""
+        """Drop everything that the other cache holds."""
 
 
-class KeptCells:
+class CellCache:
     """A cache of cells with random replacement.
 
-    Scoring visits all cells in turn, again and again. If the least recently used cell was replaced, a cache
+    Scoring reads all cells in turn, again and again. If the least recently used cell were replaced, a cache
     that is a little too small would never have a hit.
 
     Args:
-        size: maximum number of bytes, of keys and of all sharers together.
+        size: maximum number of bytes of keys, including the bytes that all sharers hold.
     """
 
     size: int
@@ -55,28 +55,40 @@ class KeptCells:
         self._cells: dict[tuple[object, int], Cell] = {}
         self._names: list[tuple[object, int]] = []
         self._random = Random(0)  # noqa: S311  # not for secrets
-        self._lock, self._turns = RLock(), Lock()
+        self._lock, self._growth_lock = RLock(), Lock()
 
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
-        """Return the cell of an owner with a number; `read` reads it if it is not in the cache."""
+        """Return a cell from the cache, or read the cell and add it to the cache.
+
+        Args:
+            owner: object that the cell belongs to. Cells of different owners are different.
+            number: number of the cell.
+            read: reads the cell with a number.
+        """
         name = owner, number
         cell = self._cells.get(name)
         if cell is None:
             cell = read(number)
             with self._lock:
                 if name not in self._cells:
-                    self._keep(name, cell)
+                    self._add_cell(name, cell)
         return cell
 
-    def share(self, sharer: Sharer) -> None:
-        """Share the room with another cache while it exists. Cells are dropped when it needs room."""
+    def add_sharer(self, sharer: Sharer) -> None:
+        """Share the memory with another cache, as long as the other cache exists.
+
+        The other cache calls `shrink` after it has grown, so that cells are dropped here.
+        """
         with self._lock:
             self._sharers.add(sharer)
 
     @contextmanager
-    def scanning(self) -> Iterator[None]:
-        """Allow one sharer at a time to grow. If the sharers alone exceed the room, all are emptied first."""
-        with self._turns:
+    def wait_to_grow(self) -> Iterator[None]:
+        """Let a sharer grow during the block; other sharers wait until the end of the block.
+
+        If the sharers alone exceed the size of the cache, all sharers are emptied first.
+        """
+        with self._growth_lock:
             with self._lock:
                 sharers = list(self._sharers)
             if sum(sharer.held for sharer in sharers) > self.size:
@@ -85,16 +97,16 @@ class KeptCells:
             yield
 
     def shrink(self) -> None:
-        """Drop cells until all caches fit into the room."""
+        """Drop random cells until the cells and all sharers together fit into the size of the cache."""
         with self._lock:
             others = sum(sharer.held for sharer in self._sharers)
             while self._names and self._held + others > self.size:
-                at = self._random.randrange(len(self._names))
-                self._names[at], self._names[-1] = self._names[-1], self._names[at]
+                index = self._random.randrange(len(self._names))
+                self._names[index], self._names[-1] = self._names[-1], self._names[index]
                 self._held -= self._cells.pop(self._names.pop()).keys.nbytes
 
-    def _keep(self, name: tuple[object, int], cell: Cell) -> None:
-        """Add a cell, and drop others if there is no room."""
+    def _add_cell(self, name: tuple[object, int], cell: Cell) -> None:
+        """Add a cell, and drop random cells if the cache is full. The caller holds the lock."""
         self._cells[name] = cell
         self._names.append(name)
         self._held += cell.keys.nbytes
