@@ -1,4 +1,4 @@
-"""Checks of names and text from users, the same for every database, and their printable form."""
+"""Checks of names and metadata from users, the same for every database, and escaping for terminals."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,24 +7,25 @@ from typing import Any
 from knnstore.errors import InputError
 
 MAX_DEPTH = 64
-"""Levels of objects and lists in metadata: whoever reads it may do so by recursion."""
+"""Maximum number of nested objects and lists in metadata, so that recursive readers do not overflow."""
 
 TOO_DEEP = {"": "nested too deep to be read"}
-"""Stands for metadata of a catalog that cannot be read."""
+"""Placeholder for metadata in a catalog that are nested too deeply to be parsed."""
 
 MAX_NAME = 500
-"""Characters in an id, a domain or a tag; PostgreSQL indexes no more than 2,700 bytes."""
+"""Maximum number of characters of an id, a domain or a tag; PostgreSQL indexes at most 2,700 bytes."""
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse what is no text, and text that some database could not store.
+    """Check that a value is a name that every supported database can store. Returns nothing.
 
     Args:
         name: an id, a domain's name or a tag.
         what: name of the value in the message.
 
     Raises:
-        InputError: it is no string, empty, too long, holds a NUL or is not valid Unicode.
+        InputError: the name is no string, is empty, is longer than `MAX_NAME`, holds a NUL or is not valid
+            Unicode.
     """
     if not isinstance(name, str):
         raise InputError(f"{what} is {type(name).__name__}, not a string")
@@ -37,30 +38,41 @@ def check_name(name: object, what: str) -> None:
 
 
 def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
-    """Several names, each once.
+    """Check several names, and return them without duplicates.
+
+    Args:
+        names: names to check; not a single string, whose letters would be taken as the names.
+        what: noun for one name in the message, such as "tag".
 
     Raises:
-        InputError: they are one string, whose letters would be the names; or as `check_name`.
+        InputError: `names` is a string, or a name is not valid, see `check_name`.
     """
     if isinstance(names, str):
         raise InputError(f"{what}s are several: give [{names!r}], not {names!r}")
-    found = frozenset(names)
-    for name in found:
+    unique_names = frozenset(names)
+    for name in unique_names:
         check_name(name, f"a {what}")
-    return found
+    return unique_names
 
 
 def check_json(value: Mapping[str, Any], what: str) -> None:
-    """Refuse what JSON cannot hold.
+    """Check that a mapping can be stored as JSON. Returns nothing.
+
+    Args:
+        value: mapping to check, with its nested mappings and lists.
+        what: name of the value in the message.
 
     Raises:
-        InputError: a value is of another type, NaN or infinite, or nested too deep.
+        InputError: a value has a type that JSON lacks, is NaN or infinite, or is nested more than `MAX_DEPTH`
+            deep; or the mapping is the placeholder `TOO_DEEP`.
     """
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
-        parts = [part for part in level if isinstance(part, Mapping | list | tuple)]
+        containers = [part for part in level if isinstance(part, Mapping | list | tuple)]
         level = [
-            part for whole in parts for part in (whole.values() if isinstance(whole, Mapping) else whole)
+            part
+            for container in containers
+            for part in (container.values() if isinstance(container, Mapping) else container)
         ]
     if level:
         raise InputError(f"{what} is nested more than {MAX_DEPTH} deep: flatten it")
@@ -73,6 +85,7 @@ def check_json(value: Mapping[str, Any], what: str) -> None:
 
 
 def _is_unicode(text: str) -> bool:
+    """Check whether a string is valid Unicode, without unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, as in arguments that are not UTF-8
@@ -81,5 +94,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Write line breaks and control characters visibly: a text is one line and cannot steer a terminal."""
+    """Replace line breaks and all unprintable characters by their escape sequences in Python.
+
+    The result is one line that cannot control a terminal.
+    """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,10 +1,10 @@
-"""Durable files: the one place where the embedded datastores touch the disk.
+"""Durable files: all writes of the embedded datastores go through this module.
 
-A file is written once, hashed on the way, synced, and named in a manifest with its size and
-SHA-256. It is mapped for reading only, and only after its size was checked: touching a page
-beyond the end of a short file kills the process. Nothing is ever written through a map, where a
-full disk would kill the process as well. After a failed fsync the kernel may have dropped the
-dirty pages, so the operation fails for good and the file is written anew.
+A file is written once, hashed while it is written, synced, and named in a manifest with its size and SHA-256.
+Files are mapped into memory for reading only, and only after their size was checked: reading a page beyond
+the end of a short file kills the process. Nothing is written through a map, because a full disk would kill
+the process too. After a failed fsync the kernel may have dropped the dirty pages, so the operation fails for
+good and the file must be written again.
 """
 
 import errno
@@ -30,39 +30,43 @@ from knnstore.space import medium_errors
 _OWNER_ONLY = 0o600
 
 BLOCK = 1 << 16
-"""Bytes hashed at a time; also what a search checks when it touches a row for the first time."""
+"""Number of bytes that are hashed together. Reading a row for the first time checks whole blocks."""
 
 _MOST_BYTES = 4 << 30
-"""Most bytes of a file that is read as a whole. A damaged or sparse file may claim any size."""
+"""Maximum size in bytes of a file that is read as a whole. A damaged or sparse file may have any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """The entry of one file in a manifest."""
+    """Entry of a file in a manifest: name, size and hash."""
 
     name: str
-    """The path relative to the datastore's directory."""
+    """Path relative to the datastore's directory."""
 
     size: int
-    """Length in bytes."""
+    """Size in bytes."""
 
     sha256: str
     """Hexadecimal SHA-256 of the concatenated SHA-256 digests of the file's blocks of 64 KiB.
 
-    A hash tree of two levels: threads can share the work, and one block can be checked alone.
+    With this hash tree of two levels, threads can share the work, and a single block can be checked.
     """
 
 
 class NoFileError(OSError):
-    """Something stands where a file is to be that is no file, or claims a size that no such file has."""
+    """A path that should be a file of a store is no regular file, or the file is too large to be one."""
 
 
 class FileWriter:
-    """Writes one new file, hashing on the way; the file is synced by `finish` or removed.
+    """Writes a new file and hashes its content. A context manager: without `finish`, the file is removed.
 
     Args:
         root: the datastore's directory.
-        name: the new file's path below it; must not exist.
+        name: path of the new file relative to the directory.
+
+    Raises:
+        FileExistsError: the file exists already.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -84,7 +88,10 @@ class FileWriter:
                 self._path.unlink()
 
     def write(self, data: NDArray[Any] | bytes) -> None:
-        """Append the bytes of an array or a buffer."""
+        """Append bytes, or the bytes of an array in C order, to the file.
+
+        Raises OSError if the disk is full or fails.
+        """
         array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
         view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         failpoint("segments.file.write")
@@ -101,7 +108,10 @@ class FileWriter:
         failpoint("segments.file.written")
 
     def finish(self) -> StoredFile:
-        """Sync and close the file; its name is durable only after `sync_directory`."""
+        """Make the content durable (fsync), close the file, and return its entry.
+
+        The file's name is durable only after `sync_directory`.
+        """
         os.fsync(self._descriptor)
         failpoint("segments.file.synced")
         descriptor, self._descriptor = self._descriptor, -1
@@ -112,16 +122,16 @@ class FileWriter:
 
     @property
     def digests(self) -> bytes:
-        """The digests of the finished file's blocks, 32 bytes each."""
+        """SHA-256 digests of the blocks of the finished file, 32 bytes each, one after another."""
         return bytes(self._digests)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file of a home for reading; what stands in its place keeps nobody waiting.
+    """Open a regular file of a store for reading. A pipe or a device in its place does not block the process.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        NoFileError: a folder, a pipe or a device is.
+        FileNotFoundError: the path does not exist.
+        NoFileError: the path is a folder, a pipe or a device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -131,10 +141,11 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a small file of a home as a whole; see `open_file`.
+    """Read the whole content of a file of a store.
 
     Raises:
-        NoFileError: also if the file claims more bytes than any such file has, before they are read.
+        FileNotFoundError: the path does not exist.
+        NoFileError: the path is no regular file, or the file has more than 4 GiB. It is not read then.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > _MOST_BYTES:
@@ -143,7 +154,7 @@ def read_file(path: Path) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names that were created, replaced or removed in a directory durable."""
+    """Make the names that were created, replaced or removed in a directory durable (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -153,18 +164,24 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make what a library did to a file durable."""
+    """Make the content of an existing file, which another library has written, durable (fsync)."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def publish(path: Path, content: bytes, what: str) -> None:
-    """Replace a small file atomically and durably: readers see the old or the new content.
+    """Create or replace a small file atomically and durably: readers see the old or the new content.
+
+    Also removes an empty folder at the path.
 
     Args:
-        path: the file; a crash leaves at most ``<name>.tmp`` beside it.
-        content: all of its bytes.
-        what: the name of the failpoints passed on the way, ``segments.<what>.…``.
+        path: the file. A crash leaves at most a file ``<name>.tmp`` in the same folder.
+        content: the whole new content.
+        what: middle part of the names of the failpoints, ``segments.<what>.written`` and ``.renamed``.
+
+    Raises:
+        OSError: the disk is full or fails. The old content stays, unless the last step, syncing the
+            directory, fails.
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
@@ -183,7 +200,13 @@ def publish(path: Path, content: bytes, what: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that nothing names any more; a missing one is fine, for a crash may repeat this."""
+    """Remove a file, or an empty folder at its path; does nothing if the path does not exist.
+
+    A folder with content stays. The removal is durable only after `sync_directory`.
+
+    Raises:
+        OSError: the file cannot be removed.
+    """
     failpoint("segments.file.unlink")
     _remove_folder(path)
     with suppress(IsADirectoryError):  # it is somebody's
@@ -191,13 +214,17 @@ def remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove an empty folder that stands where a file is to be."""
+    """Remove an empty folder; does nothing for any other path."""
     with suppress(OSError):
         path.rmdir()
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, or where something is in it still, make durable what went from it."""
+    """Remove a folder if it is empty; otherwise make the removal of files from it durable.
+
+    Does nothing if the folder does not exist. Its own removal is durable only after `sync_directory` of its
+    parent.
+    """
     try:
         path.rmdir()
     except FileNotFoundError:  # a crash may repeat this
@@ -208,17 +235,19 @@ def remove_folder(path: Path) -> None:
 
 
 class WriterLock:
-    """The lock that keeps a second writer out; the kernel drops it when its holder dies.
+    """Lock of a directory that only one writer can hold. The constructor takes the lock without waiting.
 
-    The lock file is never removed, for that would let two processes lock two files of one name.
-    Who holds it stands beside it, for the error message only.
+    The kernel releases the lock when the holding process ends. The lock file is never removed, because then
+    two processes could lock two different files with the same name. The file ``writer.json`` describes the
+    holder, only for error messages.
 
     Args:
-        root: the datastore's directory.
+        root: the datastore's directory, which exists.
 
     Raises:
-        LockedError: another handle holds the lock; names its process.
-        ReadOnlyError: nothing can be written there.
+        LockedError: another handle or process holds the lock; the message names the process.
+        ReadOnlyError, DiskFullError: the lock file cannot be written.
+        DatastoreError: the file system does not support locks.
     """
 
     def __init__(self, root: Path) -> None:
@@ -230,32 +259,36 @@ class WriterLock:
             fallback_to_soft=False,
             preserve_lock_file=True,
         )
-        holder = root / "writer.json"
+        holder_path = root / "writer.json"
         try:
             with medium_errors(root):
                 self._lock.acquire()
         except Timeout:
             raise LockedError(
-                f"{root} is being written by {_described(holder)}: end that first; mode 'r' may read"
+                f"{root} is being written by {_describe_holder(holder_path)}: end that first; mode 'r' may read"
             ) from None
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error
         # Not the whole command line, which may hold a password.
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
-        here = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}
+        this_process = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}
         with suppress(OSError):  # it serves a message only
-            holder.touch(mode=_OWNER_ONLY)
-            holder.write_text(json.dumps(here))
+            holder_path.touch(mode=_OWNER_ONLY)
+            holder_path.write_text(json.dumps(this_process))
 
     def release(self) -> None:
         """Release the lock for the next writer."""
         self._lock.release()
 
 
-def _described(holder: Path) -> str:
-    """Say who holds a lock, as far as is known."""
+def _describe_holder(holder: Path) -> str:
+    """Describe the process that holds a lock, for a message; "another process" if its file cannot be read.
+
+    Args:
+        holder: the file ``writer.json``.
+    """
     try:
-        known = json.loads(read_file(holder))
-        return f"process {known['pid']} on {known['host']} ({known['command']})"
+        holder_info = json.loads(read_file(holder))
+        return f"process {holder_info['pid']} on {holder_info['host']} ({holder_info['command']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

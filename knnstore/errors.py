@@ -1,13 +1,13 @@
-"""Every error that knnstore raises on purpose.
+"""All errors that knnstore raises on purpose.
 
-All derive from `KnnstoreError`; where Python has a fitting built-in class, the error derives
-from that too, so ``except ValueError`` and ``except FileNotFoundError`` keep working. A message
-says what is wrong, where, and what to do, in one line.
+All derive from `KnnstoreError`. An error also derives from the built-in class that fits, so that for example
+``except ValueError`` and ``except FileNotFoundError`` work. A message names in one line the problem, its
+place and the remedy.
 """
 
 
 class KnnstoreError(Exception):
-    """The root of all errors of knnstore."""
+    """Base class of all errors of knnstore."""
 
 
 class ConfigError(KnnstoreError, ValueError):
@@ -15,17 +15,17 @@ class ConfigError(KnnstoreError, ValueError):
 
 
 class InputError(KnnstoreError, ValueError):
-    """A document or a file given by the user cannot be used."""
+    """A document, a file or a name from the user cannot be used."""
 
 
 class UnusableDocumentError(InputError):
-    """A document among others cannot be used.
+    """One of several documents cannot be used.
 
     Attributes:
-        in_folder: True if its file was found in a folder and not named by the user.
-        id: its id, where that is known.
-        where: its file and row, or its number in a list.
-        reason: why, in few words, such as ``empty`` or ``not UTF-8``.
+        in_folder: True if the document's file was found in a folder, False if the user named the file.
+        id: the document's id; None if it is not known.
+        where: file and row of the document, or its number in a list.
+        reason: kind of the problem in few words, such as ``empty`` or ``not UTF-8``.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class AdapterError(KnnstoreError):
 
 
 class AdapterNotFoundError(AdapterError, LookupError):
-    """No installed distribution offers an adapter of this name."""
+    """No installed distribution offers an adapter with this name."""
 
 
 class AdapterLoadError(AdapterError, ImportError):
-    """The adapter is registered but cannot be imported."""
+    """The adapter is installed, but cannot be imported or lacks methods."""
 
 
 class AdapterConflictError(AdapterError):
-    """Two distributions offer an adapter of the same name."""
+    """Several distributions offer an adapter with the same name."""
 
 
 # -- datastores: the vector side
@@ -71,27 +71,27 @@ class DatastoreError(KnnstoreError):
 
 
 class DimensionMismatchError(DatastoreError, ValueError):
-    """Vectors have another dimension than the datastore."""
+    """The dimension of vectors differs from the dimension of the datastore."""
 
 
 class InvalidVectorError(DatastoreError, ValueError):
-    """A vector holds NaN, an infinity, or a number beyond what the engine keeps."""
+    """A vector holds NaN, an infinity, or a number beyond the range of the engine."""
 
 
 class DatastoreMismatchError(DatastoreError):
-    """An existing datastore was made with another dimension, metric or adapter."""
+    """An existing datastore was created with another dimension, metric or adapter."""
 
 
 class DatastoreExistsError(DatastoreError, FileExistsError):
-    """A datastore is already at the location."""
+    """The location already holds a datastore."""
 
 
 class DatastoreNotFoundError(DatastoreError, FileNotFoundError):
-    """There is no datastore at the location."""
+    """The location holds no datastore."""
 
 
 class NotOwnerError(DatastoreError):
-    """The keys are another store's, or those of a home that this one is a copy of."""
+    """The keys belong to another store, or to the store of which this store is a copy."""
 
 
 class RecordNotFoundError(DatastoreError, LookupError):
@@ -99,7 +99,7 @@ class RecordNotFoundError(DatastoreError, LookupError):
 
 
 class ReadOnlyError(DatastoreError):
-    """The handle was opened for reading only, or the medium can only be read."""
+    """The handle was opened for reading only, or the disk or folder cannot be written."""
 
 
 class DatastoreClosedError(DatastoreError):
@@ -107,7 +107,7 @@ class DatastoreClosedError(DatastoreError):
 
 
 class DiskFullError(DatastoreError):
-    """The disk is full, or what was to be written would fill it."""
+    """The disk is full, or has too little free space for the operation."""
 
 
 class LockedError(DatastoreError):
@@ -115,7 +115,7 @@ class LockedError(DatastoreError):
 
 
 class UnsupportedOperationError(DatastoreError):
-    """The engine cannot do this; its capabilities say so."""
+    """The engine does not support the operation; see its `Capabilities`."""
 
 
 class CorruptDatastoreError(DatastoreError):
@@ -123,30 +123,30 @@ class CorruptDatastoreError(DatastoreError):
 
 
 class StoreUnavailableError(DatastoreError, ConnectionError):
-    """The engine cannot be reached; trying again is safe."""
+    """The engine or the database cannot be reached; trying again is safe."""
 
 
 # -- the catalog: the SQL side
 
 
 class CatalogError(KnnstoreError):
-    """The catalog cannot do what was asked."""
+    """The catalog, the store's SQL database, is damaged or refused an operation."""
 
 
 class SchemaOutdatedError(CatalogError):
-    """The database is of an older schema than this package: ``knnstore db upgrade``."""
+    """The database's schema is older than this package; ``knnstore db upgrade`` upgrades it."""
 
 
 class SchemaTooNewError(CatalogError):
-    """The database is of a newer schema than this package: upgrade the package."""
+    """The database's schema is newer than this package; the package must be upgraded."""
 
 
 class StoreNotFoundError(CatalogError, FileNotFoundError):
-    """There is no knnstore at the place named."""
+    """The folder or database holds no store."""
 
 
 class StoreExistsError(CatalogError, FileExistsError):
-    """A knnstore is already at the place named."""
+    """The folder or database already holds a store."""
 
 
 class DocumentNotFoundError(CatalogError, LookupError):
@@ -154,7 +154,7 @@ class DocumentNotFoundError(CatalogError, LookupError):
 
 
 class KeyNotFoundError(CatalogError, LookupError):
-    """No key of a server has this id."""
+    """No API key of the server has this id."""
 
 
 class DomainNotFoundError(CatalogError, LookupError):
@@ -162,11 +162,11 @@ class DomainNotFoundError(CatalogError, LookupError):
 
 
 class AmbiguousDocumentError(CatalogError, LookupError):
-    """Documents of several domains have this id; name the domain."""
+    """Documents of several domains have this id, so the domain must be named."""
 
 
 class FencedError(CatalogError):
-    """Another writer took over; this one must not commit any more."""
+    """Another writer has taken over the store, so this writer cannot commit any more."""
 
 
 class CorruptWeightsError(KnnstoreError):
@@ -174,12 +174,12 @@ class CorruptWeightsError(KnnstoreError):
 
 
 class OutdatedWeightsError(KnnstoreError):
-    """Fitted weights hold traces of a document that was removed or replaced since; they are not used."""
+    """Fitted weights were trained on a document that was removed or replaced since; they are not used."""
 
 
 class ModelOutputError(KnnstoreError, ArithmeticError):
-    """The model's output is NaN or infinite, so that nothing can be predicted from it."""
+    """The model's output is NaN or infinite, so it gives no prediction."""
 
 
 class FingerprintMismatchError(KnnstoreError):
-    """The model, tokenizer or key location differs from the store's."""
+    """The model, tokenizer or key location differs from those for which the store was created."""

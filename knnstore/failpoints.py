@@ -17,10 +17,11 @@ VARIABLE = "KNNSTORE_FAILPOINT"
 
 
 class Failpoint:
-    """One armed place: its name, the passage at which it fires, and what it does.
+    """An armed failpoint: its name, the passage at which it fires, and what it does then.
 
     Args:
-        specification: ``name[:passage][=kill|eio|enospc]``; see the module's text.
+        specification: ``name[:passage][=kill|eio|enospc]``; see the module's docstring. An empty name counts
+            the passages of all failpoints.
     """
 
     def __init__(self, specification: str) -> None:
@@ -30,8 +31,8 @@ class Failpoint:
         self.action = action or "kill"
         self.passages_left = int(passage or 1)
 
-    def passed(self) -> None:
-        """Count one passage and fire when it is the one that was asked for."""
+    def count_passage(self) -> None:
+        """Count one passage; at the specified passage kill the process, or raise OSError."""
         self.passages_left -= 1
         if self.passages_left != 0:
             return
@@ -45,7 +46,11 @@ _armed = Failpoint(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def arm(specification: str | None) -> None:
-    """Arm a failpoint in this process (for tests that fork), or disarm with None."""
+    """Arm a failpoint in this process, in place of the armed failpoint; None disarms. For tests that fork.
+
+    Args:
+        specification: see `Failpoint`.
+    """
     global _armed
     _armed = Failpoint(specification) if specification else None
 
@@ -54,10 +59,10 @@ _recorded: list[str] | None = None
 
 
 def record() -> list[str]:
-    """Note the name of every failpoint passed from now on, in order (for tests).
+    """Record the names of all failpoints that the process passes from now on. For tests.
 
     Returns:
-        The list that grows.
+        A list, empty now, to which each later passage appends a name.
     """
     global _recorded
     _recorded = []
@@ -65,8 +70,15 @@ def record() -> list[str]:
 
 
 def failpoint(name: str) -> None:
-    """Mark a place where a test may make the process fail; free when none is armed."""
+    """Mark a place where a test can make the process fail. Costs almost nothing if no failpoint is armed.
+
+    Args:
+        name: name of the place.
+
+    Raises:
+        OSError: a failpoint with this name and an error action fires here.
+    """
     if _recorded is not None:
         _recorded.append(name)
     if _armed is not None and _armed.name in ("", name):
-        _armed.passed()
+        _armed.count_passage()

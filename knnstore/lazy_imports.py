@@ -21,14 +21,17 @@ from typing import Any
 
 
 def attach_lazy_imports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the module attributes ``__getattr__`` and ``__dir__`` for a package.
+    """Make the module attributes ``__getattr__`` and ``__dir__`` for a package. Imports nothing itself.
+
+    The package calls this function while it is imported.
 
     Args:
-        package: the package's ``__name__``; its source has the imports. Called while it is imported.
+        package: the package's ``__name__``; its source has the imports under ``if TYPE_CHECKING``.
 
     Returns:
-        ``__getattr__``, which imports a name or a module of the package and keeps it as an attribute; for
-        other names it raises `AttributeError`. And ``__dir__``.
+        Two functions. ``__getattr__`` imports a name or a module of the package at its first use, and keeps
+        it as an attribute of the package; it raises `AttributeError` for other names. ``__dir__`` lists the
+        names.
     """
     module = sys.modules[package]
     loader: Any = getattr(module.__spec__, "loader", None)
@@ -51,7 +54,14 @@ def attach_lazy_imports(package: str) -> tuple[Callable[[str], Any], Callable[[]
 
 
 def find_type_checking_imports(source: str) -> dict[str, tuple[str, str]]:
-    """Return the names that a module imports under ``if TYPE_CHECKING``: name -> (module, its name there)."""
+    """Return the names that a module imports with ``from`` under ``if TYPE_CHECKING``.
+
+    Args:
+        source: source text of the module.
+
+    Returns:
+        For each name the module that it is imported from, and its name in that module.
+    """
     return {
         alias.asname or alias.name: (node.module, alias.name)
         for block in ast.parse(source).body

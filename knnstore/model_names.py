@@ -1,24 +1,30 @@
-"""Quick check that the name of a model leads to a model, before torch is loaded."""
+"""Quick check that a model exists under a name (`check_model`), before torch is loaded."""
 
 from pathlib import Path
 
 from knnstore.errors import ConfigError
 
 PATIENCE = 2.0
-"""Seconds that the hub has to answer. Its client would try for half a minute, at each of a model's files."""
+"""Time limit for an answer of the hub in seconds. By default, its client tries for half a minute per file."""
 _CONFIG = "config.json"
 _GGUF = ".gguf"
 
 
 def add_gguf_file(name: str, gguf_file: str | None) -> str:
-    """Return the name of a model in a GGUF file of a folder or hub repository: ``NAME/FILE.gguf``."""
+    """Return the name of a model in a GGUF file of a folder or hub repository: ``NAME/FILE.gguf``.
+
+    A name that ends in the file already, or a `gguf_file` of None or "", returns the name unchanged.
+    """
     if not gguf_file or name.endswith(f"/{gguf_file}"):
         return name
     return f"{name.rstrip('/')}/{gguf_file}"
 
 
 def split_gguf_file(name: str) -> tuple[str, str | None]:
-    """Divide a model's name into folder or hub id, and the GGUF file in it; None if it names no such file.
+    """Divide a model's name into the folder or hub id and the GGUF file in it.
+
+    The file is None, and the name unchanged, if the name does not end in ``.gguf`` or is a folder. Names that
+    do not exist are divided by their form.
 
     Example:
         >>> split_gguf_file("models/small.gguf"), split_gguf_file("org/repo/q4/a.gguf")
@@ -40,17 +46,20 @@ def split_gguf_file(name: str) -> tuple[str, str | None]:
 
 
 def check_model(name: str, revision: str | None = None) -> bool:
-    """Find whether a model is there; a path never goes to the hub.
+    """Check that a model exists in a folder, on the Hugging Face hub or in the hub's cache.
+
+    Asks the hub over the network, except for a path.
 
     Args:
-        name: a folder or a hub id, or a GGUF file in one.
-        revision: revision of a model on the hub; default ``main``.
+        name: a folder or a hub id, or a GGUF file in a folder or hub repository.
+        revision: revision of a model on the hub; None is ``main``.
 
     Returns:
-        Whether it has to come from the hub's cache, because the hub does not give it.
+        True if the model must be loaded from the hub's cache, because the hub cannot be reached or refuses
+        the model; False otherwise.
 
     Raises:
-        ConfigError: no such folder, and neither the hub nor its cache has such a model.
+        ConfigError: neither a folder nor the hub nor its cache has the model, or the folder lacks its file.
     """
     place, gguf_file = split_gguf_file(name)
     file, folder = gguf_file or _CONFIG, Path(place)
@@ -62,7 +71,7 @@ def check_model(name: str, revision: str | None = None) -> bool:
         raise ConfigError(f"the model {name!r} cannot be loaded: no such folder")
     from huggingface_hub import try_to_load_from_cache
 
-    reason = _refused_by_hub(place, file, revision)
+    reason = _explain_hub_refusal(place, file, revision)
     if reason is not None and not isinstance(try_to_load_from_cache(place, file, revision=revision), str):
         raise ConfigError(
             f"the model {name!r} cannot be loaded: no such folder here, and {reason}: "
@@ -71,8 +80,17 @@ def check_model(name: str, revision: str | None = None) -> bool:
     return reason is not None
 
 
-def _refused_by_hub(name: str, file: str, revision: str | None) -> str | None:
-    """Why the hub does not give such a file of a model; None where it does."""
+def _explain_hub_refusal(name: str, file: str, revision: str | None) -> str | None:
+    """Ask the hub for a file of a model. Returns the reason why the hub refuses it; None if it does not.
+
+    Args:
+        name: hub id of the model.
+        file: path of the file in the repository.
+        revision: revision; None is ``main``.
+
+    Raises:
+        ConfigError: `name` is no valid hub id.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,

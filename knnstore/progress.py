@@ -2,19 +2,28 @@
 
 
 class Progress:
-    """Is told how far a long operation is; this one is silent. Subclass it to show something."""
+    """Receives reports on the progress of a long operation, and ignores them.
+
+    Override methods in a subclass to show the progress.
+    """
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
-        """Report that an operation begins; `total` is the expected number of units, None if unknown."""
+        """Report that an operation begins.
+
+        Args:
+            title: name of the operation.
+            total: expected number of units; None if unknown.
+            unit: name of the unit.
+        """
 
     def expect(self, total: int) -> None:
-        """Report a new estimate of the total."""
+        """Report a new estimate of the total number of units."""
 
     def advance(self, amount: int) -> None:
-        """Report that more units are done."""
+        """Report that `amount` more units are done."""
 
     def finish(self) -> None:
-        """Report that the operation ended."""
+        """Report that the operation has ended."""
 
     def say(self, message: str) -> None:
-        """Something that the user should know happened; one line."""
+        """Report a message of one line that the user should see."""

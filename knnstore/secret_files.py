@@ -1,8 +1,8 @@
-"""Secrets of the user: passwords and API keys from an environment variable, or from a file that one names.
+"""Secrets of the user: passwords and API keys from an environment variable or from a file.
 
-A process's environment is readable by whoever may look at the process, and goes to every program that it
-starts. So each variable NAME with a secret has a second one, NAME_FILE, with the path of a file that holds
-the secret, as Docker, Kubernetes and systemd hand secrets over.
+Other processes of the user can read a process's environment, and every program that the process starts
+inherits it. So for each variable NAME with a secret, the variable NAME_FILE can name a file that holds the
+secret instead. Docker, Kubernetes and systemd pass secrets in this way.
 """
 
 import os
@@ -13,21 +13,21 @@ from pathlib import Path
 from knnstore.errors import ConfigError
 
 FILE_SUFFIX = "_FILE"
-"""Suffix of the variable that names a secret's file, after the name of the secret's own variable."""
+"""Suffix that makes the name of a secret's variable the name of the variable with the secret's file."""
 
 MAX_BYTES = 65_536
-"""Largest secret file that is read; a path of another file, as of a model, is a mistake."""
+"""Largest size of a secret's file in bytes. A larger file, such as a model, is named by mistake."""
 
 
 def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the secret of a variable, or of the file that NAME_FILE names; None if neither is set.
+    """Return the secret in a variable NAME, or in the file that NAME_FILE names; None if neither is set.
 
-    A variable that is set to nothing counts as not set. The file is read at each call, so a changed secret
-    is found by the next connection. One line break at its end is left out.
+    A variable with an empty value counts as not set. The file is read at each call, so the next connection
+    uses a changed secret. One line break at the end of the file is left out.
 
     Args:
-        name: the variable, such as "KNNSTORE_QDRANT_API_KEY".
-        environment: the variables; those of this process by default.
+        name: name of the variable, such as "KNNSTORE_QDRANT_API_KEY".
+        environment: environment variables; None is the environment of this process.
 
     Raises:
         ConfigError: both variables are set, or the file cannot be read, is no regular file, is empty, larger
@@ -59,12 +59,15 @@ def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str 
 
 
 def find_secret_variable(name: str, environment: Mapping[str, str]) -> str | None:
-    """Return which variable gives a secret, NAME or NAME_FILE; None if neither is set. No file is read."""
+    """Return the name of the variable that gives a secret, NAME or NAME_FILE; None if neither is set.
+
+    An empty value counts as not set. No file is read.
+    """
     return next((each for each in (name, name + FILE_SUFFIX) if environment.get(each)), None)
 
 
 def _read_file(path: Path) -> bytes:
-    """Return up to one byte more than a secret may have; raises OSError for anything but a regular file."""
+    """Read a file, but at most `MAX_BYTES` + 1 bytes; raises OSError if the path is not a regular file."""
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block, a device never end
         raise OSError(0, "it is no regular file")
     with path.open("rb") as file:

@@ -1,4 +1,7 @@
-"""Free space on a disk: what will not fit is refused, and a reserve lets a full disk be emptied."""
+"""Free space on a disk: refusal of operations that do not fit, and a reserve file for removals.
+
+`Reserve` keeps some space free, so that documents can be removed from a full disk.
+"""
 
 import errno
 import os
@@ -10,10 +13,10 @@ from pathlib import Path
 from knnstore.errors import DatastoreError, DiskFullError, KnnstoreError, ReadOnlyError
 
 RESERVE = 2 << 20
-"""Bytes of a `Reserve`."""
+"""Size of the file of a `Reserve` in bytes."""
 
 MARGIN = 2 * RESERVE
-"""Bytes that `check_space` leaves free, so that only a removal needs the reserve."""
+"""Free space in bytes that `check_space` does not let operations use, so that only removals need it."""
 
 _SMALLEST = 64 << 10  # of a reserve
 
@@ -22,23 +25,23 @@ _READ_ONLY = errno.EROFS, errno.EACCES, errno.EPERM
 
 
 def free_space(path: Path) -> int:
-    """Bytes that may still be written at a place, which need not be there yet."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    """Return the free space in bytes on the disk of a path, which need not exist yet."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def check_space(path: Path, needed: int, what: str) -> None:
-    """Refuse what will not fit, before it begins.
+    """Check before an operation that the disk has enough free space for it. Returns nothing.
 
     Args:
-        path: where it is to be written; need not be there yet.
-        needed: about how many bytes.
-        what: the operation, as the subject of a sentence.
+        path: file or folder that the operation writes; it need not exist yet.
+        needed: approximate number of bytes that the operation writes.
+        what: name of the operation, as the subject of the message.
 
     Raises:
-        DiskFullError: there are fewer, or `MARGIN` would not be left.
+        DiskFullError: after the operation, less than `MARGIN` bytes would be free.
     """
     free = free_space(path)
     if free < needed + MARGIN:
@@ -48,17 +51,23 @@ def check_space(path: Path, needed: int, what: str) -> None:
         )
 
 
-def kind_of(error: OSError) -> type[DatastoreError]:
-    """Return the class of error for a failed write."""
+def choose_write_error(error: OSError) -> type[DatastoreError]:
+    """Return the class of the error to raise for a failed write: DiskFullError or DatastoreError."""
     return DiskFullError if error.errno in _FULL else DatastoreError
 
 
 @contextmanager
 def medium_errors(path: Path) -> Iterator[None]:
-    """Give the errors of a full disk and of a read-only medium a class and a place.
+    """Convert an OSError about a full or read-only disk in the block to DiskFullError or ReadOnlyError.
+
+    All other errors pass unchanged.
+
+    Args:
+        path: path that the message names if the OSError has no file name.
 
     Raises:
-        DiskFullError, ReadOnlyError: in place of such an `OSError`; others pass.
+        DiskFullError: the disk or the quota is full.
+        ReadOnlyError: the disk is read-only, or the user may not write to the path.
     """
     try:
         yield
@@ -75,22 +84,29 @@ def medium_errors(path: Path) -> Iterator[None]:
 
 
 def allocate(descriptor: int, start: int, size: int) -> None:
-    """Take space on the disk for some bytes of an open file, where the system can.
+    """Allocate disk space for a range of bytes of an open file; the file grows to the end of the range.
+
+    Does nothing if the operating system does not support it.
+
+    Args:
+        descriptor: descriptor of the file, open for writing.
+        start: first byte.
+        size: number of bytes, >= 1.
 
     Raises:
-        OSError: there is none.
+        OSError: the disk has too little free space.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, start, size)
 
 
 class Reserve:
-    """A file that takes space for as long as nobody needs it, to be given back once the disk is full.
+    """A file that occupies disk space, which is freed when the disk is full and documents must be removed.
 
-    Removing documents needs some space before it frees any: a database writes what it changes to its log.
+    Removing documents needs some space before it frees any, because a database writes changes to its log.
 
     Args:
-        folder: where the file is, on the disk that may become full.
+        folder: folder of the file, on the disk that may become full.
     """
 
     NAME = "reserve"
@@ -99,15 +115,18 @@ class Reserve:
         self._path = folder / self.NAME
 
     def keep(self) -> None:
-        """Take the space, or what there is of it."""
+        """Create the file, or enlarge it to `RESERVE` bytes; with less free space, make it smaller.
+
+        Errors are ignored.
+        """
         with suppress(OSError):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                taken = os.fstat(descriptor).st_size
-                missing = min(RESERVE - taken, free_space(self._path))
+                size = os.fstat(descriptor).st_size
+                missing = min(RESERVE - size, free_space(self._path))
                 while missing >= _SMALLEST:
                     try:
-                        allocate(descriptor, taken, missing)
+                        allocate(descriptor, size, missing)
                         break
                     except OSError:  # the file system needs some of it for itself
                         missing //= 2
@@ -115,12 +134,15 @@ class Reserve:
                 os.close(descriptor)
 
     def give_back(self) -> None:
-        """Free the space if there is little else."""
+        """Delete the file if less than `RESERVE` bytes are free on the disk. Errors are ignored."""
         with suppress(OSError):
             if free_space(self._path) < RESERVE:
                 self._path.unlink(missing_ok=True)
 
 
 def is_read_only(path: Path) -> bool:
-    """Check whether an existing place is read-only, however much space is free."""
+    """Check whether an existing path cannot be written: a read-only file system, or missing permission.
+
+    A full disk does not count as read-only.
+    """
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY) or not os.access(path, os.W_OK)

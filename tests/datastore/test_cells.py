@@ -470,7 +470,7 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
         scans = list[int]()
         monkeypatch.setattr(
             CodeScanner,
-            "_products",
+            "_compute_products",
             lambda *given, true=CodeScanner._compute_products: scans.append(1) or true(*given),
         )
         for change in (

@@ -12,7 +12,7 @@ from pathlib import Path
 from knnstore.datastore.embedded.manifest import NAME
 from knnstore.durable import WriterLock, publish, read_file, remove, remove_folder, sync_directory
 from knnstore.errors import CorruptDatastoreError, DatastoreError
-from knnstore.space import kind_of
+from knnstore.space import choose_write_error
 
 OWNER_FILES = ("owner.tmp", "owner")
 FOLDERS = ("segments", "indexes")
@@ -116,7 +116,7 @@ def write_owner(root: Path, owner: str) -> None:
     try:
         publish(root / "owner", f"{_hash_owner(owner)} {owner}\n".encode(), "owner")
     except OSError as error:
-        raise kind_of(error)(
+        raise choose_write_error(error)(
             f"cannot write {root / 'owner'}: {error.strerror}; free space or repair the disk, then try again"
         ) from error
 

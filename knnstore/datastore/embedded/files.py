@@ -23,7 +23,7 @@ from knnstore.errors import (
     DatastoreNotFoundError,
 )
 from knnstore.failpoints import failpoint
-from knnstore.space import kind_of
+from knnstore.space import choose_write_error
 
 
 class SegmentFiles:
@@ -245,7 +245,7 @@ def translate_write_errors(root: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, DatastoreError):  # some are both
             raise
-        raise kind_of(error)(
+        raise choose_write_error(error)(
             f"cannot write {error.filename or root}: {error.strerror}; what was flushed is safe: "
             "free space or repair the disk, then try again"
         ) from error
