@@ -264,8 +264,9 @@ class WriterLock:
             with medium_errors(root):
                 self._lock.acquire()
         except Timeout:
+            holder = _describe_holder(holder_path)
             raise LockedError(
-                f"{root} is being written by {_describe_holder(holder_path)}: end that first; mode 'r' may read"
+                f"{root} is being written by {holder}: end that first; mode 'r' may read"
             ) from None
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error

@@ -44,7 +44,7 @@ Its keyword arguments replace the kit's location, dim and params.
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records, as the arguments of one `add`. `len`, indexing by rows and `+` are supported."""
+    """Records as arrays, as `Datastore.add` takes them. `len`, indexing by rows and `+` are supported."""
 
     ids: Ids
     """Ids, int64, shape (n,)."""
@@ -66,52 +66,58 @@ class Records:
             np.concatenate([self.groups, other.groups]),
         )
 
-    def put(self, store: Datastore) -> Datastore:
-        """Add all records in one call, and return the store."""
+    def add_to(self, store: Datastore) -> Datastore:
+        """Add all records to a store in one call, and return the store."""
         store.add(self.ids, self.keys, self.groups)
         return store
 
-    def matching(self, where: Filter | None) -> "Records":
+    def select_matching(self, where: Filter | None) -> "Records":
         """Return the records that a filter selects; None selects all."""
         return self if where is None else self[where.ids.contains(self.ids)]
 
-    def positions(self) -> IdRanges:
-        """Return ranges of ids that cover the positions of these records, with any token."""
+    def cover_positions(self) -> IdRanges:
+        """Return the ranges of all ids, with any token, at the positions of these records."""
         positions = positions_of(self.ids)
         return ranges_of(positions, positions + 1)
 
-    def of_groups(self, *groups: int) -> Filter:
-        """Return the filter that selects some groups, by their names and by the ids of their records."""
-        chosen = self[np.isin(self.groups, groups)]
-        return Filter(ids=chosen.positions(), groups=frozenset(groups))
+    def filter_by_groups(self, *groups: int) -> Filter:
+        """Return the filter that selects some groups, both by group numbers and by ids of their records."""
+        selected = self[np.isin(self.groups, groups)]
+        return Filter(ids=selected.cover_positions(), groups=frozenset(groups))
 
 
-def half(array: NDArray[Any]) -> Keys:
-    """Round to half precision, and return float32: values that every store can keep exactly."""
+def round_to_half(array: NDArray[Any]) -> Keys:
+    """Round an array to half precision and return it as float32: values that every store keeps exactly."""
     return array.astype(np.float16).astype(np.float32)
 
 
-def sample(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
-    """Return n records like those of a corpus: documents of 50 tokens in four groups.
+def make_records(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
+    """Make n random records like those of a corpus: documents of 50 tokens in four groups.
 
-    There are gaps between the positions of documents. Keys are normally distributed and exact in half
-    precision.
+    The positions of successive documents have gaps between them. Keys are normally distributed, and exact in
+    half precision.
+
+    Args:
+        n: number of records; may be 0.
+        dim: number of components of a key.
+        seed: seed of the random tokens and keys.
+        first_position: position of the first record.
     """
     rng = np.random.default_rng(seed)
     document = np.arange(n) // 50
     positions = first_position + np.arange(n) + 7 * document
     ids = record_ids(positions, rng.integers(0, TOKEN_LIMIT, n))
-    keys = half(rng.standard_normal((n, dim)))
+    keys = round_to_half(rng.standard_normal((n, dim)))
     return Records(ids.astype(np.int64), keys, (document % 4).astype(np.int32))
 
 
-def some_queries(q: int, dim: int, *, seed: int = 1) -> Keys:
-    """Return normally distributed queries, float32, shape (q, dim)."""
+def make_queries(q: int, dim: int, *, seed: int = 1) -> Keys:
+    """Make q normally distributed random queries, float32, shape (q, dim)."""
     return np.random.default_rng(seed).standard_normal((q, dim)).astype(np.float32)
 
 
-def true_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.float64]:
-    """Return the distance of every query to every key, computed in double precision, shape (q, n)."""
+def compute_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.float64]:
+    """Compute the distance of every query to every key in double precision, float64, shape (q, n)."""
     exact_queries, exact_keys = queries.astype(np.float64), keys.astype(np.float64)
     if metric == Metric.IP:
         return np.asarray(-(exact_queries @ exact_keys.T))
@@ -119,75 +125,88 @@ def true_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.floa
 
 
 def check_neighbors(
-    found: Neighbors, records: Records, queries: Keys, k: int, metric: Metric, *, recall: float = 1.0
+    neighbors: Neighbors, records: Records, queries: Keys, k: int, metric: Metric, *, recall: float = 1.0
 ) -> None:
-    """Check the result of a search against exact distances.
+    """Check the result of a search against exact distances; raises AssertionError if it is wrong.
 
     Args:
-        found: result of `search`.
+        neighbors: result of `search`.
         records: all records that the search may find.
         queries: float32, shape (q, dim).
         k: argument of `search`.
         metric: metric of the store.
-        recall: fraction of the true neighbors of all queries that must be found, where equally distant
-        records
-            may replace each other; 1 requires an exact answer in every row.
+        recall: fraction of the true neighbors of all queries that must be found; 1 requires an exact answer
+            in every row. Equally distant records may replace each other.
     """
-    assert found.ids.shape == found.distances.shape == (len(queries), k), "the shape is not (q, k)"
-    assert found.ids.dtype == np.int64, f"ids are {found.ids.dtype}, not int64"
-    assert found.distances.dtype == np.float32, f"distances are {found.distances.dtype}, not float32"
+    assert neighbors.ids.shape == neighbors.distances.shape == (len(queries), k), "the shape is not (q, k)"
+    assert neighbors.ids.dtype == np.int64, f"ids are {neighbors.ids.dtype}, not int64"
+    assert neighbors.distances.dtype == np.float32, f"distances are {neighbors.distances.dtype}, not float32"
     expected = min(k, len(records))
-    truth = true_distances(queries, records.keys, metric)
+    truth = compute_distances(queries, records.keys, metric)
     row_of = {int(i): row for row, i in enumerate(records.ids)}
     hits = 0
-    for ids, distances, true in zip(found.ids, found.distances, truth, strict=True):
-        valid = int((ids != -1).sum())
-        assert (ids[valid:] == -1).all(), "missing neighbors (-1) are before other neighbors"
-        assert (distances[valid:] == np.inf).all(), "a missing neighbor's distance is not +inf"
-        orphans = [i for i in ids[:valid].tolist() if i not in row_of]
+    for ids, distances, true in zip(neighbors.ids, neighbors.distances, truth, strict=True):
+        valid_count = int((ids != -1).sum())
+        assert (ids[valid_count:] == -1).all(), "missing neighbors (-1) are before other neighbors"
+        assert (distances[valid_count:] == np.inf).all(), "a missing neighbor's distance is not +inf"
+        orphans = [i for i in ids[:valid_count].tolist() if i not in row_of]
         assert not orphans, f"found ids that are not live or not in the filter: {orphans[:5]}"
-        assert len(set(ids[:valid].tolist())) == valid, "an id occurs twice in one row"
-        assert (np.diff(distances[:valid]) >= 0).all(), "distances do not ascend"
-        own = np.array([true[row_of[int(i)]] for i in ids[:valid]])
-        np.testing.assert_allclose(distances[:valid], own, _RTOL, _ATOL, err_msg="wrong distances")
+        assert len(set(ids[:valid_count].tolist())) == valid_count, "an id occurs twice in one row"
+        assert (np.diff(distances[:valid_count]) >= 0).all(), "distances do not ascend"
+        expected_distances = np.array([true[row_of[int(i)]] for i in ids[:valid_count]])
+        np.testing.assert_allclose(
+            distances[:valid_count], expected_distances, _RTOL, _ATOL, err_msg="wrong distances"
+        )
         furthest = np.partition(true, expected - 1)[expected - 1] if expected else -np.inf
-        near_enough = int((own <= furthest + _ATOL + _RTOL * abs(furthest)).sum())
+        near_enough = int((expected_distances <= furthest + _ATOL + _RTOL * abs(furthest)).sum())
         assert recall < 1 or near_enough == expected, (
             f"only {near_enough} of the {expected} nearest were found, but `exact_search` is True"
         )
         hits += near_enough
-    wanted = recall * expected * len(queries)
-    assert hits >= wanted, f"recall@{k}: {hits} of {expected * len(queries)} found, {wanted:.0f} needed"
+    needed_hits = recall * expected * len(queries)
+    assert hits >= needed_hits, (
+        f"recall@{k}: {hits} of {expected * len(queries)} found, {needed_hits:.0f} needed"
+    )
 
 
 def check_search(
     store: Datastore, records: Records, k: int, queries: Keys | None = None, *, where: Filter | None = None
 ) -> Neighbors:
-    """Search a store that has exactly these records, check the result, and return it.
+    """Search a store, check the result against exact distances, and return the result.
 
-    Without `queries`, ten random ones are used. An exact store must find all neighbors, any other 90 %.
+    A store with `capabilities.exact_search` must find all neighbors, another store 90 % of them.
+
+    Args:
+        store: store to search.
+        records: exactly the records that the store has.
+        k: number of neighbors.
+        queries: queries; None uses ten random queries.
+        where: filter of the search.
     """
-    queries = some_queries(10, store.dim) if queries is None else queries
-    found = store.search(queries, k, where=where)
+    queries = make_queries(10, store.dim) if queries is None else queries
+    neighbors = store.search(queries, k, where=where)
     recall = 1.0 if store.capabilities.exact_search else 0.9
-    check_neighbors(found, records.matching(where), queries, k, store.metric, recall=recall)
-    return found
+    check_neighbors(neighbors, records.select_matching(where), queries, k, store.metric, recall=recall)
+    return neighbors
 
 
-def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
-    """Return all records that `iterate` yields."""
+def read_contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
+    """Return all records that `iterate` yields with these arguments, in its order."""
     batches = store.iterate(ids=ids, batch_size=batch_size)
-    return sum((Records(*batch) for batch in batches), sample(0, store.dim))
+    return sum((Records(*batch) for batch in batches), make_records(0, store.dim))
 
 
 def check_holds(store: Datastore, records: Records) -> None:
-    """Check that a store has exactly these records; their keys must be exact in half precision."""
+    """Check that a store has exactly these records; raises AssertionError if not.
+
+    The keys of the records must be exact in half precision.
+    """
     order = np.argsort(records.ids)
-    held = contents(store)
+    stored = read_contents(store)
     assert store.count() == len(records), f"count() is {store.count()}, {len(records)} records are live"
-    np.testing.assert_array_equal(held.ids, records.ids[order], err_msg="other ids than were stored")
-    np.testing.assert_array_equal(held.keys, records.keys[order], err_msg="other keys than were stored")
-    np.testing.assert_array_equal(held.groups, records.groups[order], err_msg="other groups than stored")
+    np.testing.assert_array_equal(stored.ids, records.ids[order], err_msg="other ids than were stored")
+    np.testing.assert_array_equal(stored.keys, records.keys[order], err_msg="other keys than were stored")
+    np.testing.assert_array_equal(stored.groups, records.groups[order], err_msg="other groups than stored")
 
 
 class KitBase:
@@ -215,11 +234,11 @@ class KitBase:
     @pytest.fixture
     def open_store(self, location: str | Path) -> Iterator[OpenStore]:
         """Yield a function that opens the datastore under test."""
-        with ExitStack() as opened:
+        with ExitStack() as open_stores:
 
             def open_store(**overrides: Any) -> Datastore:
                 arguments = {"location": location, "dim": self.dim, **self.params, **overrides}
-                return opened.enter_context(closing(self.datastore_class.open(**arguments)))
+                return open_stores.enter_context(closing(self.datastore_class.open(**arguments)))
 
             yield open_store
 
@@ -231,12 +250,12 @@ class KitBase:
     @pytest.fixture
     def records(self) -> Records:
         """Return the 500 records of most tests: ten documents in four groups."""
-        return sample(500, self.dim)
+        return make_records(500, self.dim)
 
     @pytest.fixture
     def store(self, open_store: OpenStore, records: Records, metric: Metric) -> Datastore:
         """Return a store with `records`, for each metric."""
-        return records.put(open_store(metric=metric))
+        return records.add_to(open_store(metric=metric))
 
 
 def require_get(store: Datastore) -> SupportsGet:

@@ -22,8 +22,8 @@ from knnstore.testing.base import (
     Records,
     check_holds,
     check_neighbors,
-    sample,
-    true_distances,
+    compute_distances,
+    make_records,
 )
 
 _POSITIONS = st.integers(0, 19)
@@ -36,8 +36,8 @@ def _record_id(position: int) -> int:
     return int(record_ids(np.array(position), np.array(position * 7919 % TOKEN_LIMIT)))
 
 
-def _ranges_of_positions(runs: list[tuple[int, int]]) -> IdRanges:
-    """Return the ids of half-open ranges of positions."""
+def _cover_position_runs(runs: list[tuple[int, int]]) -> IdRanges:
+    """Return the ids of all records at positions in half-open ranges (first, after the last)."""
     return ranges_of(*np.array(runs, np.int64).reshape(-1, 2).T)
 
 
@@ -60,13 +60,13 @@ class DatastoreStateMachine(RuleBasedStateMachine):
     def add(self, entries: dict[int, tuple[int, int]]) -> None:
         """Add or replace records."""
         change = {_record_id(position): entry for position, entry in entries.items()}
-        self._as_records(change).put(self._store)
+        self._as_records(change).add_to(self._store)
         self._live.update(change)
 
     @rule(first=_POSITIONS, count=st.integers(0, 15))
     def delete(self, first: int, count: int) -> None:
         """Delete a run of positions."""
-        self._store.delete(_ranges_of_positions([(first, first + count)]))
+        self._store.delete(_cover_position_runs([(first, first + count)]))
         self._live = {
             i: live
             for i, live in self._live.items()
@@ -81,12 +81,12 @@ class DatastoreStateMachine(RuleBasedStateMachine):
     @rule(key=_KEYS, k=st.integers(1, 12), groups=st.sets(_GROUPS))
     def search_groups(self, key: int, k: int, groups: set[int]) -> None:
         """Search some groups."""
-        self._check_search(key, k, self._as_records(self._live).of_groups(*groups))
+        self._check_search(key, k, self._as_records(self._live).filter_by_groups(*groups))
 
     @rule(key=_KEYS, k=st.integers(1, 12), runs=st.lists(st.tuples(_POSITIONS, _POSITIONS), max_size=4))
     def search_ids(self, key: int, k: int, runs: list[tuple[int, int]]) -> None:
         """Search some ranges of positions."""
-        ranges = _ranges_of_positions([(min(run), max(run)) for run in runs])
+        ranges = _cover_position_runs([(min(run), max(run)) for run in runs])
         self._check_search(key, k, Filter(ids=ranges))
 
     @rule()
@@ -113,13 +113,13 @@ class DatastoreStateMachine(RuleBasedStateMachine):
     def _check_search(self, key: int, k: int, where: Filter | None) -> None:
         """Search near a key, and check the result; recall matters only for an exact store."""
         queries = self._keys([key]) + np.float32(0.25)
-        found = self._store.search(queries, k, where=where)
-        records = self._as_records(self._live).matching(where)
+        neighbors = self._store.search(queries, k, where=where)
+        records = self._as_records(self._live).select_matching(where)
         recall = 1.0 if self._store.capabilities.exact_search else 0.0
-        check_neighbors(found, records, queries, k, self._metric, recall=recall)
+        check_neighbors(neighbors, records, queries, k, self._metric, recall=recall)
 
     def _as_records(self, entries: dict[int, tuple[int, int]]) -> Records:
-        """Convert pairs of key number and group, by id, to records."""
+        """Convert a dict of (key number, group) by id to records."""
         return Records(
             np.array(list(entries), np.int64),
             self._keys([key for key, _ in entries.values()]),
@@ -127,7 +127,7 @@ class DatastoreStateMachine(RuleBasedStateMachine):
         )
 
     def _keys(self, numbers: list[int]) -> Keys:
-        """Return the keys with some numbers from a fixed table of 12."""
+        """Return the keys with some numbers, 0 to 11, from a fixed random table, float32, shape (n, dim)."""
         table = np.random.default_rng(3).integers(-2, 3, (12, self._store.dim)).astype(np.float32)
         return table[np.array(numbers, np.int64)]
 
@@ -156,13 +156,15 @@ class ConcurrencyTests(KitBase):
     """Several threads with one handle; run all other cases of one thread first."""
 
     def test_searching_beside_a_writer(self, open_store: OpenStore, records: Records) -> None:
-        """Four threads search while one adds, deletes and flushes; each answer is right at some moment.
+        """Four threads search while another thread adds, deletes and flushes.
+
+        Each result is right for the content of the store at some moment during the search.
 
         If this fails, check which calls the engine allows during a change. Most engines allow none: a search
         must hold a reader's lock, or use data that no change modifies.
         """
-        store = records.put(open_store(metric=Metric.L2))
-        temporary = sample(200, self.dim, seed=8, first_position=50_000)
+        store = records.add_to(open_store(metric=Metric.L2))
+        temporary = make_records(200, self.dim, seed=8, first_position=50_000)
         deleted: list[int] = []  # ids that are never added again
         done = threading.Event()
 
@@ -170,11 +172,11 @@ class ConcurrencyTests(KitBase):
             try:
                 for start in range(0, 200, 10):
                     batch = temporary[start : start + 10]
-                    batch.put(store)
+                    batch.add_to(store)
                     store.flush()
-                    store.delete(batch[::2].positions())
+                    store.delete(batch[::2].cover_positions())
                     deleted.extend(batch.ids[::2].tolist())
-                temporary[1::2].put(store)
+                temporary[1::2].add_to(store)
             finally:
                 done.set()
 
@@ -207,16 +209,22 @@ class ConcurrencyTests(KitBase):
         everything = records + temporary
         rows = np.random.default_rng(seed).integers(0, len(records), 4)
         queries = records.keys[rows]
-        where = everything.of_groups(2) if seed % 2 else None
-        found = store.search(queries, 8, where=where)
-        allowed = everything.matching(where)
-        assert np.isin(found.ids[found.ids != -1], allowed.ids).all(), "found an id that was never added"
-        assert not np.isin(found.ids, deleted).any(), "found an id that was deleted before the search began"
-        for row, ids, distances in zip(rows, found.ids, found.distances, strict=True):
+        where = everything.filter_by_groups(2) if seed % 2 else None
+        neighbors = store.search(queries, 8, where=where)
+        matching = everything.select_matching(where)
+        assert np.isin(neighbors.ids[neighbors.ids != -1], matching.ids).all(), (
+            "found an id that was never added"
+        )
+        assert not np.isin(neighbors.ids, deleted).any(), (
+            "found an id that was deleted before the search began"
+        )
+        for row, ids, distances in zip(rows, neighbors.ids, neighbors.distances, strict=True):
             valid = ids[ids != -1]
             assert len(np.unique(valid)) == len(valid), "an id occurs twice in one row"
             rows_found = np.searchsorted(everything.ids, valid)
-            true = true_distances(records.keys[row : row + 1], everything.keys[rows_found], Metric.L2)[0]
-            np.testing.assert_allclose(distances[: len(valid)], true, rtol=1e-4, atol=1e-3)
+            true_distances = compute_distances(
+                records.keys[row : row + 1], everything.keys[rows_found], Metric.L2
+            )[0]
+            np.testing.assert_allclose(distances[: len(valid)], true_distances, rtol=1e-4, atol=1e-3)
             if where is None and store.capabilities.exact_search:
                 assert valid[0] == records.ids[row], "a record that never changed was not found"

@@ -25,10 +25,10 @@ from knnstore.testing.base import (
     OpenStore,
     Records,
     check_search,
-    half,
-    sample,
-    some_queries,
-    true_distances,
+    compute_distances,
+    make_queries,
+    make_records,
+    round_to_half,
 )
 
 
@@ -37,54 +37,56 @@ class SearchTests(KitBase):
 
     @pytest.mark.parametrize("k", [1, 10, 100])
     def test_finds_the_nearest(self, store: Datastore, records: Records, k: int) -> None:
-        """The k nearest are found, at distances as the contract defines them, nearest first.
+        """The k nearest records are found, with the distances that `Metric` defines, nearest first.
 
-        If this fails, check for a square root (l2), for a similarity that was not negated (ip), and
-        for the engine's own order of results.
+        If this fails, check for a square root (l2), for a similarity that was not negated (ip), and for the
+        engine's own order of results.
         """
-        check_search(store, records, k, some_queries(20, self.dim))
+        check_search(store, records, k, make_queries(20, self.dim))
 
     def test_finds_itself_first(self, open_store: OpenStore, records: Records) -> None:
         """The nearest neighbor of a stored key is this key, at a distance of almost 0, never negative.
 
         If this fails, check for cancellation in |q|² - 2qx + |x|² and clip its result at 0.
         """
-        store = records.put(open_store(metric=Metric.L2))
-        found = store.search(records.keys, 1)
-        at_home = found.ids[:, 0] == records.ids
-        assert at_home.mean() >= (1.0 if store.capabilities.exact_search else 0.98)
-        assert (found.distances >= 0).all()
-        np.testing.assert_allclose(found.distances[at_home, 0], 0, atol=1e-3)
+        store = records.add_to(open_store(metric=Metric.L2))
+        neighbors = store.search(records.keys, 1)
+        is_itself = neighbors.ids[:, 0] == records.ids
+        assert is_itself.mean() >= (1.0 if store.capabilities.exact_search else 0.98)
+        assert (neighbors.distances >= 0).all()
+        np.testing.assert_allclose(neighbors.distances[is_itself, 0], 0, atol=1e-3)
 
     def test_far_from_the_origin_distances_hold(self, open_store: OpenStore) -> None:
-        """Small distances between keys of great norm are still right.
+        """Small distances between keys of large norm are accurate.
 
-        If this fails, check for cancellation in |q|² - 2qx + |x|²; subtract a mean or compute the
-        distances of the nearest again from differences.
+        If this fails, check for cancellation in |q|² - 2qx + |x|²; subtract a mean, or compute the distances
+        of the nearest keys again from differences.
         """
-        some = sample(200, self.dim)
-        records = Records(some.ids, half(some.keys + 40), some.groups)
-        store = records.put(open_store(metric=Metric.L2))
+        template = make_records(200, self.dim)
+        records = Records(template.ids, round_to_half(template.keys + 40), template.groups)
+        store = records.add_to(open_store(metric=Metric.L2))
         queries = records.keys[:10] + 0.25
-        found = store.search(queries, 5)
-        true = ((records.keys[np.searchsorted(records.ids, found.ids)] - queries[:, None]) ** 2).sum(axis=2)
-        np.testing.assert_allclose(found.distances, true, rtol=1e-2, atol=1e-2)
+        neighbors = store.search(queries, 5)
+        true = ((records.keys[np.searchsorted(records.ids, neighbors.ids)] - queries[:, None]) ** 2).sum(
+            axis=2
+        )
+        np.testing.assert_allclose(neighbors.distances, true, rtol=1e-2, atol=1e-2)
 
     @pytest.mark.parametrize("extra", [1, 700])
     def test_more_than_there_are(self, store: Datastore, records: Records, extra: int) -> None:
-        """With k beyond the count everything is found and the rows are padded at the end.
+        """With a k larger than the number of records, all records are found and rows are padded at the end.
 
-        If this fails, check how the engine pads, or whether it refuses such a k.
+        If this fails, check how the engine pads, or whether it refuses a large k.
         """
-        check_search(store, records, len(records) + extra, some_queries(3, self.dim))
+        check_search(store, records, len(records) + extra, make_queries(3, self.dim))
 
     def test_many_neighbors(self, open_store: OpenStore, metric: Metric) -> None:
-        """The usual k of a kNN-LM, 1024, works too.
+        """The usual k of a kNN-LM, 1024, works.
 
-        If this fails, check the engine's limits on k (hnswlib's `ef` must not be below it).
+        If this fails, check the engine's limits on k (hnswlib's `ef` must not be below k).
         """
-        records = sample(2000, self.dim, seed=2)
-        check_search(records.put(open_store(metric=metric)), records, 1024)
+        records = make_records(2000, self.dim, seed=2)
+        check_search(records.add_to(open_store(metric=metric)), records, 1024)
 
     @pytest.mark.parametrize("k", [0, -1])
     def test_k_below_one_is_refused(self, store: Datastore, records: Records, k: int) -> None:
@@ -103,38 +105,38 @@ class SearchTests(KitBase):
         check_search(store, records, 3, records.keys[:0])
 
     def test_same_query_same_answer(self, store: Datastore) -> None:
-        """Searching changes nothing: the same query gives the same answer.
+        """Searching changes nothing: the same query gives the same result again.
 
         If this fails, check for buffers that are shared between calls.
         """
-        queries = some_queries(10, self.dim)
+        queries = make_queries(10, self.dim)
         first, second = store.search(queries, 10), store.search(queries, 10)
         np.testing.assert_array_equal(first.ids, second.ids)
         np.testing.assert_array_equal(first.distances, second.distances)
 
     def test_one_query_or_many(self, store: Datastore, records: Records) -> None:
-        """A query's answer does not depend on the others that it is searched with.
+        """The result of a query does not depend on the other queries of the batch.
 
-        If this fails, check how results are put back into the rows of their queries.
+        If this fails, check how results are assigned to the rows of their queries.
         """
-        queries = some_queries(10, self.dim)
-        together = check_search(store, records, 10, queries)
-        alone = np.concatenate([store.search(query[None], 10).distances for query in queries])
+        queries = make_queries(10, self.dim)
+        batch_result = check_search(store, records, 10, queries)
+        single_distances = np.concatenate([store.search(query[None], 10).distances for query in queries])
         if store.capabilities.exact_search:
-            np.testing.assert_allclose(alone, together.distances, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(single_distances, batch_result.distances, rtol=1e-4, atol=1e-3)
 
     def test_queries_are_not_changed(self, store: Datastore) -> None:
         """`search` leaves the caller's array as it is.
 
         If this fails, look for normalizing or negating in place.
         """
-        queries = some_queries(5, self.dim)
+        queries = make_queries(5, self.dim)
         before = queries.copy()
         store.search(queries, 3)
         np.testing.assert_array_equal(queries, before)
 
     def test_queries_of_another_dim_are_refused(self, store: Datastore, records: Records) -> None:
-        """Queries need the store's dim.
+        """Queries with another dim than the store raise an error.
 
         If this fails, check that `search` calls `checked_keys`.
         """
@@ -142,7 +144,7 @@ class SearchTests(KitBase):
             store.search(records.keys[:2, :-1], 3)
 
     def test_query_that_is_not_finite_is_refused(self, store: Datastore, records: Records) -> None:
-        """A query with NaN or an infinity has no neighbors worth the name.
+        """A query with NaN or an infinity raises an error.
 
         If this fails, check that `search` calls `checked_keys`.
         """
@@ -153,28 +155,28 @@ class SearchTests(KitBase):
                 store.search(queries, 3)
 
     def test_equal_keys_are_all_found(self, open_store: OpenStore, records: Records, metric: Metric) -> None:
-        """One key under many ids, as a corpus that repeats itself gives, is found under all of them.
+        """If many records have the same key, as in a corpus that repeats itself, all of them are found.
 
         If this fails, check for deduplication, and for graph links that equal keys use up.
         """
-        store = records.put(open_store(metric=metric))
+        store = records.add_to(open_store(metric=metric))
         key = records.keys[:1] * 4
         ids = record_ids(10_000 + np.arange(30), np.zeros(30, np.int64))
         duplicates = Records(ids, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
-        duplicates.put(store)
-        found = check_search(store, records + duplicates, 30, key)
-        assert set(found.ids[0].tolist()) == set(duplicates.ids.tolist())
+        duplicates.add_to(store)
+        neighbors = check_search(store, records + duplicates, 30, key)
+        assert set(neighbors.ids[0].tolist()) == set(duplicates.ids.tolist())
 
     def test_optimizing_changes_no_answer(self, store: Datastore, records: Records) -> None:
-        """After `optimize` all is still there, what was deleted stays away, and changes still work.
+        """After `optimize` the store has the same records, finds no deleted record, and can be changed.
 
         If this fails, check that the rebuilt index leaves deleted and replaced rows out.
         """
         if not isinstance(store, SupportsOptimize):
             pytest.skip("the store has no optimize()")
-        store.delete(records[:100].positions())
+        store.delete(records[:100].cover_positions())
         store.optimize()
-        records[50:150].put(store)
+        records[50:150].add_to(store)
         check_search(store, records[50:], 20)
         assert store.count() == len(records) - 50
 
@@ -184,36 +186,36 @@ class FilterTests(KitBase):
 
     @pytest.mark.parametrize("matching", [500, 250, 25, 1, 0])
     def test_by_ids(self, store: Datastore, records: Records, matching: int) -> None:
-        """A filter of ids is honored, whether it lets everything, much, little or nothing through.
+        """A filter by ids is respected, whether it matches all, many, few or no records.
 
-        If this fails with little, check that the engine's own filter does not run out of candidates;
-        scanning a small set exactly is both right and fast.
+        If this fails with few records, check that the engine's own filter does not run out of candidates. An
+        exact scan of a small set is both right and fast.
         """
-        check_search(store, records, 30, where=Filter(ids=records[:matching].positions()))
+        check_search(store, records, 30, where=Filter(ids=records[:matching].cover_positions()))
 
     @pytest.mark.parametrize("groups", [(0,), (1, 3), (0, 1, 2, 3), (77,), (2, 77)])
     def test_by_groups(self, store: Datastore, records: Records, groups: tuple[int, ...]) -> None:
-        """A filter of groups is honored; groups that do not exist match nothing.
+        """A filter by groups is respected; groups that do not exist match nothing.
 
-        If this fails, check unknown groups, and that several groups' results are merged by distance.
+        If this fails, check unknown groups, and that the results of several groups are merged by distance.
         """
-        check_search(store, records, 10, where=records.of_groups(*groups))
+        check_search(store, records, 10, where=records.filter_by_groups(*groups))
 
     def test_both_names_give_the_same(self, store: Datastore, records: Records) -> None:
-        """A filter that names groups and ids finds what its ids alone find.
+        """A filter with groups and ids gives the same result as a filter with only its ids.
 
-        If this fails, check how groups are followed when records are added.
+        If this fails, check how the groups of records are updated when records are added.
         """
-        by_both = records.of_groups(1, 2)
-        ours = store.search(some_queries(10, self.dim), 10, where=by_both)
-        theirs = check_search(store, records, 10, where=Filter(ids=by_both.ids))
+        by_both = records.filter_by_groups(1, 2)
+        by_groups = store.search(make_queries(10, self.dim), 10, where=by_both)
+        by_ids = check_search(store, records, 10, where=Filter(ids=by_both.ids))
         if store.capabilities.exact_search:
-            np.testing.assert_allclose(ours.distances, theirs.distances, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(by_groups.distances, by_ids.distances, rtol=1e-4, atol=1e-3)
 
     def test_filter_of_no_ids(self, store: Datastore, records: Records) -> None:
         """An empty filter matches nothing; it does not mean "no filter".
 
-        If this fails, look for `if where.ids:` or `if where.groups:` where `is not None` is meant.
+        If this fails, look for `if where.ids:` or `if where.groups:` without `is not None`.
         """
         for where in (Filter(ids=IdRanges()), Filter(ids=IdRanges(), groups=frozenset())):
             check_search(store, records, 3, where=where)
@@ -226,22 +228,22 @@ class FilterTests(KitBase):
         check_search(store, records, 10, where=Filter(ids=ALL_IDS))
 
     def test_all_but_one_document(self, store: Datastore, records: Records) -> None:
-        """Leaving one document out, as scoring a stored document needs, leaves out only that.
+        """A filter that leaves out one document, as for scoring a stored document, leaves out nothing else.
 
-        If this fails, check filters that let almost everything through.
+        If this fails, check filters that match almost all records.
         """
-        where = Filter(ids=ALL_IDS - records[100:150].positions())
+        where = Filter(ids=ALL_IDS - records[100:150].cover_positions())
         check_search(store, records, 20, records.keys[100:110], where=where)
 
     def test_single_ids(self, store: Datastore, records: Records) -> None:
-        """A filter names single records, not only whole positions or documents.
+        """A filter can select single records, not only whole positions or documents.
 
         If this fails, check the borders of half-open ranges.
         """
         check_search(store, records, 20, where=Filter(ids=IdRanges.of_ids(records.ids[::3])))
 
     def test_many_ranges(self, store: Datastore, records: Records) -> None:
-        """Thousands of ranges, most of them without a record, are honored.
+        """A filter with thousands of ranges, most of them without a record, is respected.
 
         If this fails, check the engine's limit on the length of a filter.
         """
@@ -250,24 +252,24 @@ class FilterTests(KitBase):
         check_search(store, records, 20, where=where)
 
     def test_fewer_match_than_asked_for(self, store: Datastore, records: Records) -> None:
-        """If fewer than k records match, all are found and the row is padded.
+        """If fewer than k records match, all of them are found and the row is padded.
 
-        If this fails, check that the search goes on until k are found or all were seen.
+        If this fails, check that the search continues until k records are found or all were compared.
         """
         check_search(store, records, 20, where=Filter(ids=IdRanges.of_ids(records.ids[40:47])))
         check_search(store, records[:0], 4, where=Filter(ids=IdRanges([(1, 2)])))
 
     def test_deleted_and_moved_records_do_not_leak(self, store: Datastore, records: Records) -> None:
-        """A filter finds neither what was deleted nor what moved to another group.
+        """A search with a filter finds neither deleted records nor records that moved to another group.
 
-        If this fails, check that deletions and replacements reach the filtered path too.
+        If this fails, check that deletions and replacements also apply to searches with a filter.
         """
-        store.delete(records[:50].positions())
+        store.delete(records[:50].cover_positions())
         moved = Records(records.ids[200:250], records.keys[200:250], np.full(50, 1, np.int32))
-        moved.put(store)
-        now = records[50:200] + moved + records[250:]
+        moved.add_to(store)
+        expected = records[50:200] + moved + records[250:]
         for group in (0, 1):
-            check_search(store, now, 60, records.keys[190:210], where=now.of_groups(group))
+            check_search(store, expected, 60, records.keys[190:210], where=expected.filter_by_groups(group))
 
 
 _ALL_CELLS = 1 << 16
@@ -278,12 +280,18 @@ class CellsStore(Datastore, SupportsCells, Protocol):
     """A datastore with cells."""
 
 
-def _visited_distances(visits: list[Visits], records: Records, queries: int) -> NDArray[np.float32]:
-    """Return the distance of each query to each record, shape (q, n); +inf for records that it did not visit.
+def _scatter_distances(visits: list[Visits], records: Records, queries: int) -> NDArray[np.float32]:
+    """Convert visits to a matrix of the distances of each query to each record, float32, shape (q, n).
 
-    Also checks the shapes and dtypes of the visits, and that no query visits a record twice.
+    The entry is +inf if the query was not compared with the record. Raises AssertionError if a visit has
+    wrong shapes or dtypes or an unknown id, or if a query was compared with a record twice.
+
+    Args:
+        visits: result of `visit`.
+        records: all records that may be visited.
+        queries: number of queries, q.
     """
-    found = np.full((queries, len(records)), np.inf, np.float32)
+    distances = np.full((queries, len(records)), np.inf, np.float32)
     column_of = {int(id): column for column, id in enumerate(records.ids)}
     for visit in apart(visits):
         shape = len(visit.queries), len(visit.ids)
@@ -292,13 +300,13 @@ def _visited_distances(visits: list[Visits], records: Records, queries: int) -> 
         strays = [id for id in visit.ids.tolist() if id not in column_of]
         assert not strays, f"visited ids that are not live or not in the filter: {strays[:5]}"
         cell = np.ix_(visit.queries, np.array([column_of[id] for id in visit.ids.tolist()]))
-        assert np.isinf(found[cell]).all(), "a query meets a record twice"
-        found[cell] = visit.distances
-    return found
+        assert np.isinf(distances[cell]).all(), "a query meets a record twice"
+        distances[cell] = visit.distances
+    return distances
 
 
 class VisitTests(KitBase):
-    """Visiting cells; uses `add`, `delete` and `flush`."""
+    """Comparing queries with whole cells (`visit`); uses `add`, `delete` and `flush`."""
 
     @pytest.fixture
     def cells(self, metric: Metric, request: pytest.FixtureRequest) -> CellsStore:
@@ -312,19 +320,19 @@ class VisitTests(KitBase):
     def test_all_cells_hold_all_that_matches(
         self, cells: CellsStore, records: Records, matching: int
     ) -> None:
-        """With as many probes as there are cells each query is measured against every record that matches.
+        """With as many probes as cells, each query is compared with every matching record.
 
-        If this fails, check cells that no query is near to, and records that were added since.
+        If this fails, check cells that are far from all queries, and records that were added last.
         """
-        queries, matched = some_queries(10, self.dim), records[:matching]
-        visits = cells.visit(queries, _ALL_CELLS, where=Filter(ids=matched.positions()))
-        found = _visited_distances(visits, matched, 10)
-        truth = true_distances(queries, matched.keys, cells.metric)
-        np.testing.assert_allclose(found, truth, 1e-4, 1e-3, err_msg="wrong distances")
+        queries, matched = make_queries(10, self.dim), records[:matching]
+        visits = cells.visit(queries, _ALL_CELLS, where=Filter(ids=matched.cover_positions()))
+        distances = _scatter_distances(visits, matched, 10)
+        truth = compute_distances(queries, matched.keys, cells.metric)
+        np.testing.assert_allclose(distances, truth, 1e-4, 1e-3, err_msg="wrong distances")
 
     def test_ranks_are_those_of_the_nearest_cells(self, cells: CellsStore, records: Records) -> None:
-        """If visits have ranks, the cells with a rank below p are the cells that p probes visit."""
-        queries = some_queries(100, self.dim)
+        """If visits have ranks, the cells with a rank below p are the cells of a visit with p probes."""
+        queries = make_queries(100, self.dim)
         visits = apart(cells.visit(queries, 4))
         for probes in (1, 3) if all(visit.ranks is not None for visit in visits) else ():
             nearer = [
@@ -332,52 +340,52 @@ class VisitTests(KitBase):
                 for visit in visits
                 for near in [np.asarray(visit.ranks) < probes]
             ]
-            fewer = _visited_distances(cells.visit(queries, probes), records, 100)
+            fewer = _scatter_distances(cells.visit(queries, probes), records, 100)
             np.testing.assert_allclose(
-                _visited_distances(nearer, records, 100), fewer, 1e-4, 1e-3, err_msg="wrong ranks"
+                _scatter_distances(nearer, records, 100), fewer, 1e-4, 1e-3, err_msg="wrong ranks"
             )
 
     @pytest.mark.parametrize("groups", [(0,), (1, 3), (2, 77)])
     def test_by_groups(self, cells: CellsStore, records: Records, groups: tuple[int, ...]) -> None:
-        """A filter of groups is honored, with all cells and with one; several groups share the probes.
+        """A filter by groups is respected, with one probe and with all cells; groups share the probes.
 
-        If this fails, check how the cells of several groups are compared.
+        If this fails, check how the nearest cells of several groups are chosen.
         """
-        where, queries = records.of_groups(*groups), some_queries(10, self.dim)
-        matched = records.matching(where)
+        where, queries = records.filter_by_groups(*groups), make_queries(10, self.dim)
+        matched = records.select_matching(where)
         for probes in (1, _ALL_CELLS):
-            found = _visited_distances(cells.visit(queries, probes, where=where), matched, 10)
-            assert np.isfinite(found).any(axis=1).all(), "a query visits nothing"
-        assert np.isfinite(found).all(), "all cells do not hold all records of the groups"
+            distances = _scatter_distances(cells.visit(queries, probes, where=where), matched, 10)
+            assert np.isfinite(distances).any(axis=1).all(), "a query visits nothing"
+        assert np.isfinite(distances).all(), "all cells do not hold all records of the groups"
 
     def test_more_probes_add_cells(self, cells: CellsStore, records: Records) -> None:
-        """Each further probe adds records and takes none away; a query visits something with the first.
+        """Each additional probe adds records and removes none; the first probe already gives a record.
 
-        If this fails, check that cells without a record that matches take no probe.
+        If this fails, check that cells without a matching record do not count as probes.
         """
-        queries, where = some_queries(10, self.dim), Filter(ids=records[200:260].positions())
-        former = np.zeros((10, 60), bool)
+        queries, where = make_queries(10, self.dim), Filter(ids=records[200:260].cover_positions())
+        was_visited = np.zeros((10, 60), bool)
         for probes in range(1, 9):
             visits = cells.visit(queries, probes, where=where)
-            found = np.isfinite(_visited_distances(visits, records[200:260], 10))
-            assert found.any(axis=1).all(), "a query visits nothing"
-            assert (found | ~former).all(), "a further probe takes records away"
-            former = found
+            is_visited = np.isfinite(_scatter_distances(visits, records[200:260], 10))
+            assert is_visited.any(axis=1).all(), "a query visits nothing"
+            assert (is_visited | ~was_visited).all(), "a further probe takes records away"
+            was_visited = is_visited
 
     def test_what_is_gone_is_visited_no_more(self, cells: CellsStore, records: Records) -> None:
-        """Deleted records are not visited and replaced ones once, before and after a flush.
+        """Deleted records are not visited, and replaced records only once, before and after a flush.
 
-        If this fails, check cells that are kept between visits.
+        If this fails, check cells that are cached between visits.
         """
-        queries = some_queries(5, self.dim)
+        queries = make_queries(5, self.dim)
         cells.visit(queries, _ALL_CELLS)
-        cells.delete(records[:100].positions())
-        records[100:150].put(cells)
+        cells.delete(records[:100].cover_positions())
+        records[100:150].add_to(cells)
         for flushed in (False, True):
             if flushed:
                 cells.flush()
-            assert np.isfinite(_visited_distances(cells.visit(queries, _ALL_CELLS), records[100:], 5)).all()
-        cells.delete(records.positions())
+            assert np.isfinite(_scatter_distances(cells.visit(queries, _ALL_CELLS), records[100:], 5)).all()
+        cells.delete(records.cover_positions())
         assert cells.visit(queries, 4) == []
 
     def test_nothing_asked_and_nothing_there(self, cells: CellsStore) -> None:
@@ -385,8 +393,11 @@ class VisitTests(KitBase):
 
         If this fails, check empty arrays.
         """
-        assert _visited_distances(cells.visit(some_queries(0, self.dim), 4), sample(0, self.dim), 0).size == 0
-        assert cells.visit(some_queries(3, self.dim), 4, where=Filter(ids=IdRanges())) == []
+        assert (
+            _scatter_distances(cells.visit(make_queries(0, self.dim), 4), make_records(0, self.dim), 0).size
+            == 0
+        )
+        assert cells.visit(make_queries(3, self.dim), 4, where=Filter(ids=IdRanges())) == []
 
     def test_bad_arguments(self, cells: CellsStore) -> None:
         """Queries are checked as in a search, and the number of probes must be at least 1.
@@ -394,8 +405,8 @@ class VisitTests(KitBase):
         If this fails, call `checked_keys` and `checked_k`.
         """
         with pytest.raises(DimensionMismatchError):
-            cells.visit(some_queries(3, self.dim + 1), 4)
+            cells.visit(make_queries(3, self.dim + 1), 4)
         with pytest.raises(InvalidVectorError):
             cells.visit(np.full((1, self.dim), np.nan, np.float32), 4)
         with pytest.raises(ValueError, match="probes"):
-            cells.visit(some_queries(3, self.dim), 0)
+            cells.visit(make_queries(3, self.dim), 0)

@@ -41,10 +41,10 @@ from knnstore.testing.base import (
     Records,
     check_holds,
     check_search,
-    contents,
+    make_queries,
+    make_records,
+    read_contents,
     require_persistent,
-    sample,
-    some_queries,
 )
 
 
@@ -52,9 +52,9 @@ class LifecycleTests(KitBase):
     """Signatures, opening, closing and modes; uses `add`, `count` and `iterate`."""
 
     def test_has_the_protocol_s_signatures(self, open_store: OpenStore) -> None:
-        """Every method takes what the protocol says, by the same names and with the same defaults.
+        """Every method has the parameters of the protocol, with the same names, kinds and defaults.
 
-        If this fails, check the spelling of parameters and which of them are keyword-only.
+        If this fails, check the spelling of parameters, and which parameters are keyword-only.
         """
         store = open_store()
         assert isinstance(store, Datastore)
@@ -65,38 +65,40 @@ class LifecycleTests(KitBase):
             offered = inspect.signature(getattr(type(store), name)).parameters
             for parameter in promised.values():
                 if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                    own = offered.get(parameter.name)
-                    assert own is not None, f"{name}() does not take {parameter.name}"
-                    assert (own.kind, own.default) == (parameter.kind, parameter.default), f"{name}(): {own}"
-            for own in (offered[extra] for extra in offered if extra not in promised):
-                is_optional = own.kind is own.VAR_KEYWORD or own.default is not own.empty
-                assert is_optional, f"{name}() demands {own}, which no caller will give"
+                    actual = offered.get(parameter.name)
+                    assert actual is not None, f"{name}() does not take {parameter.name}"
+                    assert (actual.kind, actual.default) == (parameter.kind, parameter.default), (
+                        f"{name}(): {actual}"
+                    )
+            for actual in (offered[extra] for extra in offered if extra not in promised):
+                is_optional = actual.kind is actual.VAR_KEYWORD or actual.default is not actual.empty
+                assert is_optional, f"{name}() demands {actual}, which no caller will give"
 
     def test_says_what_it_is(self, open_store: OpenStore, metric: Metric) -> None:
-        """`dim`, `metric` and `capabilities` tell what the store was opened with and can do.
+        """`dim` and `metric` are the arguments of `open`, and `capabilities` is a `Capabilities`.
 
-        If this fails, check that these are properties.
+        If this fails, check that all three are properties.
         """
         store = open_store(metric=metric)
         assert (store.dim, store.metric) == (self.dim, metric)
         assert isinstance(store.capabilities, Capabilities)
 
     def test_new_store_is_empty(self, open_store: OpenStore, metric: Metric) -> None:
-        """A new store counts 0, yields nothing and finds nothing.
+        """In a new store `count` returns 0, `iterate` yields nothing, and a search finds nothing.
 
-        If this fails, check how the engine answers a search of an empty index.
+        If this fails, check the engine's result of a search in an empty index.
         """
         store = open_store(metric=metric)
-        check_holds(store, sample(0, self.dim))
-        check_search(store, sample(0, self.dim), 4, some_queries(3, self.dim))
+        check_holds(store, make_records(0, self.dim))
+        check_search(store, make_records(0, self.dim), 4, make_queries(3, self.dim))
 
     def test_create_only_refuses_what_exists(self, open_store: OpenStore, records: Records) -> None:
-        """Mode "x" creates a store once.
+        """Mode "x" creates a store, and raises an error if the store exists.
 
         If this fails, check that "x" looks for a store before it writes anything.
         """
         with require_persistent(open_store(mode="x")) as store:
-            records.put(store)
+            records.add_to(store)
         with pytest.raises(DatastoreExistsError):
             open_store(mode="x")
         check_holds(open_store(), records)
@@ -104,35 +106,35 @@ class LifecycleTests(KitBase):
     def test_location_may_be_a_string(
         self, open_store: OpenStore, location: str | Path, records: Records
     ) -> None:
-        """A location given as a string is the same place.
+        """A location as a string means the same as the `Path`.
 
-        If this fails, make a `Path` of it at the beginning of `open`.
+        If this fails, convert the location to a `Path` at the beginning of `open`.
         """
         with require_persistent(open_store(location=str(location))) as store:
-            records.put(store)
+            records.add_to(store)
         check_holds(open_store(), records)
 
     def test_read_only_needs_a_store(self, open_store: OpenStore, location: str | Path) -> None:
-        """Mode "r" creates nothing, not even a directory.
+        """Mode "r" without a store raises an error, and creates nothing, not even a directory.
 
-        If this fails, check that "r" makes no directory and takes no lock before it looks.
+        If this fails, check that "r" creates no directory and takes no lock before it looks for a store.
         """
         with pytest.raises(DatastoreNotFoundError):
             open_store(mode="r")
         assert not isinstance(location, Path) or not location.exists()
 
     def test_read_only_refuses_changes(self, open_store: OpenStore, records: Records) -> None:
-        """A handle of mode "r" reads all records and refuses changes.
+        """A handle with mode "r" reads all records and refuses changes.
 
-        If this fails, check that `add` and `delete` ask for the mode first.
+        If this fails, check that `add` and `delete` check the mode first.
         """
         with require_persistent(open_store()) as store:
-            records.put(store)
+            records.add_to(store)
         reader = open_store(mode="r")
         with pytest.raises(ReadOnlyError):
-            records.put(reader)
+            records.add_to(reader)
         with pytest.raises(ReadOnlyError):
-            reader.delete(records.positions())
+            reader.delete(records.cover_positions())
         check_holds(reader, records)
 
     def test_another_dim_is_refused(self, open_store: OpenStore) -> None:
@@ -156,7 +158,7 @@ class LifecycleTests(KitBase):
                 open_store(metric=Metric.IP, mode=mode)
 
     def test_unknown_parameter_is_refused(self, open_store: OpenStore) -> None:
-        """A parameter that the adapter does not know is an error, not ignored.
+        """A parameter that the adapter does not know raises an error; it is not ignored.
 
         If this fails, check that `open` calls `checked_params`.
         """
@@ -164,7 +166,7 @@ class LifecycleTests(KitBase):
             open_store(no_such_parameter=1)
 
     def test_dim_below_one_is_refused(self, open_store: OpenStore) -> None:
-        """A dim of 0 is a mistake in the configuration.
+        """A dim of 0 raises `ConfigError`.
 
         If this fails, check that `open` compares dim with 1.
         """
@@ -174,13 +176,13 @@ class LifecycleTests(KitBase):
     def test_closed_store_refuses_everything(self, open_store: OpenStore, records: Records) -> None:
         """After `close` every operation raises `DatastoreClosedError`; closing again does nothing.
 
-        If this fails, check that each method asks whether the handle is open.
+        If this fails, check that each method first checks that the handle is open.
         """
-        store = records.put(open_store())
+        store = records.add_to(open_store())
         store.close()
         store.close()
         for operation in (
-            lambda: records.put(store),
+            lambda: records.add_to(store),
             lambda: store.search(records.keys[:1], 1),
             lambda: store.delete(IdRanges([(0, 1)])),
             store.count,
@@ -194,7 +196,7 @@ class LifecycleTests(KitBase):
                 store.get(records.ids[:1])
 
     def test_leaving_the_context_closes(self, open_store: OpenStore) -> None:
-        """The context manager yields the store, closes it after an error and lets the error through.
+        """The context manager yields the store, closes the store after an error, and does not hide the error.
 
         If this fails, check that `__enter__` returns self and `__exit__` returns None.
         """
@@ -209,37 +211,37 @@ class LifecycleTests(KitBase):
     def test_erasing_leaves_nothing_and_takes_nothing_else(
         self, open_store: OpenStore, location: str | Path, records: Records
     ) -> None:
-        """An engine that can erase removes its datastore; what else is in the folder stays.
+        """`erase` removes the datastore; other files in the folder stay.
 
-        If this fails, check that `erase` removes what `open` and `add` made, by name, and nothing more.
+        If this fails, check that `erase` removes exactly the files that `open` and `add` create, by name.
         """
         if not issubclass(self.datastore_class, SupportsErase):
             pytest.skip("it has no erase, which is optional: moving away from it leaves the old keys")
         with require_persistent(open_store()) as store:
-            records.put(store)
-        strange = Path(location) / "not of the datastore" if isinstance(location, Path) else None
-        if strange:
-            strange.write_text("kept")
+            records.add_to(store)
+        foreign_file = Path(location) / "not of the datastore" if isinstance(location, Path) else None
+        if foreign_file:
+            foreign_file.write_text("kept")
         for _ in range(2):  # the first may have been interrupted
             self.datastore_class.erase(location, **self.params)
         with pytest.raises(DatastoreNotFoundError):
             open_store(mode="r")
-        if strange:
-            assert strange.read_text() == "kept"
-            strange.unlink()
+        if foreign_file:
+            assert foreign_file.read_text() == "kept"
+            foreign_file.unlink()
         assert open_store(mode="x").count() == 0
 
     def test_unreachable_server_is_reported(
         self, open_store: OpenStore, unreachable_location: str | None, records: Records
     ) -> None:
-        """A server that does not answer raises `StoreUnavailableError` at the latest when it is used.
+        """If the server does not answer, `open` or `add` raises `StoreUnavailableError`.
 
-        If this fails, check that the client's connection errors and timeouts are translated.
+        If this fails, check that the client's connection errors and timeouts are converted.
         """
         if unreachable_location is None:
             pytest.skip("the fixture unreachable_location is None: this engine has no server")
         with pytest.raises(StoreUnavailableError):
-            records.put(open_store(location=unreachable_location))
+            records.add_to(open_store(location=unreachable_location))
 
 
 _SCRIPT = Path(__file__).with_name("writer_process.py")
@@ -253,7 +255,12 @@ class WriterProcess:
         self._expect("opened")
 
     def do(self, step: str, *bounds: int) -> None:
-        """Let the process `add` or `delete` rows (from, to), or `flush`, and wait until it has."""
+        """Tell the process to do a step, and wait until the step is done; fails if the process fails.
+
+        Args:
+            step: ``add``, ``delete`` or ``flush``.
+            *bounds: first row and the row after the last, of the records that the process adds or deletes.
+        """
         assert self._process.stdin is not None
         print(step, *bounds, file=self._process.stdin, flush=True)
         self._expect(step)
@@ -264,7 +271,7 @@ class WriterProcess:
         self._process.wait()
 
     def _expect(self, word: str) -> None:
-        """Read a line from the process, which must be `word`."""
+        """Read a line from the process; raises AssertionError if the line is not `word`."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         line = self._process.stdout.readline().strip()
@@ -320,22 +327,23 @@ class DurabilityTests(KitBase):
         with open_store() as store:
             if store.capabilities.persistent:
                 pytest.skip("capabilities.persistent is True: other cases test it")
-            records.put(store)
+            records.add_to(store)
         assert open_store().count() == 0
 
     def test_its_owner_is_remembered(
         self, open_store: OpenStore, location: str | Path, records: Records
     ) -> None:
-        """The last claim decides the owner for all handles; the claim does not count as a record.
+        """`owner` returns the owner of the last `claim`, which is not stored as a record.
 
-        If this fails, check that `claim` replaces what an earlier one wrote, and that `erase` removes it.
+        If this fails, check that `claim` replaces the owner of an earlier `claim`, and that `erase` removes
+        the owner.
         """
         adapter = self.datastore_class
         if not issubclass(adapter, SupportsOwner):
             pytest.skip("it has no owner, which is optional: nothing keeps another store from its keys")
         assert adapter.owner(location, **self.params) is None
         with require_persistent(open_store()) as store:
-            records.put(store)
+            records.add_to(store)
             assert adapter.owner(location, **self.params) is None
             for owner in ("first", "second, \N{LATIN SMALL LETTER E WITH ACUTE}"):
                 adapter.claim(location, owner, **self.params)
@@ -351,61 +359,61 @@ class DurabilityTests(KitBase):
             assert adapter.owner(location, **self.params) is None
 
     def test_closing_keeps_everything(self, open_store: OpenStore, records: Records, metric: Metric) -> None:
-        """Additions, replacements and deletions are there when the store is opened again.
+        """Additions, replacements and deletions are kept when the store is closed and opened again.
 
         If this fails, check that `close` flushes.
         """
         changed = Records(records.ids[:20], records.keys[:20] * 2, records.groups[:20] + 1)
         with require_persistent(open_store(metric=metric)) as store:
-            records.put(store)
+            records.add_to(store)
             store.flush()
-            changed.put(store)
-            store.delete(records[20:70].positions())
+            changed.add_to(store)
+            store.delete(records[20:70].cover_positions())
         for mode in ("a", "r"):
             with open_store(metric=metric, mode=mode) as again:
                 check_holds(again, changed + records[70:])
                 check_search(again, changed + records[70:], 10)
 
     def test_many_short_sessions(self, open_store: OpenStore, records: Records) -> None:
-        """A store that was opened, changed and closed many times holds the sum of the changes.
+        """A store that was opened, changed and closed many times has the result of all changes.
 
-        If this fails, check the numbering of files over several handles.
+        If this fails, check how several handles number their files.
         """
         require_persistent(open_store()).close()
         for start in range(0, 200, 20):
             with open_store() as store:
-                records[start : start + 20].put(store)
-                store.delete(records[start : start + 5].positions())
-        kept = np.arange(200) % 20 >= 5
-        check_holds(open_store(), records[:200][kept])
+                records[start : start + 20].add_to(store)
+                store.delete(records[start : start + 5].cover_positions())
+        is_kept = np.arange(200) % 20 >= 5
+        check_holds(open_store(), records[:200][is_kept])
 
     def test_reader_sees_what_is_flushed(self, open_store: OpenStore, records: Records) -> None:
-        """A handle of mode "r" sees each flush of a writer without being opened again.
+        """A handle with mode "r" sees each flush of a writer without being opened again.
 
-        If this fails, check that reading methods look for a newer published state first.
+        If this fails, check that reading methods first look for a newer published state.
         """
         writer = require_persistent(open_store())
         writer.flush()
         reader = open_store(mode="r")
         assert reader.count() == 0
-        records[:100].put(writer)
+        records[:100].add_to(writer)
         writer.flush()
         check_holds(reader, records[:100])
-        writer.delete(records[:50].positions())
+        writer.delete(records[:50].cover_positions())
         changed = Records(records.ids[50:60], records.keys[50:60] * 2, records.groups[50:60])
-        changed.put(writer)
+        changed.add_to(writer)
         writer.flush()
-        now = changed + records[60:100]
-        check_search(reader, now, 5, records.keys[40:70])
-        check_holds(reader, now)
+        expected = changed + records[60:100]
+        check_search(reader, expected, 5, records.keys[40:70])
+        check_holds(reader, expected)
 
     def test_flushed_records_survive_kill_9(
         self, open_store: OpenStore, start_writer: StartWriter, records: Records
     ) -> None:
-        """After kill -9 everything flushed is there, and replaying what was not flushed completes it.
+        """After kill -9 all flushed changes are kept, and the unflushed changes can be made again.
 
-        If this fails, check that `flush` writes, calls fsync on files and directory, and only then
-        publishes by an atomic rename.
+        If this fails, check that `flush` writes, calls fsync on files and directory, and only then publishes
+        by an atomic rename.
         """
         with start_writer() as writer:
             writer.do("add", 0, 300)
@@ -414,23 +422,23 @@ class DurabilityTests(KitBase):
             writer.do("add", 300, 400)
             writer.kill()
         store = open_store()
-        held = contents(store)
-        assert set(records.ids[50:300].tolist()) <= set(held.ids.tolist()), "flushed records are lost"
-        assert set(held.ids.tolist()) <= set(records.ids[50:400].tolist()), "deleted records are back"
-        records[300:400].put(store)
+        stored = read_contents(store)
+        assert set(records.ids[50:300].tolist()) <= set(stored.ids.tolist()), "flushed records are lost"
+        assert set(stored.ids.tolist()) <= set(records.ids[50:400].tolist()), "deleted records are back"
+        records[300:400].add_to(store)
         check_holds(store, records[50:400])
         check_search(store, records[50:400], 10)
 
     def test_checks_keys_is_true(self, open_store: OpenStore, location: str | Path, records: Records) -> None:
-        """If `capabilities.checks_keys`, `verify` notices one altered bit in any file, of a key or of an id.
+        """If `capabilities.checks_keys` is True, `verify` finds a single changed bit of a key or an id.
 
-        If this fails, check that `verify` reads every file from the disk and compares all of it with a
-        checksum, or leave `checks_keys` False: then the store keeps checksums of its own.
+        If this fails, check that `verify` reads every file from the disk and compares its whole content with
+        a checksum, or set `checks_keys` to False: then the store keeps its own checksums.
         """
         with require_persistent(open_store()) as store:
             if not store.capabilities.checks_keys:
                 pytest.skip("capabilities.checks_keys is False: the store compares the keys itself")
-            records.put(store)
+            records.add_to(store)
         values = [records.ids[7:8], records.keys[7], records.keys[7].astype(np.float16)]
         changes = 0
         for path in [path for path in Path(location).rglob("*") if path.is_file()]:
@@ -457,8 +465,8 @@ class DurabilityTests(KitBase):
     def test_second_writer(self, open_store: OpenStore, start_writer: StartWriter, records: Records) -> None:
         """A second writing process is refused, or works if `capabilities.shared_writers`.
 
-        If this fails, check that the lock is one that the kernel drops when its process dies, and
-        that readers do not ask for it.
+        If this fails, check that the kernel releases the lock when its process ends, and that readers do not
+        need the lock.
         """
         with start_writer() as writer:
             writer.do("add", 0, 100)
@@ -470,6 +478,6 @@ class DurabilityTests(KitBase):
                 with pytest.raises(LockedError):
                     open_store()
                 writer.kill()
-            store = records[100:200].put(open_store())
+            store = records[100:200].add_to(open_store())
             store.flush()
             check_holds(store, records[:200])

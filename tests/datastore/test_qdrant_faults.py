@@ -11,7 +11,7 @@ from knnstore_qdrant import QdrantDatastore
 from knnstore.datastore import Metric, Neighbors
 from knnstore.errors import DatastoreError, DatastoreNotFoundError, StoreUnavailableError
 from knnstore.testing import DatastoreTests
-from knnstore.testing.base import ALL_IDS, Records, check_holds, check_neighbors, sample, some_queries
+from knnstore.testing.base import ALL_IDS, Records, check_holds, check_neighbors, make_queries, make_records
 
 T = TypeVar("T")
 
@@ -87,9 +87,9 @@ def spoilt(request: pytest.FixtureRequest, qdrant_server: Any) -> Spoilt:
 
 def test_speaks_the_protocol_that_was_asked_for(spoilt: Spoilt) -> None:
     """So that the tests below are of both."""
-    records = sample(20, DIM)
+    records = make_records(20, DIM)
     with spoilt.open() as store:
-        records.put(store)
+        records.add_to(store)
         store.search(records.keys, 3)
         check_holds(store, records)
         store.delete(ALL_IDS)
@@ -101,19 +101,19 @@ def test_speaks_the_protocol_that_was_asked_for(spoilt: Spoilt) -> None:
 
 def use(spoilt: Spoilt, store: QdrantDatastore) -> None:
     """Change a store that is empty, and read it in every way; each answer must be right."""
-    records, queries = sample(120, DIM), some_queries(3, DIM)
+    records, queries = make_records(120, DIM), make_queries(3, DIM)
     changed = Records(records.ids[:20], records.keys[:20] + 1, records.groups[:20])
     now = changed + records[40:]
 
     def search() -> Neighbors:
-        return store.search(queries, 10, where=now.of_groups(1, 2))
+        return store.search(queries, 10, where=now.filter_by_groups(1, 2))
 
-    spoilt.attempt(lambda: records.put(store))
-    spoilt.attempt(lambda: changed.put(store))
-    spoilt.attempt(lambda: store.delete(records[20:40].positions()))
+    spoilt.attempt(lambda: records.add_to(store))
+    spoilt.attempt(lambda: changed.add_to(store))
+    spoilt.attempt(lambda: store.delete(records[20:40].cover_positions()))
     spoilt.attempt(store.flush)
     found = spoilt.attempt(search)
-    check_neighbors(found, now.matching(now.of_groups(1, 2)), queries, 10, Metric.L2)
+    check_neighbors(found, now.select_matching(now.filter_by_groups(1, 2)), queries, 10, Metric.L2)
     assert spoilt.attempt(store.count) == len(now)
     spoilt.attempt(lambda: check_holds(store, now))
     spoilt.server.faults.clear()
@@ -152,14 +152,14 @@ def test_down_from_any_call_on(spoilt: Spoilt, kind: str) -> None:
 @pytest.mark.parametrize("kind", ONCE)
 def test_one_fault_at_every_call_of_creating(spoilt: Spoilt, kind: str) -> None:
     """The store is there once, with what makes it a store, whichever answer was lost."""
-    records = sample(10, DIM)
+    records = make_records(10, DIM)
     for first in itertools.count(1):
         fault = spoilt.spoil(kind, first)
         collection = f"{kind}{first}"
         with spoilt.attempt(lambda name=collection: spoilt.open(collection=name)) as store:
             is_over = fault.seen < first
             spoilt.server.faults.clear()
-            records.put(store)
+            records.add_to(store)
             check_holds(store, records)
         if is_over:
             break
@@ -168,9 +168,9 @@ def test_one_fault_at_every_call_of_creating(spoilt: Spoilt, kind: str) -> None:
 
 def test_a_search_says_in_time_that_the_store_is_unavailable(spoilt: Spoilt) -> None:
     """It gives neither wrong neighbors nor fewer nor none, also to a handle that is already open."""
-    records, queries = sample(60, DIM), some_queries(4, DIM)
+    records, queries = make_records(60, DIM), make_queries(4, DIM)
     with spoilt.open() as store:
-        records.put(store)
+        records.add_to(store)
         right = store.search(queries, 20)
         for kind in ONCE:
             if kind in ("acknowledged", "wait_timeout"):
@@ -189,9 +189,9 @@ def test_a_search_says_in_time_that_the_store_is_unavailable(spoilt: Spoilt) -> 
 
 def test_a_server_that_lost_its_collection_is_not_an_empty_store(spoilt: Spoilt) -> None:
     """Reading says that there is no store; only opening for writing makes a new one."""
-    records, queries = sample(60, DIM), some_queries(4, DIM)
+    records, queries = make_records(60, DIM), make_queries(4, DIM)
     with spoilt.open() as store, spoilt.open(mode="r") as reader:
-        records.put(store)
+        records.add_to(store)
         spoilt.spoil("gone", 1)
         for handle in (reader, store):
             with pytest.raises(DatastoreError):
@@ -199,6 +199,6 @@ def test_a_server_that_lost_its_collection_is_not_an_empty_store(spoilt: Spoilt)
             with pytest.raises(DatastoreError):
                 handle.count()
         with pytest.raises(DatastoreError):
-            records.put(store)
+            records.add_to(store)
     with pytest.raises(DatastoreNotFoundError):
         spoilt.open(mode="r")
