@@ -1,4 +1,4 @@
-"""`TextDocument`, made from rows of any kind; entries to be read, and the errors of unusable documents."""
+"""`TextDocument`, its conversion from rows of any kind, and the reading of entries with error handling."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from knnstore.checks import check_json, check_name
 from knnstore.documents.python_values import (
-    as_json,
     as_mapping,
     is_missing,
     iterate_rows,
-    json_metadata,
+    to_json_metadata,
+    to_json_or_same,
     unwrap_string,
 )
 from knnstore.errors import InputError, UnusableDocumentError
@@ -53,7 +53,7 @@ NOT_MEMBERS = frozenset((Reason.LINK, Reason.SPECIAL))
 
 
 class RefusedError(InputError):
-    """Error of a file or a text that cannot be used for one of the known reasons."""
+    """A file or a text cannot be used for a reason that `reason` names."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
     def refused(
         cls, where: str, error: InputError, *, in_folder: bool = False, id: str | None = None
     ) -> "Entry":
-        """Return an entry whose `read` raises `error`."""
+        """Return an entry whose `read` raises `error`; the other arguments are fields of the entry."""
 
         def refuse() -> NoReturn:
             raise error
@@ -126,7 +126,7 @@ class TextDocument:
         return f"document {self.id!r}" + (f" ({self.origin.where})" if self.origin is not None else "")
 
     def with_origin(self, origin: Origin) -> "TextDocument":
-        """Return a copy with an origin; a document that has an origin already is returned unchanged."""
+        """Return a copy with an origin; a document with an origin is returned itself."""
         if self.origin is not None:
             return self
         document = copy(self)
@@ -157,19 +157,19 @@ class TextDocument:
             raise InputError(f"a document is an object with a {fields.text!r}, not {type(row).__name__}")
         text, id = row.get(fields.text), row.get(fields.id)
         if is_missing(text):
-            raise missing_text_error(fields, row)
+            raise make_missing_text_error(fields, row)
         text = unwrap_string(text)
         if not isinstance(text, str):
             raise InputError(f"{fields.text!r} is {type(text).__name__}, not a string")
         if is_missing(id):
             id = "sha256:" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-        name = as_json(id)
+        name = to_json_or_same(id)
         if isinstance(name, float) and name.is_integer():  # pandas: integers in a column with missing values
             name = int(name)
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise InputError(f"{fields.id!r} is {type(id).__name__}, not a string or an integer")
         # JSON values, as they will be read back (a tuple becomes a list), so adding it again changes nothing.
-        metadata = json_metadata({key: value for key, value in row.items() if key not in fields})
+        metadata = to_json_metadata({key: value for key, value in row.items() if key not in fields})
         return cls(str(name), text, metadata)
 
 
@@ -200,8 +200,8 @@ def documents_of(
     return read_entries(entries, on_bad)
 
 
-def missing_text_error(fields: Fields, names: Iterable[object]) -> InputError:
-    """Return the error for a row or a table without a text.
+def make_missing_text_error(fields: Fields, names: Iterable[object]) -> InputError:
+    """Make the error for a row or a table without a text, without raising it.
 
     Args:
         fields: the expected field names.
@@ -215,11 +215,15 @@ def missing_text_error(fields: Fields, names: Iterable[object]) -> InputError:
 
 
 def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocument]:
-    """Yield the documents of the entries; an id that occurred before is an error.
+    """Read the entries, and yield their documents. A second document with the same id is an error.
+
+    Args:
+        entries: the entries, each of which is read when its document is requested.
+        on_bad: called with the error of each document that cannot be used, which is skipped; None raises the
+            error.
 
     Raises:
-        UnusableDocumentError: a document cannot be used and `on_bad` is None; otherwise `on_bad` is called
-            with this error and the document is skipped.
+        UnusableDocumentError: a document cannot be used and `on_bad` is None.
     """
     seen: dict[str, str] = {}
     for where, read, in_folder, id in entries:

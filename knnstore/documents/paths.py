@@ -36,12 +36,12 @@ from knnstore.documents.source_files import (
     decode_text,
     is_outside,
     is_utf8,
-    link_error,
+    make_link_error,
+    make_too_large_error,
+    make_unreadable_error,
     read_utf8_lines,
-    too_large_error,
-    unreadable_error,
 )
-from knnstore.documents.text_extraction import html_document, notebook_document, read_mailbox
+from knnstore.documents.text_extraction import read_html_document, read_mailbox, read_notebook_document
 from knnstore.errors import InputError, UnusableDocumentError
 
 PARQUET = ".parquet"
@@ -51,15 +51,21 @@ class Kind(NamedTuple):
     """A kind of file, known by its suffix."""
 
     read: Callable[[Source, Fields], Iterator[Entry]]
-    """Yields the entries of a file; may raise the errors in `UNREADABLE` and `InputError` between them."""
+    """Yields the entries of a file; may raise the errors in `UNREADABLE` and `InputError` at any time."""
     is_document: bool = False
     """True if each file is one document, whose id is its path."""
     is_mostly_text: bool = True
     """True if the size of a file is about the size of its texts."""
 
 
-def _read_whole(make: Callable[[Source], TextDocument]) -> Callable[[Source, Fields], Iterator[Entry]]:
-    """Return a reader for a kind whose files are one document each, which `make` reads."""
+def _make_whole_file_reader(
+    make: Callable[[Source], TextDocument],
+) -> Callable[[Source, Fields], Iterator[Entry]]:
+    """Return a `Kind.read` function for a kind whose files are one document each.
+
+    Args:
+        make: reads the document of a file.
+    """
 
     def read(source: Source, _: Fields) -> Iterator[Entry]:
         yield Entry(source.name, partial(make, source), id=source.id)
@@ -67,12 +73,12 @@ def _read_whole(make: Callable[[Source], TextDocument]) -> Callable[[Source, Fie
     return read
 
 
-def _plain_document(source: Source) -> TextDocument:
+def _read_plain_document(source: Source) -> TextDocument:
     return TextDocument(source.id, source.read_text())
 
 
-_TEXT = Kind(_read_whole(_plain_document), is_document=True)
-_HTML = Kind(_read_whole(html_document), is_document=True, is_mostly_text=False)
+_TEXT = Kind(_make_whole_file_reader(_read_plain_document), is_document=True)
+_HTML = Kind(_make_whole_file_reader(read_html_document), is_document=True, is_mostly_text=False)
 
 KINDS = {
     ".jsonl": Kind(read_json_lines),
@@ -87,7 +93,7 @@ KINDS = {
     ".rst": _TEXT,
     ".html": _HTML,
     ".htm": _HTML,
-    ".ipynb": Kind(_read_whole(notebook_document), is_document=True, is_mostly_text=False),
+    ".ipynb": Kind(_make_whole_file_reader(read_notebook_document), is_document=True, is_mostly_text=False),
     PARQUET: Kind(read_parquet, is_mostly_text=False),
 }
 """Kinds of files that can be read, by suffix in lower case."""
@@ -105,7 +111,7 @@ OnIgnored = Callable[[Path], None]
 
 
 class Place(NamedTuple):
-    """A file, standard input or a data set, from which documents are read."""
+    """A file, standard input or a data set from which documents are read; it may not exist."""
 
     path: str
     """Path of the file, `STDIN`, or name of the data set with the prefix `HUB`."""
@@ -153,28 +159,32 @@ class Place(NamedTuple):
         return self.id if self.is_document else None
 
     def source(self, encoding: str = UTF8) -> Source:
-        """Return the source that opens and decodes the file."""
+        """Return a `Source`, which opens and decodes the file. Opens nothing yet."""
         return Source(self.path, self.id, self.is_compressed, self.root, encoding)
 
 
 def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterator[Place]:
-    """Yield the places that a path stands for: the path itself, or all files below it if it is a folder.
+    """Yield the places that a path stands for: the path itself, or all files below a folder.
 
     Hidden files and folders are skipped. If a file is one document, its id is its path relative to the folder
-    (with ``/``), or its file name if the caller names the file. Links to files are followed if they
-    stay in the folder; links to folders are not followed. A folder without documents yields itself, with a
-    problem.
+    (with ``/``), or its file name if `path` is the file. Links to files are followed if they stay in the
+    folder; links to folders are not followed. Unusable files are yielded with a problem. A folder without any
+    document yields itself, with a problem.
+
+    Args:
+        path: a file or folder, which may not exist, `STDIN`, or a data set with the prefix `HUB`.
+        on_ignored: called with each file of the folder whose kind is not read.
     """
-    named = Place(str(path), Path(path).name)
-    if not named.is_file or not Path(path).is_dir():
-        yield named
+    named_place = Place(str(path), Path(path).name)
+    if not named_place.is_file or not Path(path).is_dir():
+        yield named_place
         return
     folder = Path(path)
-    refused: list[Place] = []
+    refused_places: list[Place] = []
 
     def keep_error(error: OSError) -> None:
         problem = RefusedError(f"cannot be read: {error.strerror or error}", Reason.UNREADABLE)
-        refused.append(Place(str(error.filename), "", folder, problem))
+        refused_places.append(Place(str(error.filename), "", folder, problem))
 
     files: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=keep_error):
@@ -183,27 +193,27 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
         for name in folders:
             if (link := Path(root, name)).is_symlink():
                 problem = RefusedError("a link to a folder, which is not followed", Reason.LINK)
-                refused.append(Place(str(link), "", folder, problem))
-    accepted = []
+                refused_places.append(Place(str(link), "", folder, problem))
+    accepted_places = []
     for file in sorted(files):
         place = Place(str(file), file.relative_to(folder).as_posix(), folder)
         if place.kind is not None:
-            accepted.append(place._replace(problem=_find_problem(file, folder)))
+            accepted_places.append(place._replace(problem=_find_problem(file, folder)))
         elif on_ignored is not None:
             on_ignored(file)
-    yield from refused
-    yield from accepted
-    if not accepted:  # reading it raises the error
-        yield named._replace(problem=InputError(f"no document in this folder; accepted are {ACCEPTED}"))
+    yield from refused_places
+    yield from accepted_places
+    if not accepted_places:  # reading it raises the error
+        yield named_place._replace(problem=InputError(f"no document in this folder; accepted are {ACCEPTED}"))
 
 
 def _find_problem(file: Path, folder: Path) -> RefusedError | None:
-    """Return the error for a file that leads out of its folder or is not a regular file, else None."""
+    """Return the error for a link out of the folder or a path that is no regular file; None otherwise."""
     try:
         mode = file.lstat().st_mode
         if stat.S_ISLNK(mode):
             if is_outside(file, folder):
-                return link_error(file)
+                return make_link_error(file)
             mode = file.stat().st_mode
     except OSError:
         return None  # opening the file raises the same error
@@ -265,6 +275,11 @@ def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: 
 
     Reads the first row of each file in `paths`. Files in folders, standard input and data sets are not read.
 
+    Args:
+        paths: files, folders and data sets, as for `read_documents`.
+        fields: names of the fields of a row that contain its text and its id.
+        encoding: Python's name for the encoding of the files.
+
     Raises:
         UnusableDocumentError: a file cannot be read; names the file and the problem.
         InputError: the encoding is unknown.
@@ -304,7 +319,10 @@ def size_of(paths: Iterable[str | Path]) -> int | None:
 
 
 def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
-    """Check whether `file` exists and `read_documents` would read it, by any path that leads to it."""
+    """Check whether `read_documents(paths)` would read an existing file, under this or another path to it.
+
+    Returns False if the file does not exist.
+    """
     places = (place for path in paths for place in find_places(path))
     return file.exists() and any(
         place.is_file and Path(place.path).exists() and file.samefile(place.path) for place in places
@@ -312,7 +330,7 @@ def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
 
 
 def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
-    """Yield the entries of a place; an error of the whole place becomes an entry that raises it."""
+    """Yield the entries of a place. An error of the whole place becomes an entry that raises this error."""
     try:
         if place.problem is not None:
             raise place.problem
@@ -329,16 +347,16 @@ def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
         else:
             raise InputError(f"no such file or folder (a data set of the hub is {HUB}NAME)")
     except (InputError, *UNREADABLE) as error:
-        problem = error if isinstance(error, InputError) else unreadable_error(error)
+        problem = error if isinstance(error, InputError) else make_unreadable_error(error)
         yield Entry.refused(place.path, problem, in_folder=place.in_folder, id=place.known_id)
 
 
 def _read_entry(entry: Entry) -> TextDocument:
-    """Read a document, and convert errors of the file to `InputError`."""
+    """Read the document of an entry, and convert errors of the file to `InputError`."""
     try:
         return entry.read()
     except UNREADABLE as error:
-        raise unreadable_error(error) from error
+        raise make_unreadable_error(error) from error
     except RecursionError as error:
         raise InputError("nested too deep to be read") from error
 
@@ -360,5 +378,5 @@ def _read_standard_input(fields: Fields, encoding: str) -> Iterator[Entry]:
         return
     data = first + stream.read(max(0, MAX_DOCUMENT_BYTES + 1 - len(first)))
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise too_large_error(name)
+        raise make_too_large_error(name)
     yield Entry(name, lambda: TextDocument("stdin", decode_text(data)))

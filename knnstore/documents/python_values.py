@@ -1,4 +1,4 @@
-"""Conversion of Python rows and values to JSON values: of numpy, pandas, polars, pyarrow and torch too.
+"""Conversion of rows and values of Python, numpy, pandas, polars, pyarrow and torch to JSON values.
 
 `iterate_rows` and `as_mapping` convert tables and rows; the other functions convert single values.
 """
@@ -22,14 +22,14 @@ _SCALARS = ("numpy", "torch", "jax", "jaxlib", "cupy", "tensorflow")
 """Libraries whose scalars and arrays have the methods `item` and `tolist`."""
 
 
-def as_json(value: Any) -> Any:
+def to_json_or_same(value: Any) -> Any:
     """Convert the value of a table cell to a JSON value; return it unchanged if JSON cannot represent it.
 
     Dates and times become ISO 8601 strings; decimals, UUIDs and paths become strings; arrays and sets become
     lists; NaN and infinite numbers become None.
     """
     try:
-        return json_value(value, infinity=None)
+        return to_json_value(value, infinity=None)
     except _NotJsonError:
         return value
 
@@ -48,7 +48,7 @@ class _NotJsonError(Exception):
         self.kind = kind
 
 
-def json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
+def to_json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
     """Convert the metadata of a row to JSON values.
 
     Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out; None is kept, like null in a file.
@@ -58,7 +58,7 @@ def json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
     """
     try:
         return {
-            _field_name(name, ""): json_value(value, repr(name))
+            _convert_field_name(name, ""): to_json_value(value, repr(name))
             for name, value in row.items()
             if value is None or not is_missing(value)
         }
@@ -66,7 +66,7 @@ def json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
         raise InputError(f"the metadata cannot be stored as JSON: {error.path} is {error.kind}") from error
 
 
-def json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) -> Any:
+def to_json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) -> Any:
     """Convert one value to the types that `json.loads` returns; missing values become None.
 
     Args:
@@ -87,24 +87,26 @@ def json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) -> 
         return value
     if is_missing(value):
         return None
-    value, kind = _unwrap(value), type(value)
+    value, kind = _unwrap_value(value), type(value)
     if isinstance(value, str):
         return str.__str__(value)
     if kind in _PLAIN:
-        return json_value(value, path, depth, **infinity)
+        return to_json_value(value, path, depth, **infinity)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return json_value(float(value), path, depth, **infinity)
+        return to_json_value(float(value), path, depth, **infinity)
     if isinstance(value, Mapping | Sequence | Set) and not isinstance(value, _BYTES):
         if depth > MAX_DEPTH:
             raise InputError(f"the metadata is nested more than {MAX_DEPTH} deep: flatten it")
         if isinstance(value, Mapping):
             return {
-                _field_name(name, path): json_value(item, f"{path}[{name!r}]", depth + 1, **infinity)
+                _convert_field_name(name, path): to_json_value(
+                    item, f"{path}[{name!r}]", depth + 1, **infinity
+                )
                 for name, item in value.items()
             }
-        items = [json_value(item, f"{path}[{i}]", depth + 1, **infinity) for i, item in enumerate(value)]
+        items = [to_json_value(item, f"{path}[{i}]", depth + 1, **infinity) for i, item in enumerate(value)]
         return sorted(items, key=json.dumps) if isinstance(value, Set) else items
     advice = ": decode it to a string" if isinstance(value, _BYTES) else ""
     raise _NotJsonError(path, f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") + advice)
@@ -118,7 +120,7 @@ def is_missing(value: Any) -> bool:
         return value.is_nan()
     if isinstance(value, float):
         return value != value
-    module = _library_name(value)
+    module = _find_library_name(value)
     if module == "pandas":
         return type(value).__name__ in ("NAType", "NaTType")
     if module == "numpy" and not getattr(value, "shape", ()):
@@ -130,12 +132,12 @@ def is_missing(value: Any) -> bool:
 
 def unwrap_string(value: Any) -> Any:
     """Convert a string scalar of numpy, pyarrow and similar libraries to `str`; return others unchanged."""
-    if _library_name(value) in ("pyarrow", *_SCALARS) and not isinstance(value, str):
-        value = _unwrap(value)
+    if _find_library_name(value) in ("pyarrow", *_SCALARS) and not isinstance(value, str):
+        value = _unwrap_value(value)
     return str.__str__(value) if isinstance(value, str) and not isinstance(value, enum.Enum) else value
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap_value(value: Any) -> Any:
     """Convert a library's scalar or array, a date, a decimal, an enum or a path to a plain Python value.
 
     Converts one level only: the items of a list may need conversion too. Other values are returned unchanged.
@@ -145,31 +147,31 @@ def _unwrap(value: Any) -> Any:
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, timedelta):
-        return _duration(value)
+        return _format_duration(value)
     if isinstance(value, Decimal | UUID):
         return str(value)
-    library = _library_name(value)
+    library = _find_library_name(value)
     if library == "pyarrow":
-        return value.as_py() if hasattr(value, "as_py") else _convert_by(value, "to_pylist")
+        return value.as_py() if hasattr(value, "as_py") else _call_converter(value, "to_pylist")
     if library == "polars":
-        return _convert_by(value, "to_list")
+        return _call_converter(value, "to_list")
     if library == "pandas":
         if hasattr(value, "tolist"):  # a series, an index, an array
             return value.tolist()
         return str(value) if type(value).__name__ in ("Period", "Interval") else value
     if library in _SCALARS:
-        return _from_array(value)
+        return _convert_array(value)
     if isinstance(value, os.PathLike):
         path = os.fspath(value)
         return path if isinstance(path, str) else value
     return value
 
 
-def _from_array(value: Any) -> Any:
+def _convert_array(value: Any) -> Any:
     """Convert a scalar or an array of numpy or a similar library to Python numbers, dates, dicts or lists."""
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind in ("M", "m") and not value.shape:
-        return _unwrap(value.astype(f"{kind}8[us]").item() if _has_clock(value) else value.item())
+        return _unwrap_value(value.astype(f"{kind}8[us]").item() if _has_time_of_day(value) else value.item())
     if kind == "V" and not value.shape:
         return {name: value[name] for name in value.dtype.names} if value.dtype.names else value
     if kind in ("M", "m", "V") or (kind == "O" and value.shape):
@@ -180,17 +182,17 @@ def _from_array(value: Any) -> Any:
     return value if isinstance(plain, complex | bytes) else plain
 
 
-def _has_clock(value: Any) -> bool:
-    """Check whether the unit of a numpy time is finer than a day."""
+def _has_time_of_day(value: Any) -> bool:
+    """Check whether the unit of a numpy datetime or timedelta is finer than a day."""
     return str(value.dtype).partition("[")[2].rstrip("]") not in ("Y", "M", "W", "D")
 
 
-def _convert_by(value: Any, method: str) -> Any:
-    """Call a conversion method of a value; return the value unchanged if it has no such method."""
+def _call_converter(value: Any, method: str) -> Any:
+    """Call a method of a value without arguments, and return the result; without the method, the value."""
     return getattr(value, method)() if hasattr(value, method) else value
 
 
-def _duration(value: timedelta) -> str:
+def _format_duration(value: timedelta) -> str:
     """Format a duration as ISO 8601, in the form that pandas writes into JSON."""
     if hasattr(value, "isoformat"):  # pandas
         return str(value.isoformat())
@@ -200,7 +202,7 @@ def _duration(value: timedelta) -> str:
     return f"{sign}P{rest.days}DT{minutes // 60}H{minutes % 60}M{seconds}{fraction}S"
 
 
-def _field_name(name: Any, path: str) -> str:
+def _convert_field_name(name: Any, path: str) -> str:
     """Convert the key of a mapping to a string in the form that JSON uses for object keys.
 
     Raises:
@@ -208,7 +210,7 @@ def _field_name(name: Any, path: str) -> str:
     """
     if isinstance(name, str):
         return str.__str__(name)
-    name = _unwrap(name)
+    name = _unwrap_value(name)
     if name is None or isinstance(name, bool | int | float):
         return str(json.loads(json.dumps({name: 0})).popitem()[0])
     if isinstance(name, str):
@@ -216,7 +218,7 @@ def _field_name(name: Any, path: str) -> str:
     raise _NotJsonError(path or "a field's name", f"named by {type(name).__qualname__}, not by a string")
 
 
-def _library_name(value: Any) -> str:
+def _find_library_name(value: Any) -> str:
     """Return the name of the top-level package of a value's type, without importing it."""
     return type(value).__module__.partition(".")[0]
 
@@ -269,6 +271,7 @@ def as_mapping(row: Any) -> Any:
 
 
 def _iterate_pandas(table: Any) -> Iterator[object]:
+    """Yield the rows of a pandas table as dicts without missing values; see `iterate_rows`."""
     columns = [str(name) for name in table.columns]
     _check_columns(columns)
     for start in range(0, len(table), _ROWS):
@@ -287,6 +290,6 @@ def _check_columns(names: Iterable[str]) -> None:
 
 
 def _drop_missing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values of a row to JSON values and drop missing ones; a missing text becomes None."""
+    """Convert the values of a row to JSON values. Drop missing values, but a missing text becomes None."""
     missing = {_TEXT_COLUMN: None} if _TEXT_COLUMN in row and is_missing(row[_TEXT_COLUMN]) else {}
-    return {name: as_json(value) for name, value in row.items() if not is_missing(value)} | missing
+    return {name: to_json_or_same(value) for name, value in row.items() if not is_missing(value)} | missing

@@ -1,4 +1,4 @@
-"""Sources in which each row is a document: JSON, JSON Lines, CSV, parquet, and data sets of the hub."""
+"""Reading of sources in which each row is a document: JSON, JSON Lines, CSV, parquet and data sets."""
 
 import codecs
 import csv
@@ -13,16 +13,23 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from knnstore.documents.document import Entry, Fields, Reason, RefusedError, TextDocument, missing_text_error
-from knnstore.documents.python_values import as_json
+from knnstore.documents.document import (
+    Entry,
+    Fields,
+    Reason,
+    RefusedError,
+    TextDocument,
+    make_missing_text_error,
+)
+from knnstore.documents.python_values import to_json_or_same
 from knnstore.documents.source_files import (
     MAX_DOCUMENT_BYTES,
     UTF8,
     Source,
     decode_text,
+    make_too_large_error,
     open_regular,
     read_utf8_lines,
-    too_large_error,
 )
 from knnstore.errors import InputError
 
@@ -47,9 +54,9 @@ def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
 
 
 def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iterator[Entry]:
-    """Yield the entries of lines of JSON in UTF-8; empty lines are skipped.
+    """Yield an entry for each line of JSON in UTF-8; empty lines are skipped.
 
-    Without any object, the only entry raises that the file is empty.
+    If all lines are empty, the only entry raises the error that the file is empty.
 
     Args:
         name: name of the file, for messages.
@@ -60,7 +67,7 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_DOCUMENT_BYTES:
             is_empty = False
-            yield Entry.refused(f"{name} row {number}", too_large_error("the line"))
+            yield Entry.refused(f"{name} row {number}", make_too_large_error("the line"))
             continue
         stripped = line.removeprefix(codecs.BOM_UTF8).strip()
         if not stripped:
@@ -106,7 +113,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
     try:
         value = _parse_json(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and isinstance(_first_value(text), dict):
+        if error.msg == "Extra data" and isinstance(_parse_first_line(text), dict):
             yield from read_json_line_entries(name, text.encode(UTF8).splitlines(keepends=True), fields)
             return
         hint = "; a comma stands before it" if text[: error.pos].rstrip().endswith(",") else ""
@@ -122,7 +129,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
         raise InputError(f"the file is an array of rows or one object, not {type(value).__name__}")
 
 
-def _first_value(text: str) -> Any:
+def _parse_first_line(text: str) -> Any:
     """Return the JSON value of the first line that is not empty, or None if the line is not JSON."""
     try:
         return json.loads(text.lstrip().split("\n", 1)[0])
@@ -148,6 +155,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
+    """Raise `InputError` for NaN, Infinity or -Infinity in JSON."""
     raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
 
 
@@ -174,7 +182,7 @@ class _Lines:
         self._number += 1
         self._row_bytes += len(line)
         if self._row_bytes > MAX_DOCUMENT_BYTES:
-            error = too_large_error(f"the row that ends on line {self._number}, or later,")
+            error = make_too_large_error(f"the row that ends on line {self._number}, or later,")
             raise RefusedError(f"{error}; the rows after it are not read", Reason.TOO_LARGE)
         if self._number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -203,10 +211,10 @@ def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[En
     """
     with source.open() as stream:
         lines = _Lines(read_utf8_lines(stream, source.encoding))
-        yield from _table_entries(source.name, lines, fields, delimiter)
+        yield from _read_table_entries(source.name, lines, fields, delimiter)
 
 
-def _table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> Iterator[Entry]:
+def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> Iterator[Entry]:
     """Yield the entries of the lines of a CSV file; see `read_table`."""
     # 1) Read the header, and choose the delimiter.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))  # the default is 128 KiB per cell
@@ -233,7 +241,7 @@ def _table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> 
             cells = next(rows, None)
         except csv.Error as error:
             yield Entry.refused(
-                f"{name} line {line_number}", InputError(f"not a table: {_csv_problem(error)}")
+                f"{name} line {line_number}", InputError(f"not a table: {_explain_csv_error(error)}")
             )
             return
         number += 1
@@ -264,7 +272,13 @@ def _table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> 
 
 
 def _choose_delimiter(header: str, delimiter: str, text: str) -> str:
-    """Return the first delimiter that gives the header a column `text`, else the one with most columns."""
+    """Return the first delimiter that gives the header a column `text`, else the delimiter with most columns.
+
+    Args:
+        header: first line of the file.
+        delimiter: delimiter that is tried first.
+        text: name of the column with the text.
+    """
     columns_by_delimiter: dict[str, list[str]] = {}
     for candidate in (delimiter, *_DELIMITERS):
         try:
@@ -281,16 +295,16 @@ def _choose_delimiter(header: str, delimiter: str, text: str) -> str:
 def _check_header(columns: Sequence[str], fields: Fields) -> None:
     """Raise `InputError` if no column is the text, or two columns have the same name that is not empty."""
     if fields.text not in columns:
-        raise missing_text_error(fields, columns)
-    for first, second in _repeated_names(columns):
+        raise make_missing_text_error(fields, columns)
+    for first, second in _find_repeated_names(columns):
         if columns[second]:
             raise InputError(
                 f"columns {first + 1} and {second + 1} are both named {columns[second]!r}: rename one of them"
             )
 
 
-def _repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield a pair of indices for each repeated name: of its first column, and of the later column."""
+def _find_repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield for each repeated name the index of its first column and the index of the later column."""
     first_indices: dict[str, int] = {}
     for index, name in enumerate(columns):
         first = first_indices.setdefault(name, index)
@@ -299,7 +313,12 @@ def _repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDocument:
-    """Convert the cells of a row to a document; an empty id counts as missing."""
+    """Convert the cells of a row to a document; an empty id counts as missing.
+
+    Raises:
+        InputError: the row has more or fewer cells than columns, a cell without a column name is not empty,
+            or the document is not valid.
+    """
     if len(cells) != len(columns):
         raise InputError(f"{len(cells)} cells under {len(columns)} names of columns")
     row = dict(zip(columns, cells, strict=True))
@@ -313,7 +332,7 @@ def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDo
     return TextDocument.from_row(row, fields)
 
 
-def _csv_problem(error: csv.Error) -> str:
+def _explain_csv_error(error: csv.Error) -> str:
     """Return the message of a CSV error, with an explanation for common mistakes."""
     message = str(error)
     if message == "unexpected end of data":
@@ -347,16 +366,16 @@ def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
             _check_footer(file)
         with open_regular(name, source.root) as file, ParquetFile(file) as table:
             columns = table.schema_arrow.names
-            for _, index in _repeated_names(columns):
+            for _, index in _find_repeated_names(columns):
                 raise InputError(f"two columns are named {columns[index]!r}: rename one of them")
             if fields.text not in columns:
-                raise missing_text_error(fields, columns)
+                raise make_missing_text_error(fields, columns)
             number = 0
             for group in range(table.num_row_groups):
                 _check_expansion(table, group)
-                at_once = _rows_at_once(table.metadata.row_group(group))
+                at_once = _choose_batch_rows(table.metadata.row_group(group))
                 for batch in table.iter_batches(at_once, row_groups=[group]):
-                    for row in _rows_of_batch(batch):
+                    for row in _iterate_batch_rows(batch):
                         number += 1
                         where = f"{name} row {number}"
                         if isinstance(row, InputError):
@@ -366,13 +385,13 @@ def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
             if not number:
                 raise RefusedError("the table has no rows", Reason.EMPTY)
     except (ArrowException, UnicodeDecodeError) as error:
-        raise _not_parquet(error) from error
+        raise _make_parquet_error(error) from error
     except OSError as error:
         if error.errno is not None:  # an error of the disk; those of pyarrow have no number
             raise
-        raise _not_parquet(error) from error
+        raise _make_parquet_error(error) from error
     except MemoryError as error:
-        raise too_large_error("a row, unpacked,") from error
+        raise make_too_large_error("a row, unpacked,") from error
 
 
 _LIST_COLUMNS = """
@@ -408,12 +427,13 @@ def _check_footer(file: IO[bytes]) -> None:
         raise InputError(f"not parquet: the description of its columns is damaged: {message}")
 
 
-def _not_parquet(error: Exception) -> InputError:
+def _make_parquet_error(error: Exception) -> InputError:
+    """Make the error for a file that is damaged or not parquet, without raising it."""
     return InputError(f"not parquet, or damaged: {' '.join(str(error).split())}")
 
 
-def _rows_at_once(group: Any) -> int:
-    """Return how many rows of a row group to decode together: 1 to `_ROWS_AT_ONCE`.
+def _choose_batch_rows(group: Any) -> int:
+    """Return the number of rows of a row group to decode together, 1 to `_ROWS_AT_ONCE`.
 
     A value is stored completely at least once in its column, so a row is at most as long as all columns
     together. But a few bytes can repeat a value in any number of rows.
@@ -423,7 +443,11 @@ def _rows_at_once(group: Any) -> int:
 
 
 def _check_expansion(table: Any, number: int) -> None:
-    """Refuse a row group that is small in the file but would not fit in memory.
+    """Refuse a row group that is small in the file but may not fit in memory. Returns nothing.
+
+    Args:
+        table: open parquet file.
+        number: number of the row group.
 
     Raises:
         RefusedError: a column is large and has more than `_EXPANSION` bytes or list values for each byte
@@ -443,15 +467,15 @@ def _check_expansion(table: Any, number: int) -> None:
                 )
 
 
-def _rows_of_batch(batch: Any) -> Iterator[Any]:
+def _iterate_batch_rows(batch: Any) -> Iterator[Any]:
     """Yield each row of an Arrow batch as JSON values, or the `InputError` of a row that cannot be used."""
     for i in range(batch.num_rows):
         row = batch.slice(i, 1)
         if row.nbytes > MAX_DOCUMENT_BYTES:
-            yield too_large_error("the row")
+            yield make_too_large_error("the row")
             continue
         try:
-            yield as_json(row.to_pylist()[0])
+            yield to_json_or_same(row.to_pylist()[0])
         except UnicodeDecodeError as error:
             yield RefusedError(f"not UTF-8: byte {error.object[error.start]:#04x}", Reason.ENCODING)
         except (ValueError, OverflowError, ArithmeticError) as error:  # a date that Python cannot represent
@@ -493,7 +517,7 @@ def read_data_set_rows(name: str) -> Iterator[Any]:
         else:
             rows = datasets.load_dataset(path, configuration or None, split=split or _SPLIT, streaming=True)
         for row in rows:
-            yield as_json(row)
+            yield to_json_or_same(row)
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"the data set cannot be read: {message}") from error

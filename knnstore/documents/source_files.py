@@ -76,7 +76,7 @@ class Source:
         with self.open() as stream:
             data = stream.read(MAX_DOCUMENT_BYTES + 1)
         if len(data) > MAX_DOCUMENT_BYTES:
-            raise too_large_error("the file")
+            raise make_too_large_error("the file")
         return data
 
     def read_text(self) -> str:
@@ -127,8 +127,8 @@ def is_outside(path: str | Path, root: str | Path) -> bool:
     return os.path.commonpath([real_path, real_root]) != real_root
 
 
-def link_error(path: str | Path) -> RefusedError:
-    """Return the error for a link that leads out of the folder that the caller gave."""
+def make_link_error(path: str | Path) -> RefusedError:
+    """Make the error for a link that leads out of the folder to read, without raising it."""
     return RefusedError(
         f"a link out of the folder, to {os.path.realpath(path)}: give that by its own name if it is meant",
         Reason.LINK,
@@ -136,13 +136,13 @@ def link_error(path: str | Path) -> RefusedError:
 
 
 def _open_inside(path: str | Path, root: Path) -> int:
-    """Open a file below `root` and return its descriptor; no link is followed on the way.
+    """Open a file below `root` for reading, and return its descriptor.
 
     Each folder of the resolved path is opened relative to its parent with `O_NOFOLLOW`, so a link that is
     created meanwhile raises an `OSError`.
     """
     if is_outside(path, root):
-        raise link_error(path)
+        raise make_link_error(path)
     real_root = os.path.realpath(root)
     *folders, name = os.path.relpath(os.path.realpath(path), real_root).split(os.sep)
     descriptor = os.open(real_root, _FOLDER_FLAGS)
@@ -155,8 +155,11 @@ def _open_inside(path: str | Path, root: Path) -> int:
         os.close(descriptor)
 
 
-def too_large_error(subject: str) -> RefusedError:
-    """Return the error for a `subject`, such as "the line", that is longer than `MAX_DOCUMENT_BYTES`."""
+def make_too_large_error(subject: str) -> RefusedError:
+    """Make the error for a subject that is longer than `MAX_DOCUMENT_BYTES`, without raising it.
+
+    `subject` begins the message, such as "the line".
+    """
     return RefusedError(
         f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a document may have: divide "
         "it, or write many documents into a .jsonl",
@@ -181,7 +184,7 @@ def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
             number += 1
             if number == 1:
                 _check_beginning(line)
-                if b"\0" in line and _guess_wide(line):
+                if b"\0" in line and _guess_wide_encoding(line):
                     decode_text(line)  # raises an error that names the likely encoding
             yield line
             _skip_rest_of_line(stream, line, b"\n", limit)
@@ -194,7 +197,7 @@ def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
             _skip_rest_of_line(texts, text, "\n", limit)
     except UnicodeError as error:
         raise RefusedError(
-            f"not {encoding}, after line {number}: {_describe(error)}", Reason.ENCODING
+            f"not {encoding}, after line {number}: {_describe_decoding_error(error)}", Reason.ENCODING
         ) from error
     finally:
         with suppress(ValueError):  # raised if the stream is closed; else the caller's stream stays open
@@ -202,7 +205,14 @@ def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
 
 
 def _skip_rest_of_line(stream: IO[AnyStr], line: AnyStr, line_end: AnyStr, limit: int) -> None:
-    """Read to the end of a line if only its first `limit` bytes or characters were read."""
+    """Read and drop the rest of a line if only its first `limit` bytes or characters were read.
+
+    Args:
+        stream: stream, positioned after `line`.
+        line: the part of the line that was read.
+        line_end: line break.
+        limit: maximum number of bytes or characters that were read.
+    """
     while len(line) == limit and not line.endswith(line_end):
         line = stream.readline(limit)
 
@@ -225,7 +235,9 @@ def decode_text(data: bytes, encoding: str = UTF8, of: str = "") -> str:
         try:
             text = data.decode(encoding)
         except UnicodeError as error:
-            raise RefusedError(f"not {encoding}: {_describe(error)}", Reason.ENCODING) from error
+            raise RefusedError(
+                f"not {encoding}: {_describe_decoding_error(error)}", Reason.ENCODING
+            ) from error
         if "\0" in text:
             raise RefusedError(
                 f"binary data (a NUL at character {text.index(chr(0))}), not text", Reason.BINARY
@@ -233,7 +245,7 @@ def decode_text(data: bytes, encoding: str = UTF8, of: str = "") -> str:
         return text.removeprefix("\ufeff")
     _check_beginning(data)
     if b"\0" in data:
-        guess = _guess_wide(data)
+        guess = _guess_wide_encoding(data)
         hint = f"; it looks like {guess.upper()}: give --encoding {guess}" if guess else ""
         raise RefusedError(
             f"binary data (a NUL byte at {data.index(0)}{of.replace(' of the line', '')}), not text{hint}",
@@ -273,8 +285,8 @@ def is_utf8(encoding: str) -> bool:
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
-def unreadable_error(error: Exception) -> RefusedError:
-    """Return the error for a file that cannot be read."""
+def make_unreadable_error(error: Exception) -> RefusedError:
+    """Make the error for a file that cannot be read, without raising it; `error` is what reading raised."""
     message = getattr(error, "strerror", None) or str(error)
     if isinstance(error, EOFError):
         message += ": the file is cut off, fetch it again"
@@ -291,7 +303,7 @@ def _check_beginning(data: bytes) -> None:
             )
 
 
-def _guess_wide(data: bytes) -> str | None:
+def _guess_wide_encoding(data: bytes) -> str | None:
     """Guess whether bytes are UTF-16 or UTF-32, from the positions of their NUL bytes.
 
     Returns:
@@ -311,8 +323,8 @@ def _guess_wide(data: bytes) -> str | None:
     return "utf-16-be" if even > 0.5 and odd < 0.1 else None
 
 
-def _describe(error: UnicodeError) -> str:
-    """Return the bad byte, its position and the reason of a decoding error."""
+def _describe_decoding_error(error: UnicodeError) -> str:
+    """Describe a decoding error by the bad byte, its position and the reason."""
     if isinstance(error, UnicodeDecodeError) and error.start < len(error.object):
         return f"byte {error.object[error.start]:#04x} at {error.start}, {error.reason}"
     return str(error)

@@ -19,7 +19,7 @@ from knnstore.documents.source_files import (
     check_encoding,
     decode_text,
     is_utf8,
-    too_large_error,
+    make_too_large_error,
 )
 from knnstore.errors import InputError
 
@@ -40,7 +40,7 @@ _CHARSET_WITHIN = 4096
 """Number of bytes at the beginning of a page that are searched for the name of its encoding."""
 
 
-def html_document(source: Source) -> TextDocument:
+def read_html_document(source: Source) -> TextDocument:
     """Read an HTML page: its visible text becomes the document's text, its title becomes metadata.
 
     The page is decoded with `source.encoding`. If that is UTF-8 and does not fit, the encoding that the page
@@ -64,13 +64,13 @@ def html_document(source: Source) -> TextDocument:
         except InputError:
             encoding = UTF8
         page = decode_text(data, encoding)
-    text, title = html_text(page)
+    text, title = extract_html_text(page)
     if not text:
         raise RefusedError("the page has no text", Reason.EMPTY)
     return TextDocument(source.id, text, {"title": title} if title else {})
 
 
-def html_text(page: str) -> tuple[str, str]:
+def extract_html_text(page: str) -> tuple[str, str]:
     """Return the text and the title of an HTML page; either may be empty.
 
     Each block element starts a new line. A run of white space becomes one space, except in ``<pre>``.
@@ -108,7 +108,7 @@ class _TextParser(HTMLParser):
         self.close()
 
     def parse_starttag(self, i: int) -> int:
-        """Parse a start tag, and return the index of its end, or -1 if it does not end.
+        """Parse the start tag at index `i` of the page; returns the index after its end, or -1 if it is open.
 
         The attributes of a tag longer than `_LONGEST_TAG` are skipped: each would take hundreds of bytes of
         memory.
@@ -172,7 +172,7 @@ class _TextParser(HTMLParser):
 _KINDS = ("markdown", "code", "heading")
 
 
-def notebook_document(source: Source) -> TextDocument:
+def read_notebook_document(source: Source) -> TextDocument:
     """Read a notebook: its markdown and code cells in order, separated by empty lines, without outputs.
 
     Raises:
@@ -184,7 +184,7 @@ def notebook_document(source: Source) -> TextDocument:
         if isinstance(error, InputError):
             raise
         raise InputError(f"not a notebook: not JSON: {error}") from error
-    texts = [text for cell in _list_cells(notebook) if (text := _cell_text(cell)).strip()]
+    texts = [text for cell in _list_cells(notebook) if (text := _read_cell_source(cell)).strip()]
     if not texts:
         raise RefusedError("the notebook has no markdown and no code", Reason.EMPTY)
     return TextDocument(source.id, "\n\n".join(texts))
@@ -206,7 +206,7 @@ def _list_cells(notebook: Any) -> list[Any]:
     raise InputError("not a notebook: there is no list of 'cells'")
 
 
-def _cell_text(cell: Any) -> str:
+def _read_cell_source(cell: Any) -> str:
     """Return the source of a markdown, code or heading cell; empty for any other cell."""
     if not isinstance(cell, Mapping) or cell.get("cell_type") not in _KINDS:
         return ""
@@ -244,27 +244,27 @@ def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
     A message begins at a line "From ..." after an empty line, if the line has a date or a header follows it.
     """
     message: list[bytes] = []
-    begin, size, number, is_open, is_after_empty = 0, 0, 0, False, True
+    first_line, size, number, is_open, is_after_empty = 0, 0, 0, False, True
     with source.open() as stream:
-        held: bytes | None = None  # a line "From ..." that begins a message if the next line is a header
+        held_line: bytes | None = None  # a line "From ..." that begins a message if the next line is a header
         while True:
             line = stream.readline(MAX_DOCUMENT_BYTES + 1)
             number += 1
-            if held is not None:
-                if _DATED.match(held) or _HEADER.match(line):
+            if held_line is not None:
+                if _DATED.match(held_line) or _HEADER.match(line):
                     if is_open:
-                        yield begin, b"".join(message)
-                    message, size, begin, is_open = [], 0, number - 1, True
+                        yield first_line, b"".join(message)
+                    message, size, first_line, is_open = [], 0, number - 1, True
                 else:
-                    message.append(held)
-                held = None
+                    message.append(held_line)
+                held_line = None
             if not line:
                 break
             size += len(line)
             if size > MAX_DOCUMENT_BYTES:
-                raise too_large_error(f"the message that begins on line {begin}")
+                raise make_too_large_error(f"the message that begins on line {first_line}")
             if is_after_empty and line.startswith(b"From "):
-                held = line
+                held_line = line
             elif not is_open and line.strip():
                 raise InputError("not a mailbox: it does not begin with a line 'From ...'")
             elif is_open:
@@ -274,55 +274,64 @@ def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
         if number == 1:
             raise RefusedError("the file is empty", Reason.EMPTY)
         raise InputError("not a mailbox: no line 'From ...' begins a message")
-    yield begin, b"".join(message)
+    yield first_line, b"".join(message)
 
 
 def _parse_message(data: bytes, encoding: str) -> TextDocument:
     """Convert an e-mail to a document.
 
-    The text is that of its parts, some headers are the metadata, and the id is its Message-ID, else a hash of
-    the text. Raises RefusedError if it has no text.
+    The document's text consists of the texts of the message's parts. Its metadata are subject, sender and
+    date. Its id is the Message-ID, or a hash of the text without a Message-ID. Raises RefusedError if the
+    message has no text.
+
+    Args:
+        data: bytes of the message, headers included.
+        encoding: encoding of parts that name no character set.
     """
     message = message_from_bytes(_QUOTED.sub(rb"\1", data))
-    text = "\n\n".join(text for text in _text_parts(message, encoding) if text)
+    text = "\n\n".join(text for text in _iterate_text_parts(message, encoding) if text)
     if not text:
         raise RefusedError("the message has no text", Reason.EMPTY)
     metadata = {name: value for name, header in _METADATA.items() if (value := _read_header(message, header))}
     if "date" in metadata:
-        metadata["date"] = _iso_date(metadata["date"])
+        metadata["date"] = _convert_date(metadata["date"])
     id = "".join(_read_header(message, "Message-ID").split()).strip("<>")
     if not id:
         id = TextDocument.from_row(text).id
     return TextDocument(id, text, metadata)
 
 
-def _text_parts(message: Message, encoding: str) -> Iterator[str]:
-    """Yield the texts of a message's parts, without attachments.
+def _iterate_text_parts(message: Message, encoding: str) -> Iterator[str]:
+    """Yield the texts of a message's parts, without attachments; a text may be empty.
 
-    Of alternative parts only the plain texts are used, if there are any; HTML is converted to text.
+    HTML is converted to text. Among alternative parts, only plain texts are used if one is not empty.
+
+    Args:
+        message: a message or a part of it.
+        encoding: encoding of parts that name no character set.
     """
     if message.is_multipart():
         parts = [part for part in message.get_payload() if isinstance(part, Message)]
         if message.get_content_type() == "multipart/alternative":
             plain = [part for part in parts if part.get_content_type() == "text/plain"]
-            texts = [text for part in plain for text in _text_parts(part, encoding) if text]
+            texts = [text for part in plain for text in _iterate_text_parts(part, encoding) if text]
             if texts:
                 yield from texts
                 return
         for part in parts:
-            yield from _text_parts(part, encoding)
+            yield from _iterate_text_parts(part, encoding)
         return
     kind = message.get_content_type()
     if kind not in ("text/plain", "text/html") or message.get_content_disposition() == "attachment":
         return
-    text = _decoded_payload(message, encoding)
-    yield (html_text(text)[0] if kind == "text/html" else text).replace("\r\n", "\n").strip()
+    text = _decode_payload(message, encoding)
+    yield (extract_html_text(text)[0] if kind == "text/html" else text).replace("\r\n", "\n").strip()
 
 
-def _decoded_payload(message: Message, encoding: str) -> str:
-    """Decode the body of a part with its own character set, else `encoding`, else Windows-1252.
+def _decode_payload(message: Message, encoding: str) -> str:
+    """Decode the body of a part: with the character set that the part names, else with `encoding`.
 
-    In the last case, bytes that are not in the character set become U+FFFD.
+    If both fail, the body is decoded as Windows-1252, and bytes that this character set lacks become U+FFFD.
     """
     payload = message.get_payload(decode=True)
     data = payload if isinstance(payload, bytes) else b""
@@ -346,7 +355,7 @@ def _read_header(message: Message, name: str) -> str:
     return " ".join(value.encode("utf-8", "replace").decode("utf-8").split())
 
 
-def _iso_date(value: str) -> str:
+def _convert_date(value: str) -> str:
     """Convert a date of a mail header to ISO 8601; any other text is returned unchanged."""
     try:
         return parsedate_to_datetime(value).isoformat()
