@@ -63,7 +63,7 @@ def find_secret_variable(name: str, environment: Mapping[str, str]) -> str | Non
 
     An empty value counts as not set. No file is read.
     """
-    return next((each for each in (name, name + FILE_SUFFIX) if environment.get(each)), None)
+    return next((variable for variable in (name, name + FILE_SUFFIX) if environment.get(variable)), None)
 
 
 def _read_file(path: Path) -> bytes:

@@ -111,18 +111,18 @@ class CellsDatastore(EmbeddedDatastore):
         from knnstore_cells.group import CellGroup
         from knnstore_cells.visiting import visit_cells
 
-        def visited(groups: Sequence[GroupSearch]) -> list[Visits]:
+        def visit_groups(groups: Sequence[GroupSearch]) -> list[Visits]:
             return visit_cells(
                 [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
             )
 
         with disable_autocast():
-            found = self._searches.search_groups(
-                where.groups if where else None, visited, self._create_group_search
+            visits = self._searches.search_groups(
+                where.groups if where else None, visit_groups, self._create_group_search
             )
-        if len(queries) and not found:
+        if len(queries) and not visits:
             self._check_readable(where)
-        return found
+        return visits
 
     def optimize(self) -> None:
         """Merge segments, reclaim the space of deleted records, and write the cells of new records.
@@ -169,14 +169,17 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def _is_indexed(self, group_rows: int) -> bool:
+        """Check whether a group with `group_rows` live records has more than one cell."""
         return self._policy.cells_for(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        """Return the number of cells of a segment's index; None if the segment needs no index."""
         if not self._policy.has_index(rows, group_rows):
             return None
         return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        """Assign the rows of a segment to cells, and write the index to a file; see `_write_cells`."""
         from knnstore_cells.device import disable_autocast
 
         with disable_autocast():

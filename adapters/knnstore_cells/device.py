@@ -227,9 +227,15 @@ def _power_of_two(least: float, most: int) -> int:
 
 
 def _list_numbers(starts: Tensor, stops: Tensor, width: int) -> Tensor:
-    """Return rows of consecutive numbers from each start up to, not including, its stop, padded with -1.
+    """Return the numbers of half-open ranges as the rows of a matrix.
 
-    The result has the shape (len(starts), width). Numbers from start + width on are left out.
+    Args:
+        starts: first number of each range, shape (n,).
+        stops: end of each range, shape (n,).
+        width: number of columns. Numbers beyond the last column are left out.
+
+    Returns:
+        Shape (n, width). Row i holds starts[i], starts[i] + 1, ... below stops[i], padded with -1.
     """
     numbers = starts[:, None] + torch.arange(width, device=starts.device)
     return torch.where(numbers < stops[:, None], numbers, -1)

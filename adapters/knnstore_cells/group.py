@@ -264,7 +264,16 @@ class CellGroup:
         return neighbors
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
-        """Find the k nearest records of each query in its `probes` nearest cells; pads missing neighbors."""
+        """Find the k nearest records of each query among the records of its nearest cells, shape (q, k).
+
+        Rows are padded if the cells hold fewer than k matching records.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: number of neighbors.
+            ids: ids to which the search is restricted; None searches all records.
+            probes: number of cells of each query.
+        """
         largest = np.sort(self.count_matching(ids))[-probes:].sum()
         step = max(1, DISTANCES_AT_ONCE // int(largest))
         parts = []
@@ -287,18 +296,18 @@ class CellGroup:
             segments: segments of the group.
             found_cells: known cells of each segment, or None.
         """
-        wanted = self._policy.cells_for(self.rows)
+        cell_count = self._policy.cells_for(self.rows)
         known_centers = [
             (segment.rows, cells.centers)
             for segment, cells in zip(segments, found_cells, strict=True)
-            if cells and (len(cells.centers) > 1 or wanted == 1)
+            if cells and (len(cells.centers) > 1 or cell_count == 1)
         ]
         if known_centers:
             return max(known_centers, key=lambda candidate: candidate[0])[1]
         former: Keys = self._nearest.centers.numpy()
-        if 1 < len(former) <= wanted * _MOST_GROWTH and wanted <= len(former) * _MOST_GROWTH:
+        if 1 < len(former) <= cell_count * _MOST_GROWTH and cell_count <= len(former) * _MOST_GROWTH:
             return former
-        return fit_centers(list(segments), wanted)
+        return fit_centers(list(segments), cell_count)
 
     def _get_nearest_center(self, centers: Keys) -> NearestCenter:
         """Return the object that finds the nearest of `centers`, cached while the centers stay the same."""

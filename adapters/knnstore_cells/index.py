@@ -54,9 +54,9 @@ class SegmentCells:
         if self._lookups > _FEW or "rows" in self.__dict__:  # the first queries do not wait for the sort
             starts = self.starts
             return [self.rows[starts[cell] : starts[cell + 1]].astype(np.int64) for cell in cells]
-        wanted = np.zeros(len(self.centers), bool)
-        wanted[list(cells)] = True
-        rows = np.flatnonzero(wanted[self.owners])
+        is_requested = np.zeros(len(self.centers), bool)
+        is_requested[list(cells)] = True
+        rows = np.flatnonzero(is_requested[self.owners])
         owners = self.owners[rows]
         return [rows[owners == cell] for cell in cells]
 

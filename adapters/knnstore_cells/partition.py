@@ -85,7 +85,7 @@ class NearestCenter:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     @cached_property
-    def _parts(self) -> tuple[Tensor, list[Tensor]]:
+    def _part_members(self) -> tuple[Tensor, list[Tensor]]:
         """Parts of the centers, clustered by k-means: the center of each part, and its members' indices."""
         centers = self.centers
         parts = _fit_k_means(centers, _count_parts(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ class NearestCenter:
 
         Each key is compared only with the centers in its nearest parts.
         """
-        parts, members = self._parts
+        parts, members = self._part_members
         away = torch.addmm((parts * parts).sum(1), keys, parts.T, alpha=-2)
         near_parts = away.topk(min(_PARTS_COMPARED, len(parts)), largest=False).indices
         smallest = torch.full((len(keys),), torch.inf)
@@ -121,7 +121,17 @@ class NearestCenter:
 
 
 def _fit_k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
-    """Fit `count` centers, shape (count, dim), to one or more keys by Lloyd's algorithm (k-means)."""
+    """Fit centers to one or more keys by Lloyd's algorithm (k-means).
+
+    Args:
+        keys: float32, shape (n, dim).
+        count: number of centers.
+        rounds: number of iterations.
+        generator: source of random numbers.
+
+    Returns:
+        float32, shape (count, dim).
+    """
     centers = keys[torch.randperm(len(keys), generator=generator)[:count]]
     if len(centers) < count:
         centers = torch.cat([centers, centers[:1].expand(count - len(centers), -1)])

@@ -78,8 +78,8 @@ class Policy:
         if group_rows <= _ONE_CELL_UP_TO:
             return 1
         # Choosing among cells costs about as much as visiting some, so both should grow slowly.
-        wanted = min(group_rows / _RECORDS_PER_CELL, _PER_ROOT * math.sqrt(group_rows))
-        return min(_MOST_CELLS, int(2 ** round(math.log2(wanted))))
+        cell_count = min(group_rows / _RECORDS_PER_CELL, _PER_ROOT * math.sqrt(group_rows))
+        return min(_MOST_CELLS, int(2 ** round(math.log2(cell_count))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
         """Check whether a segment needs an index on disk; otherwise its rows are assigned to cells in memory.
@@ -92,5 +92,11 @@ class Policy:
         return self.cells_for(group_rows) > 1 and rows > small
 
     def probes_for(self, k: int, cells: int, rows: int) -> int:
-        """Return the number of cells to visit for about the k nearest of `rows` records in `cells` cells."""
+        """Return the number of cells to search for approximately the k nearest records, at most `cells`.
+
+        Args:
+            k: number of neighbors.
+            cells: number of cells with matching records.
+            rows: number of matching records in these cells.
+        """
         return min(cells, self.probes or math.ceil(_PER_NEIGHBOR * k * cells / rows) + _LEAST_PROBES)

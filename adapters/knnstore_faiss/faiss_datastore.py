@@ -120,6 +120,13 @@ class Policy:
     def from_params(cls, params: dict[str, Any], dim: int, metric: Metric) -> "Policy":
         """Return the policy for the parameters that a user gave; removed parameters are ignored.
 
+        Logs a warning if a removed parameter has another value than its default.
+
+        Args:
+            params: parameters that the user gave.
+            dim: number of components of a key, with which a factory string is checked.
+            metric: the distance, with which a factory string is checked.
+
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
         """
@@ -190,7 +197,12 @@ def _warn_of_ignored(names: str) -> None:
 
 
 def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Return an empty inverted file whose training takes bounded time and is reproducible.
+    """Return an empty, untrained FAISS index (an inverted file); training takes bounded time.
+
+    Args:
+        factory: FAISS factory string.
+        dim: number of components of a key.
+        metric: the distance.
 
     Raises:
         ConfigError: FAISS does not know the factory string, or it is not a plain inverted file.
@@ -267,7 +279,14 @@ def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
 def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
     """Train an index on a sample of a segment, add all rows, and write the index to a file.
 
-    The entries have the row numbers of the segment, so they stay valid when rows are deleted.
+    The index returns row numbers of the segment, which stay valid when rows are deleted.
+
+    Args:
+        segment: the segment.
+        factory: FAISS factory string of the index.
+        dim: number of components of a key.
+        metric: the distance.
+        path: file to create.
 
     Raises:
         DatastoreError: FAISS cannot build or write the index.
@@ -370,7 +389,7 @@ class InvertedIndex:
         # The first queries check only the blocks of their candidates if these are less than the whole file.
         if not keys.checked and len(queries) * candidates * BLOCK < keys.file.size:
             distances, rows = self._index.search(queries, candidates, params=params)
-            return self._rerank(queries, _convert_hits(rows, distances, self._metric), k)
+            return self._rerank_candidates(queries, _convert_hits(rows, distances, self._metric), k)
         if self._ranking is None:
             self._stored = _view_keys(self._columns.keys, self._metric)
             self._ranking = faiss.IndexRefine(self._index, self._stored)
@@ -378,7 +397,7 @@ class InvertedIndex:
         distances, rows = self._ranking.search(queries, k, params=reranking)
         return _convert_hits(rows, distances, self._metric)
 
-    def _rerank(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
+    def _rerank_candidates(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
         """Compute the exact distances of candidates from the stored keys, and return the k nearest, sorted.
 
         Changes the distances of `candidates`.
@@ -391,9 +410,17 @@ class InvertedIndex:
 
 
 def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Check the bytes of an index file and read it; the lists stay on disk if FAISS can map them.
+    """Check an index file against its SHA-256, and open it; the lists stay on disk if FAISS can map them.
+
+    Args:
+        root: the datastore's directory.
+        file: entry of the index file.
+        segment: segment whose rows are indexed.
+        dim: number of components of a key.
+        metric: the distance.
 
     Raises:
+        FileNotFoundError: the file does not exist.
         CorruptDatastoreError: the file is damaged, or not an inverted file over the rows of this segment.
     """
     mapped = MappedFile(root, file)
@@ -483,18 +510,22 @@ class FaissDatastore(EmbeddedDatastore):
         return replace(super().capabilities, exact_search=self._policy.index == "exact")
 
     def _is_indexed(self, group_rows: int) -> bool:
+        """Check whether a group with `group_rows` live rows is searched with indexes."""
         return self._policy.is_group_indexed(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        """Return the factory string of a segment's index; None if the segment is searched exactly."""
         factory = self._policy.choose_factory(rows, group_rows, self._dim)
         if factory is None or not has_enough_rows(factory, rows, self._dim, self._metric):
             return None
         return {"faiss": factory}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        """Build the index of a segment and write it to a file; see `build_index`."""
         build_index(segment, parameters["faiss"], self._dim, self._metric, path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> InvertedIndex | None:
+        """Open the index of a segment; returns None if another engine built the index."""
         if "faiss" not in parameters:
             return None
         return InvertedIndex(self._segments.root, segment, self._dim, self._metric, self._policy)

@@ -327,7 +327,17 @@ class GraphIndex:
         """Find the k nearest matching rows among the `fetched` nearest nodes of the graph.
 
         If all nodes would be fetched, or if exact search is allowed and faster, all matching rows are
-        compared with the queries instead. Returns record ids.
+        compared with the queries instead.
+
+        Args:
+            queries: float32, shape (q, dim), q >= 1.
+            k: number of neighbors.
+            matching: rows that may be returned.
+            fetched: number of nodes to fetch from the graph for each query.
+            is_exact_allowed: compare all matching rows if that is faster.
+
+        Returns:
+            Neighbors with record ids; padded if too few of the fetched nodes have a matching row.
         """
         # hnswlib visits at least `fetched` nodes that are not deleted, and deleted nodes on the way.
         visited = max(fetched, self._ef) * len(self._nodes) / max(1, self._live.nodes)
@@ -337,9 +347,10 @@ class GraphIndex:
         return self._search_graph(queries, k, matching, fetched).named(self._columns.ids)
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, fetched: int) -> Neighbors:
-        """Search the graph; the ids of the returned neighbors are row numbers of the segment.
+        """Find the k nearest matching rows among the `fetched` nearest nodes of the graph.
 
-        A query that reaches fewer than `fetched` nodes has no neighbors.
+        The ids of the returned neighbors are row numbers of the segment. A query that reaches fewer than
+        `fetched` nodes has only missing neighbors.
         """
         vectors = queries
         if self._metric is Metric.IP:
@@ -395,15 +406,19 @@ class HnswlibDatastore(EmbeddedDatastore):
         return 2 * dim + 16 + 4 * (dim + 1) + 12 * Policy.from_params(params).M + 32
 
     def _is_indexed(self, group_rows: int) -> bool:
+        """Check whether a group with `group_rows` live rows is searched with graphs."""
         return self._policy.is_group_indexed(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        """Return the parameters of a segment's graph; None if the segment is searched exactly."""
         return self._policy.graph_parameters if self._policy.has_graph(rows, group_rows) else None
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        """Build the graph of a segment and write it to a file; see `build_graph`."""
         build_graph(segment, self._policy, self._dim, self._metric, path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> GraphIndex | None:
+        """Open the graph of a segment; returns None if another engine built the index."""
         if "hnswlib" not in parameters:
             return None
         return GraphIndex(self._segments.root, segment, self._dim, self._metric, self._policy)

@@ -70,7 +70,7 @@ class Attempts:
 
         Unlike in `read`, the call is not repeated if the server refuses the connection.
         """
-        return self._repeat(call, self._timeout, retry_refused=False)
+        return self._repeat_call(call, self._timeout, retry_refused=False)
 
     def read(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes nothing, and return its result.
@@ -80,14 +80,14 @@ class Attempts:
             DatastoreNotFoundError: the collection does not exist.
             DatastoreError: the server refuses the call.
         """
-        return self._repeat(call, self._timeout)
+        return self._repeat_call(call, self._timeout)
 
     def write(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes something and may be repeated, and return its result.
 
         The time limit is three times the limit of `read`. Raises the errors of `read`.
         """
-        return self._repeat(call, _WRITE_FACTOR * self._timeout)
+        return self._repeat_call(call, _WRITE_FACTOR * self._timeout)
 
     def change(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns the status ``completed``.
@@ -114,7 +114,9 @@ class Attempts:
         request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
         return send(request)
 
-    def _repeat(self, call: Callable[[], Result], seconds: float, *, retry_refused: bool = True) -> Result:
+    def _repeat_call(
+        self, call: Callable[[], Result], seconds: float, *, retry_refused: bool = True
+    ) -> Result:
         """Make a call, and repeat it for at most `seconds` after errors that may pass; return its result.
 
         Args:
@@ -270,19 +272,19 @@ class Collection:
             DatastoreExistsError: the collection exists, and `must_create` is True.
             DatastoreMismatchError: another program made the collection, or it has another dim or metric.
         """
-        info = self._describe()
+        info = self._fetch_info()
         if info is None:
             if not create:
                 raise DatastoreNotFoundError(f"{self.attempts.place} has no collection {self.name!r}")
             mark = uuid4().hex
-            self._create(dim, metric, mark)
-            info = self._describe()
+            self._create_collection(dim, metric, mark)
+            info = self._fetch_info()
             if info is None:
                 raise DatastoreError(f"{self.attempts.place} does not show the collection it just made")
-            taken = self._read_mark(info) not in (mark, None)
+            is_taken = self._read_mark(info) not in (mark, None)
         else:
-            taken = bool(self._is_complete(info) or info.points_count)
-        if must_create and taken:
+            is_taken = bool(self._is_complete(info) or info.points_count)
+        if must_create and is_taken:
             raise DatastoreExistsError(
                 f"{self.attempts.place} has a collection {self.name!r}: name another with collection=NAME"
             )
@@ -302,7 +304,7 @@ class Collection:
         Raises:
             DatastoreMismatchError: another program made the collection.
         """
-        info = self._describe()
+        info = self._fetch_info()
         if info is None:
             return
         if self._read_mark(info) is None and not self._is_complete(info):
@@ -311,7 +313,7 @@ class Collection:
 
     def owner(self) -> str | None:
         """Return the owner; None if nobody claimed the collection or the server keeps no metadata."""
-        info = self._describe()
+        info = self._fetch_info()
         owner = (info.config.metadata or {}).get(OWNER) if info else None
         return owner if isinstance(owner, str) else None
 
@@ -326,14 +328,16 @@ class Collection:
         """
         self._added += records
         if self._added >= _BULK and not self._is_indexing_postponed:
-            self._configure(models.OptimizersConfigDiff(indexing_threshold=0))
+            self._configure_indexing(models.OptimizersConfigDiff(indexing_threshold=0))
             self._is_indexing_postponed = True
 
     def resume_indexing(self) -> None:
         """Start the server's indexing in the background if it was postponed."""
         self._added = 0
         if self._is_indexing_postponed:
-            self._configure(models.OptimizersConfigDiff(indexing_threshold=self.options.indexing_threshold))
+            self._configure_indexing(
+                models.OptimizersConfigDiff(indexing_threshold=self.options.indexing_threshold)
+            )
             self._is_indexing_postponed = False
 
     def index(self) -> None:
@@ -350,10 +354,10 @@ class Collection:
             if info.status == models.CollectionStatus.RED:
                 raise DatastoreError(f"{self.attempts.place} cannot index: {info.optimizer_status}")
             if info.status == models.CollectionStatus.GREY:  # a restarted server waits for a change
-                self._configure(models.OptimizersConfigDiff())
+                self._configure_indexing(models.OptimizersConfigDiff())
             time.sleep(pause)
 
-    def _describe(self) -> models.CollectionInfo | None:
+    def _fetch_info(self) -> models.CollectionInfo | None:
         """Return the server's description of the collection; None if it does not exist."""
         try:
             return self.attempts.open(lambda: self.client.get_collection(self.name))
@@ -370,8 +374,14 @@ class Collection:
         """Check whether the collection has all indexes of the payload, so its creation was completed."""
         return set(_INDEXES) <= set(info.payload_schema)
 
-    def _create(self, dim: int, metric: Metric, mark: str) -> None:
-        """Create the collection with a mark in its metadata; an existing collection is not changed."""
+    def _create_collection(self, dim: int, metric: Metric, mark: str) -> None:
+        """Create the collection with the `Options`; an existing collection is not changed.
+
+        Args:
+            dim: number of components of a vector.
+            metric: metric of the distances.
+            mark: random number that is saved in the metadata to identify the collection.
+        """
         options = self.options
 
         def create() -> None:
@@ -432,6 +442,6 @@ class Collection:
             f"{self.attempts.place}: collection {self.name!r} was not made by knnstore: name another"
         )
 
-    def _configure(self, optimizers: models.OptimizersConfigDiff) -> None:
+    def _configure_indexing(self, optimizers: models.OptimizersConfigDiff) -> None:
         """Change the configuration of the server's indexing of this collection."""
         self.attempts.write(lambda: self.client.update_collection(self.name, optimizers_config=optimizers))

@@ -84,8 +84,10 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
     positions = tuple(whole)
     if rest.size <= _LISTED_IDS:
         return Condition(positions=positions, ids=tuple(rest.ids().tolist()))
-    around = IdRanges(np.stack([positions_of(rest.starts), positions_of(rest.stops - 1) + 1], axis=1))
-    stored = read_ids(Condition(positions=tuple(around)))
+    position_ranges = IdRanges(
+        np.stack([positions_of(rest.starts), positions_of(rest.stops - 1) + 1], axis=1)
+    )
+    stored = read_ids(Condition(positions=tuple(position_ranges)))
     return Condition(positions=positions, ids=tuple(stored[rest.contains(stored)].tolist()))
 
 
@@ -158,9 +160,15 @@ class ServerPoints:
         self._senders = ThreadPoolExecutor(collection.options.parallel, thread_name_prefix="qdrant")
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points, and replace points with the same ids; several requests are in flight at once.
+        """Add points, and replace points with the same ids. Several requests are in flight at once.
 
-        If a request fails, no new one is sent and the error is raised after the running ones have ended.
+        If a request fails, no further request is sent. The error is raised after the running requests have
+        ended; some points may be stored then.
+
+        Args:
+            ids: int64, shape (n,).
+            keys: float32, shape (n, dim).
+            groups: group of each record, shape (n,).
 
         Raises:
             InvalidVectorError: a component is too large for float16; no point is added.
@@ -208,7 +216,7 @@ class ServerPoints:
         selection = None if condition is None else _to_rest_filter(condition)
         requests = [
             models.QueryRequest(query=query, limit=k, filter=selection, params=params)
-            for query in self._clip(queries).tolist()
+            for query in self._clip_to_half(queries).tolist()
         ]
         answers = self.attempts.read(lambda: self._client.query_batch_points(self._name, requests))
         return _convert_hits([answer.points for answer in answers], k, self._metric)
@@ -263,7 +271,7 @@ class ServerPoints:
         finally:
             self._client.close()
 
-    def _clip(self, queries: Keys) -> Keys:
+    def _clip_to_half(self, queries: Keys) -> Keys:
         """Limit the components of queries to the range of float16 if the vectors are stored as float16."""
         return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
@@ -316,7 +324,7 @@ class GrpcPoints(ServerPoints):
             for number, key, group, position in rows
         ]
         request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
-        self.attempts.change(lambda: _read_status(self._call("Upsert", request)))
+        self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """Return the k nearest points of each query; see `ServerPoints.query`."""
@@ -331,10 +339,10 @@ class GrpcPoints(ServerPoints):
             collection_name=self._name,
             query_points=[
                 grpc.QueryPoints(query=grpc.Query(nearest=grpc.VectorInput(dense=query)), **shared)
-                for query in _dense_vectors(self._clip(queries))
+                for query in _dense_vectors(self._clip_to_half(queries))
             ],
         )
-        answer = self.attempts.read(lambda: self._call("QueryBatch", request))
+        answer = self.attempts.read(lambda: self._send_request("QueryBatch", request))
         if len(answer.result) != len(queries):
             raise DatastoreError(
                 f"{self.attempts.place} answered {len(answer.result)} of {len(queries)} queries"
@@ -346,12 +354,12 @@ class GrpcPoints(ServerPoints):
         """Delete the points that a condition selects; see `ServerPoints.delete`."""
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
-        self.attempts.change(lambda: _read_status(self._call("Delete", request)))
+        self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
 
     def count(self) -> int:
         """Return the exact number of points."""
         request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
-        return int(self.attempts.read(lambda: self._call("Count", request)).result.count)
+        return int(self.attempts.read(lambda: self._send_request("Count", request)).result.count)
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
@@ -365,7 +373,7 @@ class GrpcPoints(ServerPoints):
             with_payload=grpc.WithPayloadSelector(enable=keys),
             with_vectors=grpc.WithVectorsSelector(enable=keys),
         )
-        answer = self.attempts.read(lambda: self._call("Scroll", request))
+        answer = self.attempts.read(lambda: self._send_request("Scroll", request))
         ids = np.array([point.id.num for point in answer.result], np.int64)
         points = answer.result if keys else []
         vectors = np.empty((len(points), self._dim), np.float32)
@@ -375,7 +383,7 @@ class GrpcPoints(ServerPoints):
         groups = [point.payload[GROUP].integer_value for point in points]
         return ids, vectors, np.array(groups, np.int32)
 
-    def _call(self, method: str, request: Any) -> Any:
+    def _send_request(self, method: str, request: Any) -> Any:
         """Send one request and return the answer, within the remaining time of the current attempt."""
         return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
 

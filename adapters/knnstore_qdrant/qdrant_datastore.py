@@ -120,7 +120,7 @@ class QdrantDatastore:
         options = Options.from_params(params)
         if mode == "x" and options.api_key_file:
             raise ConfigError(f"api_key_file is not read any more: {_HOW_TO_GIVE_A_KEY}")
-        with _connect(location, options) as collection:
+        with _connect_collection(location, options) as collection:
             collection.open(dim, metric, create=mode != "r", must_create=mode == "x")
             _compare_versions(collection)
             is_grpc = options.prefer_grpc and answers_over_grpc(collection)
@@ -130,7 +130,7 @@ class QdrantDatastore:
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Delete the collection; without one, nothing happens. See `SupportsErase.erase`."""
-        with _connect(location, Options.from_params(params)) as collection:
+        with _connect_collection(location, Options.from_params(params)) as collection:
             collection.erase()
             collection.client.close()
 
@@ -142,7 +142,7 @@ class QdrantDatastore:
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
         """Return the owner of the collection, None without an owner; see `SupportsOwner.owner`."""
-        with _connect(location, Options.from_params(params)) as collection:
+        with _connect_collection(location, Options.from_params(params)) as collection:
             owner = collection.owner()
             collection.client.close()
         return owner
@@ -150,7 +150,7 @@ class QdrantDatastore:
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
         """Save a new owner of the collection on the server; see `SupportsOwner.claim`."""
-        with _connect(location, Options.from_params(params)) as collection:
+        with _connect_collection(location, Options.from_params(params)) as collection:
             collection.claim(owner)
             collection.client.close()
 
@@ -158,7 +158,7 @@ class QdrantDatastore:
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
         """Choose an unused name for a copy of the collection; see `SupportsBeside.beside`."""
         options = Options.from_params(params)
-        with _connect(location, options) as collection:
+        with _connect_collection(location, options) as collection:
             answer = collection.attempts.read(collection.client.get_collections)
             collection.client.close()
         used = {description.name for description in answer.collections}
@@ -230,7 +230,7 @@ class QdrantDatastore:
         if condition is not None and not condition:
             return
         limit = min(batch_size, max(1, _ANSWER_BYTES // (4 * self._dim)))
-        yield from self._scroll(limit, condition, keys=True)
+        yield from self._iterate_points(limit, condition, keys=True)
 
     def get(self, ids: Ids) -> Keys:
         """Return the keys of some records; see `SupportsGet.get`."""
@@ -290,7 +290,7 @@ class QdrantDatastore:
             neighbors.put(short, points.query(queries[short], k, condition, exact=True))
         return neighbors
 
-    def _scroll(
+    def _iterate_points(
         self, limit: int, condition: Condition | None, *, keys: bool
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield all points that a condition selects, `limit` at a time; see `ServerPoints.scroll`.
@@ -307,7 +307,7 @@ class QdrantDatastore:
 
     def _read_ids(self, condition: Condition) -> Ids:
         """Return the ids of all points that a condition selects, ascending."""
-        batches = self._scroll(_IDS_AT_ONCE, condition, keys=False)
+        batches = self._iterate_points(_IDS_AT_ONCE, condition, keys=False)
         return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
 
 
@@ -315,7 +315,7 @@ _conforms: type[Datastore] = QdrantDatastore  # a type checker compares every si
 
 
 @contextmanager
-def _connect(location: str | Path, options: Options) -> Iterator[Collection]:
+def _connect_collection(location: str | Path, options: Options) -> Iterator[Collection]:
     """Yield a collection that is not open yet; its connections are closed if the block raises an error.
 
     Raises:
@@ -362,8 +362,8 @@ def _compare_versions(collection: Collection) -> None:
     client = version("qdrant-client")
     with suppress(KnnstoreError, InvalidVersion):  # the version is not needed to open the collection
         server = collection.attempts.open(collection.client.info).version
-        ours, theirs = Version(client).release, Version(server).release
-        if ours[0] != theirs[0] or abs(ours[1] - theirs[1]) > 1:
+        client_release, server_release = Version(client).release, Version(server).release
+        if client_release[0] != server_release[0] or abs(client_release[1] - server_release[1]) > 1:
             _log.warning(
                 "%s runs Qdrant %s, and the client here is %s: they are made to work together up to one "
                 "minor version apart; install another qdrant-client, or upgrade the server",

@@ -114,8 +114,8 @@ def _check_option(name: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        what = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
-        raise ConfigError(f"{name} must be {what}, got {value!r}")
+        type_name = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+        raise ConfigError(f"{name} must be {type_name}, got {value!r}")
     choices = _CHOICES.get(name)
     if choices and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

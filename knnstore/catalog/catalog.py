@@ -185,7 +185,7 @@ class Catalog:
             return read_engine(session)
 
     def snapshot(self) -> Snapshot:
-        """Return the live documents at the current revision: an immutable `Snapshot` of all of them.
+        """Return an immutable snapshot of all live documents at the current revision.
 
         Raises:
             CatalogError: the positions of documents overlap or are out of range.
@@ -321,8 +321,8 @@ class Catalog:
     def altered(self, rows: Iterable[int]) -> set[int]:
         """Return the primary keys, among `rows`, of live documents whose stored fields were altered.
 
-        These are documents whose tokens, tags or other fields do not match their digests, or cannot be read.
-        Vector keys are not checked. Empty if all documents match.
+        A document was altered if its tokens, tags or other fields do not match their digests, or cannot be
+        read. Vector keys are not checked. The result is empty if all documents match.
         """
         altered: set[int] = set()
         ordered = sorted(rows)

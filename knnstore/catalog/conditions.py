@@ -351,9 +351,10 @@ def _replace_invalid_escapes(metadata: Metadata) -> ColumnElement[str]:
 
 
 def regexp_replace(text: Any, pattern: str, replacement: str, _global: str) -> Any:
-    """Replace all matches of a pattern, as PostgreSQL's function `regexp_replace` with the flag "g" does.
+    """Replace all matches of a regular expression in a text; the SQL function `regexp_replace` for SQLite.
 
-    SQLite calls this function. Returns None if `text` is not a string.
+    PostgreSQL has this function itself. Returns None if `text` is not a string. The last argument, flags, is
+    ignored.
     """
     return re.sub(pattern, replacement, text) if isinstance(text, str) else None
 

@@ -48,9 +48,15 @@ def select_among(
     column: InstrumentedAttribute[Any],
     values: Iterable[Any],
 ) -> Iterator[Row[*tuple[Any, ...]]]:
-    """Yield the rows that a statement selects, restricted to rows whose `column` has one of `values`.
+    """Yield the rows that a statement selects, restricted to rows with certain values in a column.
 
     The statement runs once for each `MANY` values, so the rows follow no order across chunks.
+
+    Args:
+        session: session in which the statement runs.
+        statement: statement to restrict.
+        column: column to compare.
+        values: allowed values; without any value no statement runs.
     """
     for chunk in split_into_chunks(values):
         yield from session.execute(statement.where(column.in_(chunk)))
@@ -140,12 +146,12 @@ def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
 
 def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
     """Return the primary keys of the live documents with each content hash; absent hashes are left out."""
-    wanted = set(hashes)
+    unique_hashes = set(hashes)
     statement = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
     # Content hashes have no index, so each statement scans all documents. Many hashes share one scan.
-    if len(wanted) > MANY:
-        return group_rows_by_value(row for row in session.execute(statement) if row[0] in wanted)
-    return group_rows_by_value(select_among(session, statement, DocumentRow.content_hash, wanted))
+    if len(unique_hashes) > MANY:
+        return group_rows_by_value(row for row in session.execute(statement) if row[0] in unique_hashes)
+    return group_rows_by_value(select_among(session, statement, DocumentRow.content_hash, unique_hashes))
 
 
 def read_documents(session: Session, rows: Iterable[Any]) -> dict[int, Document]:
@@ -335,7 +341,14 @@ def find_altered(session: Session, first: int, last: int) -> set[int]:
 
 
 def compute_document_digest(row: DocumentRow, domain: str, tags: Iterable[str], tokens: str) -> str:
-    """Compute the digest of a document from its row, domain name, tags and the digest of its tokens."""
+    """Compute the digest of a document from its present fields; see `hash_document_fields`.
+
+    Args:
+        row: the document's row; its stored digest is not used.
+        domain: name of the domain.
+        tags: tags, in any order.
+        tokens: stored digest of the document's tokens.
+    """
     return hash_document_fields(
         id=row.external_id,
         domain=domain,

@@ -149,8 +149,8 @@ def _is_newest(connection: Connection) -> bool:
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
     scripts = ScriptDirectory.from_config(_make_config())
-    known = {script.revision for script in scripts.walk_revisions()}
-    if current is not None and current not in known:
+    known_versions = {script.revision for script in scripts.walk_revisions()}
+    if current is not None and current not in known_versions:
         raise SchemaTooNewError(
             f"the catalog's schema ({current}) is newer than this package: upgrade knnstore"
         )

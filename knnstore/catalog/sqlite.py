@@ -185,8 +185,8 @@ def _open_connection(_dialect: object, _record: object, arguments: list[Any], op
         connection.close()
         if not error.sqlite_errorname.startswith(_MAY_BE_READ) or not path.exists():
             raise
-        seen = _read_file_state(path)
-        if seen[-1]:
+        file_state = _read_file_state(path)
+        if file_state[-1]:
             raise sqlite3.OperationalError(
                 f"{error}; {path}-wal has changes that are not in {path.name} yet, and nothing can be "
                 "written beside it: copy the folder to where one can write, or free some space"
@@ -194,7 +194,7 @@ def _open_connection(_dialect: object, _record: object, arguments: list[Any], op
     options = {**options, "uri": True, "factory": UnloggedConnection}
     unlogged: UnloggedConnection = sqlite3.connect(f"file:{quote(str(path))}?immutable=1", **options)
     unlogged.isolation_level = None
-    unlogged.path, unlogged.seen = path, seen
+    unlogged.path, unlogged.seen = path, file_state
     return unlogged
 
 

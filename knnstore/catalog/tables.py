@@ -47,7 +47,7 @@ PENDING, LIVE, DELETING = "pending", "live", "deleting"
 """States of a document; only records of live documents are returned as neighbors."""
 
 
-def _now() -> datetime:
+def _get_current_time() -> datetime:
     """Return the current time in UTC."""
     return datetime.now(UTC)
 
@@ -67,7 +67,7 @@ class StoreRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     store_id: Mapped[str] = mapped_column(String(32))
     """Random id, assigned at creation; copies of the store share it."""
-    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
 
     # Identity: a model must match these values to use the store.
     model: Mapped[str] = mapped_column(String)
@@ -107,7 +107,7 @@ class DomainRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(String, unique=True)
-    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
 
 
 class DocumentRow(Base):
@@ -146,7 +146,7 @@ class DocumentRow(Base):
     attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
     """Digest of id, domain, tags, metadata and positions; see `knnstore.catalog.digests`."""
-    added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
 
 
 # The value is a literal in the statement, because the planner cannot match a parameter with a partial index.
@@ -197,7 +197,7 @@ class SettingRow(Base):
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
     """Digest of the domains and the payload; see `knnstore.catalog.digests`."""
-    saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
 
 
 class KeyRow(Base):
@@ -213,7 +213,7 @@ class KeyRow(Base):
     rights: Mapped[list[str]] = mapped_column(JSON)
     domains: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     """Names of the domains that the key can access; None is all."""
-    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
     expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     requests: Mapped[int | None]
     """Maximum number of concurrent requests; None is unlimited."""

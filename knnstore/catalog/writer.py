@@ -94,7 +94,7 @@ class CatalogWriter:
         """
         for document in documents:
             _check_document(document)
-        with self._transaction("begin") as session:
+        with self._run_transaction("begin") as session:
             groups = self._get_or_create_domain_ids(session, {document.domain for document in documents})
             total = sum(len(document.tokens) for document in documents)
             allocated = update(StoreRow).values(next_position=StoreRow.next_position + total)
@@ -135,7 +135,7 @@ class CatalogWriter:
             CatalogError: a document is not pending, or two have the same domain and id; none is published.
         """
         fresh_rows = set(rows)
-        with self._transaction("publish") as session:
+        with self._run_transaction("publish") as session:
             for chunk in split_into_chunks(rows):
                 pending = select(DocumentRow.domain_id, DocumentRow.external_id).where(
                     DocumentRow.id.in_(chunk), DocumentRow.state == PENDING
@@ -168,7 +168,7 @@ class CatalogWriter:
 
         None of the documents may have a checksum yet; otherwise raises CatalogError and stores nothing.
         """
-        with self._transaction("checksums") as session:
+        with self._run_transaction("checksums") as session:
             _add_checksums(session, checksums)
 
     def retire(self, rows: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class CatalogWriter:
         Args:
             rows: primary keys of the documents.
         """
-        with self._transaction("retire") as session:
+        with self._run_transaction("retire") as session:
             for chunk in split_into_chunks(rows):
                 statement = (
                     update(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE).values(state=DELETING)
@@ -194,7 +194,7 @@ class CatalogWriter:
 
         Also deletes each domain whose last document this was, and all saved settings that name the domain.
         """
-        with self._transaction("forget") as session:
+        with self._run_transaction("forget") as session:
             domain_ids: set[int] = set()
             for chunk in split_into_chunks(rows):
                 deletion = delete(DocumentRow).where(DocumentRow.id.in_(chunk), IS_UNSETTLED)
@@ -222,7 +222,7 @@ class CatalogWriter:
         descriptions = {row: (dict(metadata), sorted(set(tags))) for row, (metadata, tags) in changes.items()}
         for metadata, tags in descriptions.values():
             _check_description(metadata, tags)
-        with self._transaction("describe") as session:
+        with self._run_transaction("describe") as session:
             if not descriptions:
                 return
             live = select(DocumentRow.id).where(IS_LIVE)
@@ -253,7 +253,7 @@ class CatalogWriter:
         """
         for id in ids.values():
             check_name(id, "a document's id")
-        with self._transaction("rename") as session:
+        with self._run_transaction("rename") as session:
             undamaged_rows = _select_undamaged(session, ids)
             for row, id in ids.items():
                 statement = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(external_id=id)
@@ -279,7 +279,7 @@ class CatalogWriter:
         """
         check_json(payload, "settings")
         scope, names = settings_key(domains)
-        with self._transaction("settings") as session:
+        with self._run_transaction("settings") as session:
             if payload:
                 # A damaged row cannot be read and updated, so it is deleted.
                 session.execute(delete(SettingRow).where(SettingRow.scope == scope))
@@ -298,7 +298,7 @@ class CatalogWriter:
 
     def drop_settings(self, scopes: Sequence[str]) -> None:
         """Delete saved settings by their keys; see `Catalog.damaged_settings`. Unknown keys are ignored."""
-        with self._transaction("settings") as session:
+        with self._run_transaction("settings") as session:
             session.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
             _increment_revision(session)
 
@@ -309,7 +309,7 @@ class CatalogWriter:
             engine: engine that already holds all records.
             checksums: checksum of each document's vector keys, by primary key.
         """
-        with self._transaction("move") as session:
+        with self._run_transaction("move") as session:
             session.execute(delete(ChecksumRow))
             _add_checksums(session, checksums)
             digest = hash_store_identity(self.catalog.identity, engine.params)
@@ -326,12 +326,12 @@ class CatalogWriter:
         Returns one message for each place that still holds deleted rows; see
         `knnstore.catalog.vacuum.vacuum`.
         """
-        with self._transaction("vacuum"):  # only checks the fence: VACUUM cannot run in a transaction
+        with self._run_transaction("vacuum"):  # only checks the fence: VACUUM cannot run in a transaction
             pass
         return vacuum(self._sql)
 
     @contextmanager
-    def _transaction(self, name: str) -> Iterator[Session]:
+    def _run_transaction(self, name: str) -> Iterator[Session]:
         """Yield a session in one transaction, which commits at the end of the block.
 
         The first statement checks the fencing number and takes the database's write lock.

@@ -59,11 +59,11 @@ class KeylessDatastore:
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> NoReturn:
         """Raise ConfigError, because this store keeps no keys."""
-        self._refuse()
+        self._raise_no_keys()
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Raise ConfigError, because the caller expects neighbors and none can exist."""
-        self._refuse()
+        self._raise_no_keys()
 
     def delete(self, ids: IdRanges) -> None:
         """Do nothing, because no record exists."""
@@ -93,7 +93,7 @@ class KeylessDatastore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _refuse(self) -> NoReturn:
+    def _raise_no_keys(self) -> NoReturn:
         """Raise ConfigError with a hint how to get a store with keys."""
         raise ConfigError(
             "this store keeps no keys (`knnstore init --key none`), it knows its text by n-grams alone: for "

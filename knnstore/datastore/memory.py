@@ -103,11 +103,11 @@ class MemoryDatastore:
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         with self._write_lock:
             old = self._current_records()
-            others = old.rows(~np.isin(old.ids, ids))
+            unchanged = old.rows(~np.isin(old.ids, ids))
             merged = _Records(
-                np.concatenate([others.ids, ids]),
-                np.concatenate([others.keys, keys]),
-                np.concatenate([others.groups, groups]),
+                np.concatenate([unchanged.ids, ids]),
+                np.concatenate([unchanged.keys, keys]),
+                np.concatenate([unchanged.groups, groups]),
             )
             self._records = merged.rows(np.argsort(merged.ids))
 

@@ -88,8 +88,8 @@ class Neighbors:
         if k == 1:
             return self._map_arrays(partial(_swap_into_first_column, columns=self.distances.argmin(axis=1)))
         rows, order = np.arange(len(self.ids))[:, None], np.argpartition(self.distances, k - 1, axis=1)
-        near = self.distances[rows, order[:, :k]].argsort(axis=1, kind="stable")
-        order[:, :k] = order[rows, near]
+        near_order = self.distances[rows, order[:, :k]].argsort(axis=1, kind="stable")
+        order[:, :k] = order[rows, near_order]
         return self._map_arrays(lambda array: array[rows, order])
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
@@ -141,7 +141,7 @@ class Neighbors:
         """Return the k nearest neighbors, sorted by distance; the columns of `self` may have any order.
 
         The result has k columns, and is padded if `self` has fewer. If several neighbors have the k-th
-        smallest distance, those with the smallest ids are kept.
+        smallest distance, the neighbors with the smallest ids are kept.
         """
         # The stable sort is the one that is fast on presorted rows.
         order = np.argsort(self.distances, axis=1, kind="stable")
@@ -210,11 +210,11 @@ def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
 
     Parts are merged whenever more than `_COLUMNS_HELD` * k columns are in memory.
     """
-    held: list[Neighbors] = []
+    held_parts: list[Neighbors] = []
     columns = 0
     for part in parts:
-        held.append(part)
+        held_parts.append(part)
         columns += part.ids.shape[1]
         if columns > _COLUMNS_HELD * k:
-            held, columns = [merge(held, queries, k)], k
-    return merge(held, queries, k)
+            held_parts, columns = [merge(held_parts, queries, k)], k
+    return merge(held_parts, queries, k)

@@ -100,7 +100,7 @@ class IdRanges:
         return (indices >= 0) & (ids < self.stops[np.maximum(indices, 0)])
 
     def __or__(self, other: "IdRanges") -> "IdRanges":
-        return IdRanges(np.concatenate([self._pairs(), other._pairs()]))
+        return IdRanges(np.concatenate([self._to_array(), other._to_array()]))
 
     def __and__(self, other: "IdRanges") -> "IdRanges":
         return self - (self - other)
@@ -117,10 +117,10 @@ class IdRanges:
         first = np.searchsorted(gaps[:, 1], self.starts, side="right")
         last = np.searchsorted(gaps[:, 0], self.stops, side="left")
         counts = np.maximum(last - first, 0)
-        ours = np.repeat(np.arange(len(self)), counts)
-        theirs = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        starts = np.maximum(self.starts[ours], gaps[theirs, 0])
-        stops = np.minimum(self.stops[ours], gaps[theirs, 1])
+        own_indices = np.repeat(np.arange(len(self)), counts)
+        gap_indices = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        starts = np.maximum(self.starts[own_indices], gaps[gap_indices, 0])
+        stops = np.minimum(self.stops[own_indices], gaps[gap_indices, 1])
         return IdRanges(np.stack([starts, stops], axis=1))
 
     def rows_in(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -137,9 +137,9 @@ class IdRanges:
         # A store with many documents has many ranges, most of them outside these ids: skip those first.
         first = np.searchsorted(self.stops, sorted_ids[0], side="right")
         last = np.searchsorted(self.starts, sorted_ids[-1], side="right")
-        slices = np.searchsorted(sorted_ids, self._pairs(slice(first, last)))
+        slices = np.searchsorted(sorted_ids, self._to_array(slice(first, last)))
         return slices[slices[:, 0] < slices[:, 1]]
 
-    def _pairs(self, selected: slice = slice(None)) -> NDArray[np.int64]:
+    def _to_array(self, selected: slice = slice(None)) -> NDArray[np.int64]:
         """Return the ranges that a slice selects as an array of rows (start, stop), shape (m, 2)."""
         return np.stack([self.starts[selected], self.stops[selected]], axis=1)

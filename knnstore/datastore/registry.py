@@ -150,9 +150,9 @@ def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, 
 def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
     """Return the version of each distribution that provides an adapter's engine; None if not installed.
 
-    The engine consists of the requirements of the extras named ``ADAPTER`` or ``ADAPTER-...``. Without such
-    an extra, all requirements of the adapter's distribution count, except knnstore and numpy. For an adapter
-    of knnstore itself without an extra, the result is empty.
+    The engine consists of the requirements of the extras named ``ADAPTER`` or ``ADAPTER-...``. Without an
+    extra, all requirements of the adapter's distribution count, except knnstore and numpy. For an adapter of
+    knnstore itself without an extra, the result is empty.
     """
     adapter, owner = offer.entry_point.name, offer.distribution
     try:
@@ -161,13 +161,17 @@ def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
         return {}
     extras = [extra for extra in _list_extras(owner) if extra == adapter or extra.startswith(f"{adapter}-")]
     engine = [
-        each
-        for each in requirements
-        if not _is_required(each) and any(_is_required(each, extra) for extra in extras)
+        requirement
+        for requirement in requirements
+        if not _is_required(requirement) and any(_is_required(requirement, extra) for extra in extras)
     ]
     if not engine and owner.name != _OURSELVES:
-        engine = [each for each in requirements if _is_required(each) and each.name not in _NO_ENGINE]
-    return {each.name: _find_version(each.name) for each in engine}
+        engine = [
+            requirement
+            for requirement in requirements
+            if _is_required(requirement) and requirement.name not in _NO_ENGINE
+        ]
+    return {requirement.name: _find_version(requirement.name) for requirement in engine}
 
 
 def _is_required(requirement: Requirement, extra: str = "") -> bool:
@@ -215,7 +219,7 @@ def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only 
         folders: folders of `sys.path` and their modification times; used only as the key of the cache.
     """
     offers: list[_Offer] = []
-    seen: set[str] = set()
+    seen_owners: set[str] = set()
     for distribution in distributions():
         try:
             entry_points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
@@ -225,8 +229,8 @@ def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only 
         except Exception as error:  # damaged metadata of one distribution must not hide the others
             _logger.warning("the entry points of %s cannot be read: %s", distribution, error)
             continue
-        if entry_points and owner not in seen:
-            seen.add(owner)
+        if entry_points and owner not in seen_owners:
+            seen_owners.add(owner)
             offers += [_Offer(entry_point, distribution) for entry_point in entry_points]
     return offers
 

@@ -209,8 +209,12 @@ def make_missing_text_error(fields: Fields, names: Iterable[object]) -> InputErr
     """
     if fields.text in (names := list(names)):
         return InputError(f"no {fields.text!r}: it is null")
-    others = ", ".join(repr(name) for name in names if isinstance(name, str) and name != fields.id)
-    hint = f"; there is {others[:200]}: name the field that is the text (--text-field)" if others else ""
+    other_names = ", ".join(repr(name) for name in names if isinstance(name, str) and name != fields.id)
+    hint = (
+        f"; there is {other_names[:200]}: name the field that is the text (--text-field)"
+        if other_names
+        else ""
+    )
     return InputError(f"no {fields.text!r}{hint}")
 
 
@@ -225,13 +229,13 @@ def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[Tex
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None.
     """
-    seen: dict[str, str] = {}
+    places_by_id: dict[str, str] = {}
     for where, read, in_folder, id in entries:
         try:
             document = read()
-            if document.id in seen:
+            if document.id in places_by_id:
                 hint = "" if id is None else ": give the folder that both are in"
-                raise InputError(f"the id {document.id!r} was already at {seen[document.id]}{hint}")
+                raise InputError(f"the id {document.id!r} was already at {places_by_id[document.id]}{hint}")
         except InputError as error:
             reason = error.reason if isinstance(error, RefusedError) else Reason.OTHER
             located = UnusableDocumentError(
@@ -241,5 +245,5 @@ def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[Tex
                 raise located from error
             on_bad(located)
             continue
-        seen[document.id] = where
+        places_by_id[document.id] = where
         yield document.with_origin(Origin(where, in_folder))

@@ -282,11 +282,11 @@ def _iterate_pandas(table: Any) -> Iterator[object]:
 
 def _check_columns(names: Iterable[str]) -> None:
     """Raise `InputError` if two columns have the same name."""
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in seen_names:
             raise InputError(f"two columns of the table are named {name!r}: rename one of them")
-        seen.add(name)
+        seen_names.add(name)
 
 
 def _drop_missing(row: Mapping[str, Any]) -> dict[str, Any]:

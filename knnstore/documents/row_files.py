@@ -85,7 +85,7 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
 
 def _parse_line(line: bytes, fields: Fields) -> TextDocument:
     """Convert a line of JSON to a document; raises `InputError` with a hint for common mistakes."""
-    text = decode_text(line, of=" of the line")
+    text = decode_text(line, suffix=" of the line")
     try:
         row = _parse_json(text)
     except json.JSONDecodeError as error:
@@ -189,7 +189,7 @@ class _Lines:
         text = line.decode(UTF8, "surrogateescape")
         try:
             if self._problem is None and (not text.isascii() or "\0" in text):
-                decode_text(line, of=f" of line {self._number}")
+                decode_text(line, suffix=f" of line {self._number}")
         except RefusedError as error:
             self._problem = error
         return text
@@ -203,8 +203,13 @@ class _Lines:
 def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[Entry]:
     """Yield the entries of a CSV file whose first row has the names of the columns.
 
-    If the text's column is not found with `delimiter`, the others of ``, ; | tab`` are tried. A first line
-    ``sep=X`` sets the delimiter.
+    A first line ``sep=X`` sets the delimiter. Otherwise, if the header has no column for the text with
+    `delimiter`, the delimiters ``, ; | tab`` are tried.
+
+    Args:
+        source: the file.
+        fields: names of the columns that contain the text and the id.
+        delimiter: expected delimiter.
 
     Raises:
         InputError: the file has no rows, no column for the text, or two columns of the same name.

@@ -217,13 +217,13 @@ def _skip_rest_of_line(stream: IO[AnyStr], line: AnyStr, line_end: AnyStr, limit
         line = stream.readline(limit)
 
 
-def decode_text(data: bytes, encoding: str = UTF8, of: str = "") -> str:
+def decode_text(data: bytes, encoding: str = UTF8, suffix: str = "") -> str:
     """Decode bytes to text, and remove a byte order mark.
 
     Args:
         data: the bytes of a file or of a line.
         encoding: encoding of the bytes.
-        of: text after positions in messages if they are not positions in a file, such as `` of the line``.
+        suffix: text after positions in messages, such as `` of the line``; empty for positions in a file.
 
     Raises:
         RefusedError: there are no bytes, they contain a NUL, or they are not text in this encoding; names the
@@ -247,18 +247,19 @@ def decode_text(data: bytes, encoding: str = UTF8, of: str = "") -> str:
     if b"\0" in data:
         guess = _guess_wide_encoding(data)
         hint = f"; it looks like {guess.upper()}: give --encoding {guess}" if guess else ""
+        place = f"{data.index(0)}{suffix.replace(' of the line', '')}"
         raise RefusedError(
-            f"binary data (a NUL byte at {data.index(0)}{of.replace(' of the line', '')}), not text{hint}",
+            f"binary data (a NUL byte at {place}), not text{hint}",
             Reason.ENCODING if guess else Reason.BINARY,
         )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         start = error.start + (3 if data.startswith(codecs.BOM_UTF8) else 0)
-        line = "" if of else f" (line {data.count(10, 0, start) + 1})"
+        line = "" if suffix else f" (line {data.count(10, 0, start) + 1})"
         raise RefusedError(
-            f"not UTF-8: byte {data[start]:#04x} at {start}{of}{line}; save it as UTF-8, or give --encoding "
-            "cp1252 if it is in Latin-1 or Windows-1252",
+            f"not UTF-8: byte {data[start]:#04x} at {start}{suffix}{line}; save it as UTF-8, or give "
+            "--encoding cp1252 if it is in Latin-1 or Windows-1252",
             Reason.ENCODING,
         ) from error
 

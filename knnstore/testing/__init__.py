@@ -55,10 +55,10 @@ class DatastoreTests(
         If this fails, check that overridden cases carry `@pytest.mark.xfail(reason="...")`.
         """
         for name in dir(DatastoreTests):
-            own, ours = getattr(type(self), name, None), getattr(DatastoreTests, name)
-            if not name.startswith("test_") or own is ours:
+            case, kit_case = getattr(type(self), name, None), getattr(DatastoreTests, name)
+            if not name.startswith("test_") or case is kit_case:
                 continue
-            marks = [mark for mark in getattr(own, "pytestmark", []) if mark.name == "xfail"]
+            marks = [mark for mark in getattr(case, "pytestmark", []) if mark.name == "xfail"]
             assert any(mark.kwargs.get("reason") for mark in marks), (
                 f"{type(self).__name__}.{name} replaces a case of the kit without xfail(reason=...)"
             )

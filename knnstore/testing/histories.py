@@ -111,8 +111,16 @@ class DatastoreStateMachine(RuleBasedStateMachine):
         self._store.close()
 
     def _check_search(self, key: int, k: int, where: Filter | None) -> None:
-        """Search near a key, and check the result; recall matters only for an exact store."""
-        queries = self._keys([key]) + np.float32(0.25)
+        """Search near a key, and check the result against exact distances.
+
+        All true neighbors must be found only if the store's search is exact.
+
+        Args:
+            key: number of the key.
+            k: number of neighbors.
+            where: filter of the search.
+        """
+        queries = self._get_keys([key]) + np.float32(0.25)
         neighbors = self._store.search(queries, k, where=where)
         records = self._as_records(self._live).select_matching(where)
         recall = 1.0 if self._store.capabilities.exact_search else 0.0
@@ -122,11 +130,11 @@ class DatastoreStateMachine(RuleBasedStateMachine):
         """Convert a dict of (key number, group) by id to records."""
         return Records(
             np.array(list(entries), np.int64),
-            self._keys([key for key, _ in entries.values()]),
+            self._get_keys([key for key, _ in entries.values()]),
             np.array([group for _, group in entries.values()], np.int32),
         )
 
-    def _keys(self, numbers: list[int]) -> Keys:
+    def _get_keys(self, numbers: list[int]) -> Keys:
         """Return the keys with some numbers, 0 to 11, from a fixed random table, float32, shape (n, dim)."""
         table = np.random.default_rng(3).integers(-2, 3, (12, self._store.dim)).astype(np.float32)
         return table[np.array(numbers, np.int64)]

@@ -252,7 +252,7 @@ class WriterProcess:
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
-        self._expect("opened")
+        self._expect_line("opened")
 
     def do(self, step: str, *bounds: int) -> None:
         """Tell the process to do a step, and wait until the step is done; fails if the process fails.
@@ -263,14 +263,14 @@ class WriterProcess:
         """
         assert self._process.stdin is not None
         print(step, *bounds, file=self._process.stdin, flush=True)
-        self._expect(step)
+        self._expect_line(step)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
-    def _expect(self, word: str) -> None:
+    def _expect_line(self, word: str) -> None:
         """Read a line from the process; raises AssertionError if the line is not `word`."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None

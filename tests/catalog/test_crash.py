@@ -17,7 +17,7 @@ KilledAt = Callable[[str, Callable[[], None]], bool]
 
 PLACES = ("before", "inside", "after")
 SOURCE = Path(str(knnstore.catalog.writer.__file__)).read_text()
-TRANSACTIONS = re.findall(r'self\._transaction\("(\w+)"\)', SOURCE)
+TRANSACTIONS = re.findall(r'self\._run_transaction\("(\w+)"\)', SOURCE)
 
 
 def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:

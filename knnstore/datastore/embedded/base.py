@@ -154,13 +154,13 @@ class EmbeddedDatastore(ABC):
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         ids = where.ids if where and where.groups is None else None
 
-        def nearest(searches: Sequence[GroupSearch]) -> Neighbors:
+        def find_nearest(searches: Sequence[GroupSearch]) -> Neighbors:
             # A small group is not asked for more neighbors than it has, so it takes no memory for them.
             parts = (group.search(queries, min(k, group.rows), ids) for group in searches)
             return merge_many(parts, len(queries), k)
 
         neighbors = self._searches.search_groups(
-            where.groups if where else None, nearest, self._create_group_search
+            where.groups if where else None, find_nearest, self._create_group_search
         )
         if len(queries) and (neighbors.ids[:, 0] < 0).all():
             self._check_readable(where)

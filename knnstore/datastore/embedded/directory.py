@@ -40,15 +40,15 @@ def list_datastore_files(root: Path) -> list[Path]:
     return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]
 
 
-def remove_strays(root: Path, named: Collection[str]) -> None:
-    """Remove the files of segments and indexes whose names are not in `named`, which a crash left behind.
+def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
+    """Remove the files of segments and indexes that a crash left behind.
 
     Args:
         root: the datastore's directory.
-        named: names of the files to keep, relative to the directory.
+        names_to_keep: names of the files that stay, relative to the directory.
     """
     for path in list_datastore_files(root):
-        if f"{path.parent.name}/{path.name}" not in named:
+        if f"{path.parent.name}/{path.name}" not in names_to_keep:
             remove(path)
 
 

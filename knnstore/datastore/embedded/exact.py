@@ -68,7 +68,7 @@ class ExactIndex:
         No search may run meanwhile. If an error is raised, the index is empty afterwards.
         """
         try:
-            self._update(segments)
+            self._replace_segments(segments)
         except BaseException:
             self._spans, self._rows = [], 0
             raise
@@ -97,25 +97,34 @@ class ExactIndex:
             neighbors = self._select_nearest(neighbors, k, queries, centered, slices)
         return neighbors.named(self._ids).padded(k)
 
-    def _update(self, segments: Sequence[Segment]) -> None:
+    def _replace_segments(self, segments: Sequence[Segment]) -> None:
         """Do the work of `update`. After an error the rows of the matrix are undefined."""
-        wanted = {id(segment.columns): segment for segment in segments}
+        new_segments = {id(segment.columns): segment for segment in segments}
         spans, self._spans = self._spans, []
         self._rows = 0
         for span in spans:
-            segment = wanted.pop(id(span.columns), None)
+            segment = new_segments.pop(id(span.columns), None)
             if segment is not None:
                 self._keep_span(span, segment)
-        if wanted:
-            self._grow_arrays(self._rows + sum(segment.live for segment in wanted.values()))
+        if new_segments:
+            self._grow_arrays(self._rows + sum(segment.live for segment in new_segments.values()))
             if self._rows == 0 and self._metric is Metric.L2:
-                self._center = _center(list(wanted.values()))
-            self._in_half &= all(segment.columns.dtype == np.float16 for segment in wanted.values())
-            for segment in wanted.values():
+                self._center = _compute_center(list(new_segments.values()))
+            self._in_half &= all(segment.columns.dtype == np.float16 for segment in new_segments.values())
+            for segment in new_segments.values():
                 self._append_segment(segment)
 
     def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
-        """Find the k nearest of some rows of the matrix. The result numbers rows within `rows`, from 0."""
+        """Find the k nearest of some rows of the matrix.
+
+        Args:
+            queries: centered queries, shape (q, dim).
+            rows: rows of the matrix, as a slice or as row numbers.
+            k: number of neighbors.
+
+        Returns:
+            Neighbors whose ids are indices into `rows`, not row numbers of the matrix.
+        """
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
     def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
@@ -147,7 +156,7 @@ class ExactIndex:
         long = lengths >= (_LONG_SLICE if len(slices) > 1 else 1)
         yield from (slice(start, stop) for start, stop in slices[long].tolist())
         rows = IdRanges(slices[~long]).ids()
-        yield from (rows[at : at + _CHUNK] for at in range(0, len(rows), _CHUNK))
+        yield from (rows[chunk_start : chunk_start + _CHUNK] for chunk_start in range(0, len(rows), _CHUNK))
 
     def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
         """Return the rows of the matrix with these record ids, as half-open slices, shape (s, 2)."""
@@ -219,8 +228,10 @@ class ExactIndex:
             certain_count = int(np.searchsorted(distances, lower_bounds[query]))
             tied_rows = rows[certain_count : np.searchsorted(distances, upper_bounds[query], side="right")]
             if distances[-1] <= upper_bounds[query]:  # there may be more rows that are as near
-                others = self._find_rows_within(centered[query], squares[query], upper_bounds[query], slices)
-                tied_rows = np.setdiff1d(np.append(tied_rows, others), rows[:certain_count])
+                other_rows = self._find_rows_within(
+                    centered[query], squares[query], upper_bounds[query], slices
+                )
+                tied_rows = np.setdiff1d(np.append(tied_rows, other_rows), rows[:certain_count])
             exact_distances = self._compute_exact_distances(queries[query], centered[query], tied_rows)
             order = np.lexsort((self._ids[tied_rows], exact_distances))[: k - certain_count]
             rows[certain_count:k], distances[certain_count:k] = tied_rows[order], exact_distances[order]
@@ -244,8 +255,8 @@ class ExactIndex:
             distances = -(self._matrix[rows] @ query)
             if self._metric is Metric.L2:
                 distances = 2 * distances + self._norms[rows] + squared_norm
-            near = np.flatnonzero(distances <= max_distance)
-            row_parts.append(near + rows.start if isinstance(rows, slice) else rows[near])
+            near_rows = np.flatnonzero(distances <= max_distance)
+            row_parts.append(near_rows + rows.start if isinstance(rows, slice) else rows[near_rows])
         return np.concatenate(row_parts)
 
     def _keep_span(self, span: _Span, segment: Segment) -> None:
@@ -257,8 +268,8 @@ class ExactIndex:
         if segment.dead == span.dead:
             self._move_rows(IdRanges([(span.start, span.stop)]))
         else:
-            before = (IdRanges([(0, segment.rows)]) - span.dead).ids()
-            alive = np.flatnonzero(~segment.dead.contains(before))
+            former_rows = (IdRanges([(0, segment.rows)]) - span.dead).ids()
+            alive = np.flatnonzero(~segment.dead.contains(former_rows))
             self._move_rows(IdRanges.of_ids(alive + span.start))
         if self._rows > start:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
@@ -337,7 +348,7 @@ def compare_rows(
     return neighbors
 
 
-def _center(segments: Sequence[Segment]) -> Keys:
+def _compute_center(segments: Sequence[Segment]) -> Keys:
     """Return approximately the mean key, float32, shape (dim,), from a sample of the largest segment.
 
     It is rounded to half precision, so that subtracting it from keys in half precision is exact.

@@ -125,16 +125,16 @@ class SegmentFiles:
         Args:
             groups: all segments of each changed group; an empty list removes the group.
         """
-        before = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
-        after = {entry.name: entry for entries in groups.values() for entry in entries}
-        removed_names = {name for name, entry in before.items() if after.get(name) != entry}
-        new_entries = [entry for name, entry in after.items() if before.get(name) != entry]
+        old_entries = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
+        current_entries = {entry.name: entry for entries in groups.values() for entry in entries}
+        removed_names = {name for name, entry in old_entries.items() if current_entries.get(name) != entry}
+        new_entries = [entry for name, entry in current_entries.items() if old_entries.get(name) != entry]
         manifest = self.manifest.changed(removed_names, new_entries, self._write_part)
         manifest = replace(manifest, next_number=self._next_number)
         failpoint("segments.publish")
         manifest.write(self._root)
-        self._unnamed |= _collect_file_names(before.values(), self.manifest)
-        self._unnamed -= _collect_file_names(after.values(), manifest)
+        self._unnamed |= _collect_file_names(old_entries.values(), self.manifest)
+        self._unnamed -= _collect_file_names(current_entries.values(), manifest)
         self.manifest = manifest
         self._entries |= {group: list(entries) for group, entries in groups.items()}
         return manifest
@@ -258,7 +258,12 @@ def _collect_file_names(entries: Iterable[SegmentEntry], manifest: Manifest) -> 
 
 
 def _write_index(root: Path, name: str, write: Callable[[Path], None]) -> StoredFile:
-    """Write the file of an index durably. `write` is called with the path at which it must create the file.
+    """Write the file of an index, durably, and return its entry.
+
+    Args:
+        root: the datastore's directory.
+        name: path of the new file, relative to the directory.
+        write: called with the path of a temporary file, which it must create.
 
     Raises:
         OSError: the disk is full or broken.

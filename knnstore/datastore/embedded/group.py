@@ -258,7 +258,11 @@ class GroupSearches:
         search: Callable[[Sequence[GroupSearch]], Found],
         create: Callable[[], GroupSearch],
     ) -> Found:
-        """Search as `search_groups` does, without repeating the search after damage."""
+        """Update the searches of the groups if needed, call `search` with them, and return its result.
+
+        The arguments are those of `search_groups`. Raises CorruptDatastoreError if `search` or the update
+        finds a damaged file.
+        """
         was_updated = False
         while True:
             with self._lock.reading():
@@ -268,7 +272,7 @@ class GroupSearches:
                 ):
                     return search([self._searches[group] for group in self._select_groups(groups)])
             with self._lock.writing():
-                self._update(groups, create)
+                self._update_searches(groups, create)
             was_updated = True
 
     def _select_groups(self, groups: frozenset[int] | None) -> list[int]:
@@ -284,7 +288,7 @@ class GroupSearches:
             for group in self._select_groups(groups)
         )
 
-    def _update(self, groups: frozenset[int] | None, create: Callable[[], GroupSearch]) -> None:
+    def _update_searches(self, groups: frozenset[int] | None, create: Callable[[], GroupSearch]) -> None:
         """Update the searches of some groups to the newest records, and drop the searches of removed groups.
 
         Repeats if an index file is missing, because a writer may have replaced it. The caller holds the lock

@@ -134,8 +134,8 @@ class KeySegments(SegmentReader):
                 self.replacements += 1
             for group in np.unique(groups).tolist():
                 in_group = groups == group
-                fresh = Segment.in_memory(group, ids[in_group], stored_keys(keys[order[in_group]]))
-                changed[group] = add_buffered(changed.get(group, self._groups.get(group, ())), fresh)
+                new_segment = Segment.in_memory(group, ids[in_group], stored_keys(keys[order[in_group]]))
+                changed[group] = add_buffered(changed.get(group, self._groups.get(group, ())), new_segment)
             self._set_segments(changed)
 
     def delete(self, ids: IdRanges) -> None:

@@ -237,10 +237,12 @@ class Manifest:
             if content.pop("format") not in range(1, FORMAT + 1):
                 raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
             dim = content["dim"]
-            _require(_are_integers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0)
+            _check_value(
+                _are_integers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0
+            )
             listed = tuple(_parse_segment(entry, dim) for entry in content.pop("segments"))
             files = [StoredFile(**file) for file in content.pop("parts", [])]
-            _require(all(_PART.fullmatch(file.name) and _is_valid_file(file) for file in files))
+            _check_value(all(_PART.fullmatch(file.name) and _is_valid_file(file) for file in files))
             known_parts = {part.file: part for part in known}
             parts = tuple(known_parts.get(file) or ManifestPart.read(root, file, dim) for file in files)
             return cls(metric=Metric(content.pop("metric")), listed=listed, parts=parts, **content)
@@ -273,17 +275,19 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
         **entry,
     )
     # No name may lead out of the folder, and no value of a wrong type may be used later.
-    _require(_NAME.fullmatch(segment.name) and all(_FILE.fullmatch(name) for name in segment.file_names()))
+    _check_value(
+        _NAME.fullmatch(segment.name) and all(_FILE.fullmatch(name) for name in segment.file_names())
+    )
     borders = [0, *(row for rows in segment.dead for row in rows), segment.rows]
-    _require(_are_integers(*borders, segment.first_id, segment.last_id, segment.group))
-    _require(all(first <= second for first, second in pairwise(borders)))
-    _require(0 <= segment.first_id <= segment.last_id < ID_LIMIT and 0 <= segment.group < 1 << 31)
-    _require(segment.dtype == "uint8" if segment.codes else segment.dtype in _KEY_SIZES)
-    _require(0 < segment.rows <= 1 << 40 and segment.keys.size == segment.rows * segment.row_size(dim))
-    _require(segment.ids.size in _allowed_id_sizes(segment))
+    _check_value(_are_integers(*borders, segment.first_id, segment.last_id, segment.group))
+    _check_value(all(first <= second for first, second in pairwise(borders)))
+    _check_value(0 <= segment.first_id <= segment.last_id < ID_LIMIT and 0 <= segment.group < 1 << 31)
+    _check_value(segment.dtype == "uint8" if segment.codes else segment.dtype in _KEY_SIZES)
+    _check_value(0 < segment.rows <= 1 << 40 and segment.keys.size == segment.rows * segment.row_size(dim))
+    _check_value(segment.ids.size in _allowed_id_sizes(segment))
     files = segment.needed + ([segment.index.file] if segment.index else [])
-    _require(all(_is_valid_file(file) for file in files))
-    _require(segment.index is None or isinstance(segment.index.parameters, dict))
+    _check_value(all(_is_valid_file(file) for file in files))
+    _check_value(segment.index is None or isinstance(segment.index.parameters, dict))
     return segment
 
 
@@ -291,7 +295,7 @@ def _allowed_id_sizes(entry: SegmentEntry) -> list[int]:
     """Return the sizes in bytes that the file of ids may have; raises ValueError if `runs` is not valid."""
     if entry.runs is None:
         return [8 * entry.rows]
-    _require(_are_integers(entry.runs) and 0 < entry.runs <= entry.rows)
+    _check_value(_are_integers(entry.runs) and 0 < entry.runs <= entry.rows)
     return [packed_size(entry.rows, entry.runs, wide=wide) for wide in (False, True)]
 
 
@@ -303,10 +307,11 @@ def _is_valid_file(file: StoredFile) -> bool:
 
 
 def _are_integers(*values: object) -> bool:
+    """Check whether all values are of type int."""
     return all(isinstance(value, int) for value in values)
 
 
-def _require(condition: object) -> None:
+def _check_value(condition: object) -> None:
     """Raise ValueError unless the condition is true."""
     if not condition:
         raise ValueError

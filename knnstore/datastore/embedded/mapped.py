@@ -102,10 +102,10 @@ class MappedFile:
         if self._digests is None or row_size > BLOCK:
             self.check()
             return
-        wanted = np.zeros_like(self._checked_blocks)
-        wanted[rows * row_size // BLOCK] = True
-        wanted[((rows + 1) * row_size - 1) // BLOCK] = True
-        blocks = np.flatnonzero(wanted & ~self._checked_blocks)
+        is_needed = np.zeros_like(self._checked_blocks)
+        is_needed[rows * row_size // BLOCK] = True
+        is_needed[((rows + 1) * row_size - 1) // BLOCK] = True
+        blocks = np.flatnonzero(is_needed & ~self._checked_blocks)
         for block, digest in zip(blocks.tolist(), self._hash_blocks(blocks), strict=True):
             if digest != self._digests[block * 32 : block * 32 + 32]:
                 raise self._make_damage_error("does not match its SHA-256")

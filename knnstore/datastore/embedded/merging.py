@@ -72,13 +72,16 @@ class _Rows(NamedTuple):
 
     @classmethod
     def empty(cls) -> Self:
+        """Return no rows."""
         return cls(*np.empty((3, 0), np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate one or more parts, without sorting."""
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def part(self, selection: slice | NDArray[np.int64]) -> Self:
+        """Return the rows that a slice or an array of indices selects."""
         return type(self)(*(array[selection] for array in self))
 
 
@@ -116,6 +119,7 @@ def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size:
 
 
 def _take_rows(cursor: "_Cursor", bound: int) -> _Rows:
+    """Return the next selected rows of a segment with ids <= `bound`, and move its cursor behind them."""
     numbers = cursor.take(bound)
     return _Rows(cursor.ids[numbers], np.full(len(numbers), cursor.owner), numbers)
 
@@ -125,7 +129,13 @@ def _read_records(
 ) -> tuple[Ids, StoredKeys, Groups]:
     """Read the records of some rows, one segment after the other.
 
-    Returns ids, keys and groups in the order of `rows`; with a codec, codes in place of keys.
+    Args:
+        segments: the segments.
+        rows: rows to read, at least one.
+        codec: codec whose codes are returned in place of keys; None returns keys.
+
+    Returns:
+        ids, keys or codes, and groups, in the order of `rows`.
     """
     order = np.argsort(rows.owners, kind="stable")
     owners, starts = np.unique(rows.owners[order], return_index=True)
@@ -193,14 +203,14 @@ class _Cursor:
         self._done = stop
         return numbers
 
-    def _to_row_numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _to_row_numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Convert indices into the selected rows, of which 0 is the first, to row numbers of the segment."""
-        range_indices = np.searchsorted(self._before, wanted, side="right") - 1
-        numbers: NDArray[np.int64] = self._rows.starts[range_indices] + wanted - self._before[range_indices]
+        range_indices = np.searchsorted(self._before, indices, side="right") - 1
+        numbers: NDArray[np.int64] = self._rows.starts[range_indices] + indices - self._before[range_indices]
         return numbers
 
-    def _read_id(self, wanted: int) -> int:
-        return int(self.ids[self._to_row_numbers(np.array([wanted]))[0]])
+    def _read_id(self, index: int) -> int:
+        return int(self.ids[self._to_row_numbers(np.array([index]))[0]])
 
 
 def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
@@ -300,6 +310,7 @@ def write_segment(
 
 
 def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
+    """Yield the ids of the live rows of each segment, int64, ascending within a segment."""
     for segment in segments:
         ids = segment.columns.ids
         yield ids[segment.live_rows().ids()] if segment.dead else ids
@@ -325,7 +336,7 @@ def stored_keys(keys: Keys) -> StoredKeys:
     return keys if max(keys.max(), -keys.min()) > _FLOAT16_MAX else keys.astype(np.float16)
 
 
-def add_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
+def add_buffered(segments: Sequence[Segment], new_segment: Segment) -> list[Segment]:
     """Return a list of segments with one more segment in memory.
 
     The new segment is merged with earlier segments in memory that are not larger. So the number of segments
@@ -333,24 +344,24 @@ def add_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
 
     Args:
         segments: segments of the group; not changed.
-        fresh: new segment in memory.
+        new_segment: new segment in memory, of the same group.
     """
     remaining = list(segments)
     while True:
         buffered = [
-            segment for segment in remaining if segment.group == fresh.group and segment.entry is None
+            segment for segment in remaining if segment.group == new_segment.group and segment.entry is None
         ]
-        if not buffered or buffered[-1].rows > fresh.rows:
-            return [*remaining, fresh]
+        if not buffered or buffered[-1].rows > new_segment.rows:
+            return [*remaining, new_segment]
         last = buffered[-1]
         remaining.remove(last)
         live_rows = last.live_rows().ids()
-        ids = np.concatenate([last.columns.ids[live_rows], fresh.columns.ids])
-        keys = np.concatenate([last.columns.keys[live_rows], fresh.columns.keys])
-        if len(live_rows) and last.last_id > fresh.first_id:
+        ids = np.concatenate([last.columns.ids[live_rows], new_segment.columns.ids])
+        keys = np.concatenate([last.columns.keys[live_rows], new_segment.columns.keys])
+        if len(live_rows) and last.last_id > new_segment.first_id:
             order = np.argsort(ids)
             ids, keys = ids[order], keys[order]
-        fresh = Segment.in_memory(fresh.group, ids, keys)
+        new_segment = Segment.in_memory(new_segment.group, ids, keys)
 
 
 def mark_rows_dead(

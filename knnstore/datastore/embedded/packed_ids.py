@@ -116,7 +116,9 @@ class PackedIds:
 
 
 def _mark_run_starts(positions: NDArray[np.int64], last: int) -> NDArray[np.bool_]:
-    """Return a mask of the positions that begin a run, shape (n,): those that are not the previous plus one.
+    """Return a mask of the positions that begin a run, shape (n,).
+
+    A position begins a run if it is not the previous position plus one.
 
     Args:
         positions: ascending positions, shape (n,).

@@ -83,7 +83,7 @@ class SegmentReader:
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
-        """Return the segments of all groups, including those that are set aside."""
+        """Return the segments of all groups, damaged segments included."""
         return tuple(chain.from_iterable(self._current_groups().values()))
 
     def damaged(self) -> list[DamagedPart]:
@@ -101,7 +101,7 @@ class SegmentReader:
         ]
 
     def count(self) -> int:
-        """Return the number of live records, including those that are set aside."""
+        """Return the number of live records, including the records of damaged segments."""
         return sum(segment.live for segment in self.snapshot())
 
     def iterate(self, *, ids: IdRanges | None, batch_size: int) -> Iterator[tuple[Ids, Keys, Groups]]:
@@ -131,14 +131,16 @@ class SegmentReader:
         Damaged segments are set aside. Returns one line for each problem; empty if there is none.
         """
         while True:
-            before = self._read_signature()
+            first_signature = self._read_signature()
             try:
                 manifest = Manifest.read(self.root)
             except (CorruptDatastoreError, DatastoreNotFoundError) as error:
                 problems = [str(error)]
             else:
                 problems = [problem for entry in manifest.segments for problem in self._find_problems(entry)]
-            if not problems or self._read_signature() == before:  # otherwise a writer has replaced the files
+            if (
+                not problems or self._read_signature() == first_signature
+            ):  # otherwise a writer has replaced the files
                 return problems
 
     def _find_problems(self, entry: SegmentEntry) -> list[str]:
@@ -189,17 +191,17 @@ class SegmentReader:
             CorruptDatastoreError, DatastoreNotFoundError: see `Manifest.read`.
         """
         while True:
-            before = self._read_signature()
+            first_signature = self._read_signature()
             try:
                 manifest = Manifest.read(self.root, self._parts)
             except CorruptDatastoreError:
-                if self._read_signature() == before:
+                if self._read_signature() == first_signature:
                     raise
                 continue
             groups = self._map_segments(manifest)
             is_sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
-            if is_sound or self._read_signature() == before:
-                self._groups, self._parts, self._signature = groups, manifest.parts, before
+            if is_sound or self._read_signature() == first_signature:
+                self._groups, self._parts, self._signature = groups, manifest.parts, first_signature
                 self._forget_old_damage()
                 return manifest
 
@@ -210,7 +212,7 @@ class SegmentReader:
         except FileNotFoundError:
             return 0, 0, 0
 
-    def _refresh(self) -> None:
+    def _refresh_manifest(self) -> None:
         """Read the manifest again if it has changed; raises DatastoreNotFoundError if it was removed."""
         try:
             current = read_signature(self.root)
@@ -230,7 +232,7 @@ class SegmentReader:
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._follows:
-            self._refresh()
+            self._refresh_manifest()
         return self._groups
 
     def _forget_old_damage(self) -> None:

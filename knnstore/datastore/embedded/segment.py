@@ -120,14 +120,14 @@ class MappedColumns:
         file = self.keys_file
         with self._note_damage():
             file.check()
-        return self._decode(self._stored)
+        return self._decode_keys(self._stored_values)
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
         """Return a copy of the keys of some rows, shape (len(rows), dim), decoded if they are coded.
 
         Only the blocks of the file that hold these rows are checked.
         """
-        return self._decode(self._stored_at(rows))
+        return self._decode_keys(self._stored_at(rows))
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
         """Return a copy of the ids of some rows."""
@@ -166,7 +166,11 @@ class MappedColumns:
     def _map_file(
         self, root: Path, file: StoredFile, digests: str | None, trusted: bool
     ) -> MappedFile | CorruptDatastoreError:
-        """Map a file of the segment. Returns the error, without raising it, if the file is damaged."""
+        """Map a file of the segment; see `MappedFile` for the arguments.
+
+        If the file is missing or damaged, marks the segment as damaged, and returns the error without raising
+        it.
+        """
         try:
             with self._note_damage():
                 return MappedFile(root, file, digests=digests, trusted=trusted)
@@ -206,7 +210,7 @@ class MappedColumns:
         )  # after `problem`: a thread that sees this entry must find the problem
 
     @property
-    def _stored(self) -> NDArray[Any]:
+    def _stored_values(self) -> NDArray[Any]:
         """All keys or codes as stored, shape (n, components or bytes), not checked."""
         return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
 
@@ -215,9 +219,9 @@ class MappedColumns:
         file = self.keys_file
         with self._note_damage():
             file.check_rows(rows, self._row_size)
-        return np.asarray(self._stored[rows])
+        return np.asarray(self._stored_values[rows])
 
-    def _decode(self, stored: NDArray[Any]) -> StoredKeys:
+    def _decode_keys(self, stored: NDArray[Any]) -> StoredKeys:
         """Return stored keys unchanged, or decode stored codes to keys."""
         codec = self.codec
         return stored if codec is None else codec.decode(stored)
