@@ -98,7 +98,7 @@ class CellGroup:
         """Number of live records of each cell, shape (cells,)."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether these are the segments of the last `update`, by identity."""
+        """Check whether `segments` is the same object that the last `update` received."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:

@@ -72,7 +72,11 @@ class Policy:
         return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
     def cells_for(self, group_rows: int) -> int:
-        """Return the number of cells for a group with `group_rows` live records; 1 for a small group."""
+        """Return the number of cells for a group with `group_rows` live records.
+
+        This is the parameter `cells`, but at most `group_rows`. If the parameter is 0, it is 1 for a small
+        group, else a power of two that grows with the number of records.
+        """
         if self.cells:
             return min(self.cells, group_rows)
         if group_rows <= _ONE_CELL_UP_TO:

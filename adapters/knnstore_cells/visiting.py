@@ -35,7 +35,7 @@ class Cells(NamedTuple):
 
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
-        """Select the cells that have a record.
+        """Return the cells that have a matching record, with their centers.
 
         Args:
             centers: centers of all cells, shape (cells, dim).

@@ -125,7 +125,7 @@ class Policy:
         Args:
             params: parameters that the user gave.
             dim: number of components of a key, with which a factory string is checked.
-            metric: the distance, with which a factory string is checked.
+            metric: metric of the distances, with which a factory string is checked.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
@@ -202,7 +202,7 @@ def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
     Args:
         factory: FAISS factory string.
         dim: number of components of a key.
-        metric: the distance.
+        metric: metric of the distances.
 
     Raises:
         ConfigError: FAISS does not know the factory string, or it is not a plain inverted file.
@@ -245,7 +245,7 @@ def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Dista
         queries: centered queries, float32, shape (q, dim).
         keys: centered keys, float32, shape (n, dim).
         k: number of rows to find for each query, >= 1; the result is padded if n < k.
-        metric: the distance.
+        metric: metric of the distances.
         norms: squared norms of the keys, shape (n,).
     """
     if len(queries) == 1:  # numpy multiplies a matrix by one vector in half the time
@@ -285,7 +285,7 @@ def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: 
         segment: the segment.
         factory: FAISS factory string of the index.
         dim: number of components of a key.
-        metric: the distance.
+        metric: metric of the distances.
         path: file to create.
 
     Raises:
@@ -317,7 +317,7 @@ def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
         factory: FAISS factory string of the index.
         rows: number of rows of the segment.
         dim: number of components of a key.
-        metric: the distance.
+        metric: metric of the distances.
     """
     return rows >= max(8 * int(new_index(factory, dim, metric).nlist), 256)
 
@@ -417,7 +417,7 @@ def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric
         file: entry of the index file.
         segment: segment whose rows are indexed.
         dim: number of components of a key.
-        metric: the distance.
+        metric: metric of the distances.
 
     Raises:
         FileNotFoundError: the file does not exist.

@@ -208,7 +208,7 @@ def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path
         segment: the segment.
         policy: parameters of the graph.
         dim: number of components of a key.
-        metric: the distance.
+        metric: metric of the distances.
         path: file to create.
 
     Raises:

@@ -276,7 +276,7 @@ class ServerPoints:
         return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
     def _make_search_params(self, k: int, exact: bool) -> models.SearchParams:
-        """Return the parameters of a search for k neighbors."""
+        """Return Qdrant's parameters of a search for k neighbors; `exact` compares all points."""
         rescored = models.QuantizationSearchParams(rescore=True, oversampling=self._options.oversampling)
         return models.SearchParams(
             hnsw_ef=max(k, self._options.ef),

@@ -27,7 +27,7 @@ def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
     Args:
         queries: float32, shape (q, dim).
         keys: float32, shape (n, dim), n >= 1; on the same device.
-        metric: the distance.
+        metric: metric of the distances.
 
     Returns:
         float32, shape (q, n); L2 distances are at least 0.
@@ -56,7 +56,7 @@ def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
     Args:
         queries: float32, shape (n, dim), or (dim,) to compare one query with all keys.
         keys: float32, shape (n, dim).
-        metric: the distance.
+        metric: metric of the distances.
 
     Returns:
         float32, shape (n,).
@@ -79,7 +79,7 @@ def nearest_rows(
         queries: float32, shape (q, dim).
         keys: float32, shape (n, dim).
         k: number of rows to find for each query, >= 1.
-        metric: the distance.
+        metric: metric of the distances.
         norms: squared norms of the keys, shape (n,), if the caller has subtracted the mean key from queries
             and keys already. With None, the function does so for L2, and computes the norms.
 

@@ -20,7 +20,7 @@ class KeylessDatastore:
 
     Args:
         dim: number of components of the vectors; only reported by the property `dim`.
-        metric: the distance; only reported by the property `metric`.
+        metric: metric of the distances; only reported by the property `metric`.
     """
 
     def __init__(self, dim: int, metric: Metric) -> None:
@@ -42,7 +42,7 @@ class KeylessDatastore:
 
     @property
     def metric(self) -> Metric:
-        """The distance, as given to `open`."""
+        """Metric of the distances, as given to `open`."""
         return self._metric
 
     @property

@@ -47,7 +47,7 @@ class MemoryDatastore:
 
     Args:
         dim: number of components of a vector, >= 1.
-        metric: the distance.
+        metric: metric of the distances.
 
     Example:
         >>> store = MemoryDatastore.open("anywhere", dim=2)
@@ -90,7 +90,7 @@ class MemoryDatastore:
 
     @property
     def metric(self) -> Metric:
-        """The distance."""
+        """Metric of the distances."""
         return self._metric
 
     @property

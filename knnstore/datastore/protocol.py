@@ -33,7 +33,7 @@ class Datastore(Protocol):
         Args:
             location: a directory that the adapter owns, or the URL of a server.
             dim: number of components of a vector, >= 1.
-            metric: the distance.
+            metric: metric of the distances.
             mode: ``"r"`` reads an existing datastore and sees the changes that a writer flushes without
                 reopening; ``"a"`` opens for writing, or creates; ``"x"`` creates.
             **params: the adapter's parameters, which each adapter documents. Parameters about the storage of
@@ -55,7 +55,7 @@ class Datastore(Protocol):
 
     @property
     def metric(self) -> Metric:
-        """The distance."""
+        """Metric of the distances."""
 
     @property
     def capabilities(self) -> Capabilities:

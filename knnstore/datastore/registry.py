@@ -138,7 +138,11 @@ def _describe_adapter(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
 
 
 def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
-    """Return the capabilities of an adapter and None, or None and the reason why it cannot be opened."""
+    """Open an empty datastore with default parameters in a temporary folder, and return its capabilities.
+
+    Returns:
+        (capabilities, None), or (None, first line of the error) if the adapter cannot open a datastore.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             with adapter.open(Path(folder) / "probe", dim=_PROBE_DIM, mode="x") as store:

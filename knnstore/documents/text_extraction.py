@@ -125,6 +125,7 @@ class _TextParser(HTMLParser):
         return end
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
+        """Begin an invisible element, the title, or a new line or cell of the text."""
         if tag in _UNSEEN:
             if tag not in self._unseen:  # the first end tag closes all nested elements of this name
                 self._unseen.append(tag)
@@ -139,10 +140,12 @@ class _TextParser(HTMLParser):
             self._parts.append("\t")
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
+        """Handle a tag without content, such as ``<br/>``, as a start tag; ignore invisible elements."""
         if tag not in _UNSEEN:
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
+        """End an invisible element, the title or a block."""
         if tag in self._unseen:
             del self._unseen[self._unseen.index(tag) :]
         elif tag == "body":
@@ -154,6 +157,7 @@ class _TextParser(HTMLParser):
             self._parts.append("\n")
 
     def handle_data(self, data: str) -> None:
+        """Append text to the title or to the visible text; drop the text of invisible elements."""
         if self._unseen:
             return
         if self._in_title:

@@ -34,7 +34,7 @@ class EmbeddedDatastore(ABC):
     Args:
         segments: the open directory.
         dim: number of components of a vector.
-        metric: measure of distances.
+        metric: metric of the distances.
         nearest: function that finds the nearest rows of a matrix; searches records without an index.
     """
 
@@ -73,7 +73,12 @@ class EmbeddedDatastore(ABC):
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the owner of the datastore in a directory; see `SupportsOwner.owner`."""
+        """Return the owner of the datastore in a directory; see `SupportsOwner.owner`.
+
+        Raises:
+            ConfigError: the location is the URL of a server.
+            CorruptDatastoreError: the file with the owner is damaged.
+        """
         if "://" in str(location):
             raise ConfigError(
                 f"{location} is the address of a server, and this engine keeps files: name a folder, or an "
@@ -136,7 +141,7 @@ class EmbeddedDatastore(ABC):
 
     @property
     def metric(self) -> Metric:
-        """The distance."""
+        """Metric of the distances."""
         return self._metric
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:

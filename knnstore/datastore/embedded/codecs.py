@@ -191,7 +191,7 @@ def code_size(kind: str, dim: int) -> int:
 
 
 def sample_size(dim: int) -> int:
-    """Return the number of keys of `dim` components that a codec is fitted to.
+    """Return the number of keys to which a codec for keys of `dim` components is fitted.
 
     More keys would not make the codec better.
     """

@@ -46,7 +46,7 @@ class ExactIndex:
 
     Args:
         dim: number of components of a key.
-        metric: the distance.
+        metric: metric of the distances.
         nearest: function that finds the nearest rows of a matrix.
     """
 
@@ -331,7 +331,7 @@ def compare_rows(
         rows: ranges of row numbers.
         queries: float32, shape (q, dim).
         k: number of neighbors, >= 1.
-        metric: the distance.
+        metric: metric of the distances.
         nearest: function that finds the nearest rows of a matrix.
 
     Returns:

@@ -57,7 +57,7 @@ class SegmentFiles:
         Args:
             root: the datastore's directory, which exists.
             dim: number of components of a key; used only in a new manifest.
-            metric: the distance; used only in a new manifest.
+            metric: metric of the distances; used only in a new manifest.
             coding: how large groups are coded.
             create_only: refuse an existing manifest.
 

@@ -63,7 +63,7 @@ class GroupSearch(Protocol):
     """Number of live records."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether these are the segments of the last `update`, by identity."""
+        """Check whether `segments` is the same object that the last `update` received."""
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments to search. No search may run meanwhile.
@@ -105,7 +105,7 @@ class GroupIndex:
         """Number of live records."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether these are the segments of the last `update`, by identity."""
+        """Check whether `segments` is the same object that the last `update` received."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:

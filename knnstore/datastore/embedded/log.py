@@ -53,7 +53,7 @@ class KeySegments(SegmentReader):
     Args:
         root: a directory that only this datastore uses; created unless mode is ``"r"``.
         dim: number of components of a key.
-        metric: the distance; saved for the adapter.
+        metric: metric of the distances; saved for the adapter.
         mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
         coding: how large groups are coded; None codes no further group.
 

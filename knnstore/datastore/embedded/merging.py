@@ -217,7 +217,8 @@ def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
     """Choose runs of neighboring segments to merge, so that each has `ratio` times the rows of the next.
 
     This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and the number of times
-    that a row is rewritten, grow with the logarithm of the number of rows.
+    that a row is rewritten, grow with the logarithm of the number of rows. No run has more than 2^24 live
+    rows, so larger segments stay.
 
     Args:
         segments: segments of one group, in the order in which they were created.
@@ -232,9 +233,8 @@ def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
         stack.append([segment])
         while len(stack) > 1:
             previous, last = (sum(run_segment.live for run_segment in run) for run in stack[-2:])
-            is_final = (
-                len(stack[-2]) == 1 and previous >= ratio * last
-            )  # a run that is rewritten anyway takes all of its neighbors
+            # A run that is rewritten anyway takes all of its neighbors.
+            is_final = len(stack[-2]) == 1 and previous >= ratio * last
             if is_final or previous + last > _LARGEST:
                 break
             stack[-2:] = [stack[-2] + stack[-1]]
