@@ -79,7 +79,7 @@ class SegmentReader:
         return sound
 
     def readable(self) -> Group:
-        """Return the segments of all groups that are not set aside; see `by_group`."""
+        """Return the segments of all groups that are not known to be damaged; see `by_group`."""
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
