@@ -1,4 +1,4 @@
-"""The cells adapter: a datastore whose records lie in cells, which queries visit as a whole."""
+"""The cells adapter: a datastore that compares a query with all records of its nearest cells."""
 
 from knnstore_cells.datastore import CellsDatastore
 

@@ -127,9 +127,10 @@ class DeviceKeys:
     def visit(
         self, visitors: QueriesByCell, order: RowsByCell, queries: Tensor, metric: Metric
     ) -> Iterator[Visits]:
-        """Compute the distances between queries and the records of their cells; yield stacks of visits.
+        """Compute the distances between queries and the records of their cells, and yield stacks of visits.
 
-        All visits have the same shape, so a cell with many queries or records is divided into several visits.
+        A visit holds the distances between some queries and some records of a cell. All visits have the same
+        shape, so a cell with many queries or records is divided among several visits.
 
         Args:
             visitors: the queries that probe each cell.

@@ -26,13 +26,13 @@ class Policy:
 
     Args:
         cells: number of cells of each group; 0 chooses it by the number of records.
-        probes: number of cells that a search visits; 0 chooses it by k.
+        probes: number of cells that a search compares with a query; 0 chooses it by k.
         memory: MiB of keys that stay in memory between searches, decoded keys and codes together.
         codes: form of the keys of a large group: ``none`` (half precision), ``int8``, or ``pq32``, ``pq64``,
             ...; ``auto`` chooses by the number of components.
         coded_from: number of records from which on a group is large; 0 for the size of a codec's sample.
         device: torch device whose memory holds all keys for searches, in their stored form. ``none`` reads
-            keys from their files as needed, for the CPU; ``auto`` uses a GPU if there is one with room.
+            keys from their files as needed, for the CPU; ``auto`` uses a GPU with enough free memory, if any.
     """
 
     cells: int = 0

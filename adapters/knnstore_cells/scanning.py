@@ -135,7 +135,7 @@ class CodeScanner:
             read: reads cells that are not in memory.
 
         Returns:
-            A stack of q visits, one for each query with the records of all its cells.
+            A stack of q visits; visit i holds the distances of query i to the records of all its cells.
 
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
@@ -155,7 +155,7 @@ class CodeScanner:
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
-        """Compute the distances of `scan` for many queries, as one visit for each cell.
+        """Compute the same distances as `scan` for many queries, grouped by cell instead of by query.
 
         Args:
             queries: see `scan`.
@@ -163,7 +163,9 @@ class CodeScanner:
             read: see `scan`.
 
         Returns:
-            Stacks of one visit each, with ranks, by ascending cell number.
+            For each cell that a query probes, by ascending number, a stack of one visit: the distances
+                between
+            the cell's queries and its records, with ranks.
         """
         prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
         queries_of_cell: dict[int, list[tuple[int, int]]] = {}

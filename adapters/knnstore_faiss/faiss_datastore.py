@@ -76,7 +76,7 @@ SCALAR_UP_TO = 1 << 20
 _CODES_PER_NEIGHBOR = 8
 """Number of rows to visit for each of the k neighbors."""
 _MIN_PROBES = 8
-"""Number of lists that are visited besides the lists for these rows."""
+"""Number of lists that are visited in addition to the lists for these rows."""
 _SMALLEST_INDEXED = 1 << 13
 """Number of rows from which a segment of a large group has an index."""
 _RERANKED = 6
@@ -95,7 +95,7 @@ _TABLES = 1 << 31
 """Largest size in bytes of the tables that FAISS computes for a product quantizer, besides its file."""
 
 _REMOVED = {"exact_distances": True, "neighbors": "auto"}
-"""Parameters of earlier versions that a home may still have, with their defaults; they are ignored."""
+"""Parameters of earlier versions, with their defaults, which a store may still have; they are ignored."""
 
 _log = logging.getLogger(__name__)
 

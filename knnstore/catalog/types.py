@@ -44,7 +44,7 @@ class Engine:
     adapter: str
     """Name of the adapter, or `KEYLESS`."""
     location: str
-    """URL or directory; a relative directory is inside the store's home."""
+    """URL or directory; a relative directory is inside the store's folder."""
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @property

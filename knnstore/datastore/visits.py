@@ -52,7 +52,7 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, visit: Visit) -> Self:
-        """Return a stack with one visit, without copying its arrays."""
+        """Return a stack that consists of one `Visit`, without copying the arrays of the visit."""
         queries, ids, distances, ranks = visit
         return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
@@ -77,9 +77,12 @@ class Visits(NamedTuple):
                 yield visit
 
     def is_by_row(self, queries: int) -> bool:
-        """Check whether visit i is the visit of query i alone, for each of `queries` queries.
+        """Check whether the stack has exactly one visit for each query, in the order of the queries.
 
-        False also if the visits have no record, or if the distances are not in a numpy array.
+        Also returns False if the visits have no record, or if the distances are not in a numpy array.
+
+        Args:
+            queries: number of queries.
         """
         in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
@@ -105,5 +108,5 @@ class Visits(NamedTuple):
 
 
 def apart(visits: Iterable[Visits]) -> list[Visit]:
-    """Return the visits of several stacks as separate visits without padding; see `Visits.apart`."""
+    """Divide stacks of visits into single `Visit` objects without padding; see `Visits.apart`."""
     return [visit for stack in visits for visit in stack.apart()]

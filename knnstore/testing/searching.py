@@ -281,7 +281,7 @@ class CellsStore(Datastore, SupportsCells, Protocol):
 
 
 def _scatter_distances(visits: list[Visits], records: Records, queries: int) -> NDArray[np.float32]:
-    """Convert visits to a matrix of the distances of each query to each record, float32, shape (q, n).
+    """Convert the result of `visit` to a matrix of distances, float32, shape (q, n): a column per record.
 
     The entry is +inf if the query was not compared with the record. Raises AssertionError if a visit has
     wrong shapes or dtypes or an unknown id, or if a query was compared with a record twice.

@@ -127,7 +127,7 @@ def test_lost_records_cost_their_documents(filled, home, engine, kind, how, capl
         filled.add("law", "1", n=150)
         filled.add("law", "3", n=150)
         assert store.verify() == []
-        assert not store.datastore._segments._aside, "what is given up is still looked for"  # type: ignore[attr-defined]
+        assert not store.datastore._segments._damaged_segments, "what is given up is still looked for"  # type: ignore[attr-defined]
         check_search(store, filled, KEPT + LOST)
         store.optimize()
         assert store.move("faiss", "elsewhere").records == 900

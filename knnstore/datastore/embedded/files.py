@@ -82,7 +82,11 @@ class SegmentFiles:
         remove_strays(self._root, self.on_disk)
 
     def write_segment(
-        self, segments: Sequence[Segment], among: Sequence[Segment], dim: int, aside: dict[StoredFile, int]
+        self,
+        segments: Sequence[Segment],
+        among: Sequence[Segment],
+        dim: int,
+        damaged_segments: dict[StoredFile, int],
     ) -> Segment:
         """Write the live rows of some segments of a group as one new segment; see `merging.write_segment`.
 
@@ -93,14 +97,14 @@ class SegmentFiles:
             segments: the segments to rewrite.
             among: all segments of the group.
             dim: number of components of a key.
-            aside: damaged segments of the datastore; see `MappedColumns`.
+            damaged_segments: damaged segments of the datastore; see `MappedColumns`.
         """
         codec = find_readable_codec(among)
         if codec is None and self._is_codec_due(among, rewriting=all(segment.entry for segment in segments)):
             codec = self._fit_codec(among, dim)
         name = self._take_number()
         self._remember_unnamed(*file_names(name))  # if writing fails, the next successful change removes them
-        return write_segment(self._root, name, segments, dim, aside, codec)
+        return write_segment(self._root, name, segments, dim, damaged_segments, codec)
 
     def are_coded(self, group: Sequence[Segment]) -> bool:
         """Check whether keys of a group would be coded if a segment were rewritten. Pass all its segments."""
@@ -180,7 +184,7 @@ class SegmentFiles:
         kind, keys = self._coding.kind, []
         step = -(-sum(segment.live for segment in segments) // sample_size(dim))
         for segment in segments:
-            with suppress(CorruptDatastoreError):  # it is set aside
+            with suppress(CorruptDatastoreError):  # the segment is now marked as damaged
                 keys.append(segment.columns.keys_at(segment.live_rows().ids()[::step]).astype(np.float32))
         if not keys:
             return None

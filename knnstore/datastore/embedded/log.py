@@ -330,7 +330,9 @@ class KeySegments(SegmentReader):
     def _write_segment(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new segment that no manifest names yet."""
         group_segments = self._groups[segments[0].group]
-        written = self._files.write_segment(segments, group_segments, self._manifest.dim, self._aside)
+        written = self._files.write_segment(
+            segments, group_segments, self._manifest.dim, self._damaged_segments
+        )
         self._highest_id = max(self._highest_id, written.last_id)
         return written
 

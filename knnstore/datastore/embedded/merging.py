@@ -246,7 +246,7 @@ def write_segment(
     name: str,
     segments: Sequence[Segment],
     dim: int,
-    aside: dict[StoredFile, int],
+    damaged_segments: dict[StoredFile, int],
     codec: CodecFile | None = None,
 ) -> Segment:
     """Write the live rows of one or more segments of a group as the files of a new segment, durably.
@@ -256,14 +256,14 @@ def write_segment(
         name: unused number that names the files.
         segments: segments to read, with at least one live row.
         dim: number of components of a key.
-        aside: damaged segments of the datastore; see `MappedColumns`.
+        damaged_segments: damaged segments of the datastore; see `MappedColumns`.
         codec: codec by which keys are coded; None stores the keys themselves.
 
     Returns:
         The new segment, which no manifest names yet.
 
     Raises:
-        DiskFullError: the disk has too little room; nothing was written.
+        DiskFullError: the disk has too little free space; nothing was written.
         OSError: the disk became full or failed.
         CorruptDatastoreError: a segment is damaged; no manifest names the new files.
     """
@@ -303,7 +303,7 @@ def write_segment(
         codes=codec.entry if codec else None,
         runs=runs,
     )
-    columns = MappedColumns(root, entry, dim, aside, trusted=True, codec_file=codec)
+    columns = MappedColumns(root, entry, dim, damaged_segments, trusted=True, codec_file=codec)
     if columns.problem is not None:
         raise CorruptDatastoreError(columns.problem)
     return Segment(group, rows, first, last, columns, entry=entry)

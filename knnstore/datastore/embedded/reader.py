@@ -1,8 +1,7 @@
 """Reading the segments of a datastore directory while another process may write them.
 
-A segment with damaged keys or ids is *set aside*: it is reported as damaged, and left out of all results.
-Damage may be found when the manifest is read, when the segment is used, or by `verify`; the result is the
-same.
+A segment with damaged keys or ids is marked as damaged: it is reported, and left out of all results. Damage
+may be found when the manifest is read, when the segment is used, or by `verify`; the result is the same.
 """
 
 import logging
@@ -54,20 +53,20 @@ class SegmentReader:
         self._signature = (0, 0, 0)
         self._parts: tuple[ManifestPart, ...] = ()
         self._groups: Mapping[int, Group] = {}
-        self._aside: dict[StoredFile, int] = {}  # damaged segments; see `MappedColumns`
+        self._damaged_segments: dict[StoredFile, int] = {}  # damaged segments; see `MappedColumns`
         # The last result of `by_group`, after the groups and the damage that it was made for.
         self._sound: tuple[Mapping[int, Group], dict[StoredFile, int], Mapping[int, Group]] = ({}, {}, {})
         self._hashed: set[StoredFile] = set()
         self._logged_problems: set[str] = set()  # problems that were logged
 
     def by_group(self) -> Mapping[int, Group]:
-        """Return the segments of each group that are not set aside as damaged.
+        """Return the segments of each group, except for segments that are known to be damaged.
 
-        A handle that was opened for reading reads the newest manifest first. Each segment that is set aside
-        is logged once. The returned mapping never changes. After a change or new damage, the method returns a
-        new mapping, with the same tuple object for each group that did not change.
+        A handle that was opened for reading reads the newest manifest first. Each damaged segment is logged
+        once. The returned mapping never changes. After a change or new damage, the method returns a new
+        mapping, with the same tuple object for each group that did not change.
         """
-        groups, damage = self._current_groups(), self._aside.copy()
+        groups, damage = self._current_groups(), self._damaged_segments.copy()
         if not damage:
             return groups
         cached_groups, cached_damage, sound = self._sound
@@ -87,7 +86,7 @@ class SegmentReader:
         return tuple(chain.from_iterable(self._current_groups().values()))
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the damaged segments that are set aside; empty if none are known."""
+        """Return the segments that are known to be damaged; empty if none are."""
         groups = self._current_groups()
         return [
             DamagedPart(
@@ -108,7 +107,7 @@ class SegmentReader:
         """Yield every live record once by ascending id; see `Datastore.iterate`.
 
         Raises:
-            CorruptDatastoreError: a segment is damaged. It is set aside, so the next call leaves it out.
+            CorruptDatastoreError: a segment is damaged. The next call leaves this segment out.
         """
         for batch_ids, keys, groups in merge_records(self.readable(), ids=ids, batch_size=batch_size):
             yield np.array(batch_ids), keys.astype(np.float32, copy=False), groups
@@ -128,7 +127,8 @@ class SegmentReader:
     def verify(self) -> list[str]:
         """Check size and SHA-256 of every file that the manifest names.
 
-        Damaged segments are set aside. Returns one line for each problem; empty if there is none.
+        Segments that turn out to be damaged are left out of later results. Returns one line for each problem;
+        empty if there is none.
         """
         while True:
             first_signature = self._read_signature()
@@ -146,7 +146,7 @@ class SegmentReader:
     def _find_problems(self, entry: SegmentEntry) -> list[str]:
         """Return one line for each problem of a segment's files.
 
-        Sets the segment aside if its keys or ids are damaged.
+        Marks the segment as damaged if its keys or ids are damaged.
         """
         problems = [
             describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
@@ -154,7 +154,7 @@ class SegmentReader:
         if problems:
             for segment in self._current_groups().get(entry.group, ()):
                 if segment.entry and segment.entry.keys == entry.keys:
-                    segment.columns.set_aside(problems[0])
+                    segment.columns.mark_damaged(problems[0])
             return problems
         if read_digests(self.root / entry.digests, entry.keys) is None:
             problems.append(f"{self.root / entry.digests} is missing or damaged; {_DERIVED}")
@@ -237,20 +237,20 @@ class SegmentReader:
 
     def _forget_old_damage(self) -> None:
         """Forget the damage of segments that are no longer in the manifest."""
-        for file, group in list(self._aside.items()):
+        for file, group in list(self._damaged_segments.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
             ):
-                self._aside.pop(file, None)
+                self._damaged_segments.pop(file, None)
 
     def _list_damaged_groups(self) -> list[int]:
-        """Return the sorted numbers of the groups with a segment that is set aside."""
-        return sorted(set(self._aside.values()))
+        """Return the sorted numbers of the groups with a segment that is known to be damaged."""
+        return sorted(set(self._damaged_segments.values()))
 
     def _without_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
-        """Return the groups without segments that are set aside, and log each of these once.
+        """Return the segments of all groups without damaged segments, and log each damaged segment once.
 
         Args:
             groups: all segments of each group; not changed.
@@ -308,6 +308,8 @@ class SegmentReader:
         """
         dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
         columns = (
-            former.columns if former else MappedColumns(self.root, entry, dim, self._aside, codec_file=codec)
+            former.columns
+            if former
+            else MappedColumns(self.root, entry, dim, self._damaged_segments, codec_file=codec)
         )
         return Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)

@@ -50,7 +50,7 @@ class MemoryColumns:
         """Return the codes of the keys of some rows, encoded with a codec, uint8, shape (len(rows), size)."""
         return codec_file.codec.encode(self.keys[rows].astype(np.float32))
 
-    def set_aside(self, problem: str) -> None:
+    def mark_damaged(self, problem: str) -> None:
         """Do nothing: rows in memory have no file that could be damaged."""
 
 
@@ -65,8 +65,8 @@ class MappedColumns:
         root: the datastore's directory.
         entry: the segment's entry in the manifest.
         dim: number of components of a key.
-        aside: groups of the damaged segments of the datastore, by the file of their keys. This class adds its
-            segment when a file turns out to be missing or damaged.
+        damaged_segments: groups of the damaged segments of the datastore, by the file of their keys. This
+            class adds its segment when a file turns out to be missing or damaged.
         trusted: True if this process wrote the files itself.
         codec_file: the codec of the keys; None if they are not coded.
     """
@@ -79,7 +79,7 @@ class MappedColumns:
         root: Path,
         entry: SegmentEntry,
         dim: int,
-        aside: dict[StoredFile, int],
+        damaged_segments: dict[StoredFile, int],
         *,
         trusted: bool = False,
         codec_file: CodecFile | None = None,
@@ -88,7 +88,7 @@ class MappedColumns:
         self.codec_file = codec_file
         self.problem = None
         self._entry = entry
-        self._aside = aside
+        self._damaged_segments = damaged_segments
         self._row_size = entry.row_size(dim)
         self._all_ids: Ids | None = None
         self._packed_ids: PackedIds | None = None
@@ -149,7 +149,7 @@ class MappedColumns:
         with self._note_damage():
             return file.digests()
 
-    def set_aside(self, problem: str) -> None:
+    def mark_damaged(self, problem: str) -> None:
         """Mark the segment as damaged; see `reader`. A problem that is known already is not replaced."""
         self._record_problem(self.problem or problem)
 
@@ -205,7 +205,7 @@ class MappedColumns:
     def _record_problem(self, problem: str) -> None:
         """Set `problem`, and add the segment to the damaged segments of the datastore."""
         self.problem = problem
-        self._aside[self._entry.keys] = (
+        self._damaged_segments[self._entry.keys] = (
             self._entry.group
         )  # after `problem`: a thread that sees this entry must find the problem
 
@@ -252,7 +252,7 @@ Columns = MemoryColumns | MappedColumns
 class Segment:
     """Records of one group by ascending id. Some rows may be dead: deleted, or replaced in another segment.
 
-    A segment is immutable. Marking rows dead makes a new version of it, which shares the `columns`.
+    A segment is immutable. Marking rows dead makes a new version of the segment, which shares the `columns`.
     """
 
     group: int
