@@ -50,7 +50,7 @@ class CellGroup:
         dim: number of components of a key.
         metric: metric of the distances.
         policy: numbers of cells and probes.
-        opens: opens the index of a segment; returns None if the segment has no index that can be used.
+        load_cells: opens the index of a segment; returns None if the segment has no index that can be used.
         count_replacements: returns how many additions have replaced records so far. While this number stays
             the same, a record that was in a cell at the last update has the same key now.
         cell_cache: cache of cells; not used with a device.
@@ -62,7 +62,7 @@ class CellGroup:
         dim: int,
         metric: Metric,
         policy: Policy,
-        opens: Callable[[Segment], SegmentCells | None],
+        load_cells: Callable[[Segment], SegmentCells | None],
         count_replacements: Callable[[], int],
         cell_cache: CellCache,
         device: torch.device | None = None,
@@ -70,7 +70,7 @@ class CellGroup:
         self._dim = dim
         self.metric = metric
         self._policy = policy
-        self._opens = opens
+        self._load_cells = load_cells
         self._count_replacements = count_replacements
         self._replacements = 0
         self._nearest = NearestCenter(torch.empty(0, dim))
@@ -116,7 +116,7 @@ class CellGroup:
         self.rows = sum(segment.live for segment in segments)
         former_parts = [known_parts.get(_identify_segment(segment)) for segment in segments]
         found_cells = [
-            part.cells if part else self._opens(segment)
+            part.cells if part else self._load_cells(segment)
             for part, segment in zip(former_parts, segments, strict=True)
         ]
         nearest = self._get_nearest_center(self._choose_centers(segments, found_cells))

@@ -53,7 +53,7 @@ class _NotCompletedError(Exception):
 
 
 class Attempts:
-    """Calls one server, and repeats a failed call while that may help and the time limit allows it.
+    """Calls one server, and repeats a failed call within a time limit if a repetition may help.
 
     Args:
         place: address of the server, for messages.

@@ -94,7 +94,7 @@ class RoundedCodec(Codec):
 
 
 class ProductCodec(Codec):
-    """A product quantizer: one byte for the center, and one for the entry of each codebook.
+    """A product quantizer: one byte for the number of the center, and one for an entry of each codebook.
 
     Args:
         rotation: float16, shape (dim, width).
@@ -229,7 +229,7 @@ def codec_from_bytes(kind: str, dim: int, stored: bytes) -> Codec:
 
 
 class Coding(NamedTuple):
-    """The coding of the keys of large groups."""
+    """Choice of how, and from which size of a group on, keys are coded."""
 
     kind: str
     """See `checked_kind`."""
@@ -244,7 +244,7 @@ class Coding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CodesEntry:
-    """The coding of the keys of a segment."""
+    """Entry in the manifest for the codec of a segment's keys."""
 
     kind: str
     """See `checked_kind`."""
@@ -254,7 +254,7 @@ class CodesEntry:
 
 
 class CodecFile:
-    """The file of a codec. It is read at its first use.
+    """Reads a codec from its file at the first use.
 
     Args:
         root: the datastore's directory.

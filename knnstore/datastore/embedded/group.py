@@ -82,20 +82,21 @@ class GroupIndex:
 
     Args:
         exact: an empty exact index, which searches the rows without an index.
-        opens: see `EmbeddedDatastore._open_index`.
-        is_indexed: see `EmbeddedDatastore._is_indexed`.
+        load_index: opens the index of a segment; see `EmbeddedDatastore._open_index`.
+        is_indexed: checks by the number of its rows whether a group is searched by indexes; see
+            `EmbeddedDatastore._is_indexed`.
         damaged: index files that are damaged or missing; the class adds files when it finds them so.
     """
 
     def __init__(
         self,
         exact: ExactIndex,
-        opens: Callable[[Segment, dict[str, Any]], SegmentIndex | None],
+        load_index: Callable[[Segment, dict[str, Any]], SegmentIndex | None],
         is_indexed: Callable[[int], bool],
         damaged: set[StoredFile],
     ) -> None:
         self._exact = exact
-        self._opens = opens
+        self._load_index = load_index
         self._is_indexed = is_indexed
         self._damaged = damaged
         self._missing: set[StoredFile] = set()
@@ -185,7 +186,7 @@ class GroupIndex:
             known_indexes[file].update(segment)
             return known_indexes[file]
         try:
-            return self._opens(segment, segment.index.parameters)
+            return self._load_index(segment, segment.index.parameters)
         except FileNotFoundError as error:
             if file not in self._missing:
                 self._missing.add(file)

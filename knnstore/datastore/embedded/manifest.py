@@ -100,7 +100,7 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class ManifestPart:
-    """A file that lists some segments."""
+    """A part of the manifest: an immutable file that lists some segments."""
 
     file: StoredFile
     segments: tuple[SegmentEntry, ...]
@@ -146,7 +146,7 @@ class ManifestPart:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All information about a datastore besides the rows of its segments."""
+    """Content of the manifest: dimension, metric, and the files of all segments of a datastore."""
 
     dim: int
     metric: Metric

@@ -82,7 +82,7 @@ class IdsPacker:
 
 
 class PackedIds:
-    """The packed ids of a file.
+    """Unpacks record ids from the content of a file; see the module's docstring for the format.
 
     Args:
         content: the file's bytes.
