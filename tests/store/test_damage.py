@@ -38,9 +38,9 @@ def filled(home, identity, writer_of, engine):
         for domain, id, n in (("law", "1", 150), ("news", "a", 300), ("law", "2", 300), ("law", "3", 150)):
             writer.add(domain, id, n=n)
         segments = store.datastore._segments
-        segments._replace([segment for segment in segments.snapshot() if segment.rows == 150])
+        segments._rewrite_and_publish([segment for segment in segments.snapshot() if segment.rows == 150])
         for segment in segments.snapshot():
-            store.datastore._derive(segment, 300)
+            store.datastore._write_derived_files(segment, 300)
         assert store.verify() == []
     return writer
 
