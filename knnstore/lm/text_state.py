@@ -101,32 +101,37 @@ class TextState:
             states: hidden states, shape (n, width); None if a key is a single state, because later keys do
                 not need them.
         """
-        start, stop = self.length, self.length + len(keys)
-        if stop == start:
+        if not len(keys):
             return
-        if stop > len(self._tokens):
-            grown = np.empty(max(stop + _ROOM, 2 * len(self._tokens)), np.int64)
-            grown[:start] = self._tokens[:start]
-            self._tokens = grown
-        self._tokens[start:stop] = _NO_TOKEN if tokens is None else tokens
+        start = self.length
+        self._append_tokens(_NO_TOKEN if tokens is None else tokens, len(keys))
         if tokens is None:
-            self._unknown_stop = stop
+            self._unknown_stop = self.length
         self._keys = _write(self._keys, keys, start - self._first_key)
         if states is not None:
             self._states = _write(self._states, states, start - self._first_state)
-        self.length = stop
 
     def append_without_keys(self, tokens: Tokens) -> None:
-        """Append tokens that no forward pass computes because their KV cache is reused.
+        """Append tokens without keys: their KV cache is reused, or no setting needs keys.
 
         Drops the keys and hidden states of all earlier tokens, so later keys cannot join earlier states.
 
         Args:
             tokens: int64, shape (n,).
         """
-        self._tokens = np.concatenate([self._tokens[: self.length], tokens])
-        self.length = self._first_key = self._first_state = len(self._tokens)
+        self._append_tokens(tokens, len(tokens))
+        self._first_key = self._first_state = self.length
         self._keys = self._states = None
+
+    def _append_tokens(self, tokens: Tokens | int, count: int) -> None:
+        """Append `count` tokens, or one token `count` times, and extend the length."""
+        stop = self.length + count
+        if stop > len(self._tokens):
+            grown = np.empty(max(stop + _ROOM, 2 * len(self._tokens)), np.int64)
+            grown[: self.length] = self._tokens[: self.length]
+            self._tokens = grown
+        self._tokens[self.length : stop] = tokens
+        self.length = stop
 
     def truncate(self, length: int) -> None:
         """Remove all tokens from position `length` on. Does nothing if the text is not longer."""

@@ -168,3 +168,21 @@ def test_an_error_of_one_request_leaves_the_others_alone(lm, reader, monkeypatch
     torch.testing.assert_close(found["bad"], alone)
     torch.testing.assert_close(found["wrong"], alone)
     assert not torch.allclose(expected["bad"], alone)
+
+
+def test_n_grams_alone_need_no_states(make_lm) -> None:
+    """Keys that join three states are not computed, so that a KV cache may be reused."""
+    lm = make_lm({"first": documents(RNG, FIRST, "f", 8)}, max_length=64)
+    save_settings(lm.store, KNNSettings(lam=0.0, ngrams=NGramSettings(4, 0.4)))
+    with KNNStore.open(lm.store.home.path) as store:
+        text = prompts(lm)[0]
+        engine = Engine(lm, store)
+        engine.add("first", {}, text)
+        engine.add("second", {}, text)
+        whole = engine.step({"first": (0, text)}, Purpose.SCORING)["first"]
+        rest = engine.step({"second": (5, text[5:])}, Purpose.SCORING)["second"]
+        assert engine.mixer.take_failures() == set()
+        torch.testing.assert_close(rest, whole[5:], atol=1e-5, rtol=1e-5)
+        with torch.no_grad():
+            expected = lm(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)

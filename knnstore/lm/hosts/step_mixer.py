@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.errors import KnnstoreError
+from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.hosts.request_options import RequestOptions
 from knnstore.lm.keys import Joining, Projection
@@ -62,6 +62,8 @@ class _Request:
     wants_prompt_scores: bool
     """True if the client asked for the log-probabilities of the prompt."""
     text: TextState = field(default_factory=TextState)
+    has_keys: bool | None = None
+    """True if the settings needed keys in the first step; None before it."""
     error: Exception | None = None
     """The first error of the request; its rows keep the model's logits from then on."""
 
@@ -120,9 +122,14 @@ class HostedSettings:
         return resolve(self._store, options.overrides(domains), purpose)
 
 
+def needs_keys(settings: KNNSettings) -> bool:
+    """Check whether predictions need keys at all; n-grams need only the tokens."""
+    return settings.retrieves or settings.cache is not None
+
+
 def needs_all_states(settings: KNNSettings, joining: Joining) -> bool:
     """Check whether predictions need hidden states of earlier tokens, which a KV cache does not have."""
-    return not settings.is_model_alone and (settings.cache is not None or bool(joining.discounts))
+    return settings.cache is not None or (settings.retrieves and bool(joining.discounts))
 
 
 class StepMixer:
@@ -220,8 +227,13 @@ class StepMixer:
             start, stop = int(step.starts[row]), int(step.starts[row + 1])
             try:
                 self._rewind(request, int(step.positions[start]))
+                if request.has_keys is None:
+                    request.has_keys = needs_keys(self._settings.resolve(request.options, Purpose.SCORING))
             except Exception as error:
                 self._fail(name, request, error)
+                continue
+            if not request.has_keys:
+                request.text.append_without_keys(step.tokens[start:stop])
             else:
                 by_length.setdefault(stop - start, []).append((name, request, start))
         for length, members in by_length.items():
@@ -230,6 +242,8 @@ class StepMixer:
             except Exception as error:
                 for name, request, _ in members:
                     self._fail(name, request, error)
+        if self._keys is None:
+            self._keys = states.new_zeros((len(step.tokens), 0), dtype=torch.float32)
 
     def _extend_batch(
         self, step: Step, states: Tensor, members: Sequence[tuple[str, _Request, int]], length: int
@@ -365,6 +379,13 @@ class StepMixer:
             return None
         if settings.cache is not None and not request.text.has_all_keys:
             settings = settings.without("cache")  # calibrated since the request began
+        if settings.retrieves and not request.has_keys:
+            self._fail(
+                self._step.requests[row],
+                request,
+                ConfigError("the settings need keys since the request began: ask again"),
+            )
+            return None
         return None if settings.is_model_alone else settings
 
     def _contexts(self, members: Sequence[_Request | None], owners: Numbers, ends: Numbers) -> Contexts:
