@@ -184,5 +184,5 @@ def test_n_grams_alone_need_no_states(make_lm) -> None:
         assert engine.mixer.take_failures() == set()
         torch.testing.assert_close(rest, whole[5:], atol=1e-5, rtol=1e-5)
         with torch.no_grad():
-            expected = lm(torch.tensor([text])).logits[0]
+            expected = lm(torch.tensor([text]), knn=settings_of(lm, {}, Purpose.SCORING)).logits[0]
         torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
