@@ -21,10 +21,10 @@ from knnstore.server.access import (
     Endpoints,
     Gate,
     access,
-    check_declared,
-    methods_of,
-    open_paths,
-    whole_paths,
+    check_rights_declared,
+    list_fixed_paths,
+    list_methods,
+    list_open_paths,
 )
 from knnstore.server.bodies import BodyRoute
 from knnstore.server.completions import declare_completions
@@ -68,8 +68,8 @@ def make_app(
     return Frame(
         app,
         gate,
-        open_paths(app),
-        whole_paths(app),
+        list_open_paths(app),
+        list_fixed_paths(app),
         serving.limits.body_bytes,
         serving.limits.body_seconds,
         local_only=options.local_only,
@@ -101,7 +101,7 @@ def make_endpoints(
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    check_declared(app)
+    check_rights_declared(app)
     return app
 
 
@@ -126,7 +126,7 @@ def _declare_about(
     @routes.add("GET", "/metrics", None if options.public_metrics else Right.ADMIN)
     def counted(request: Request) -> Response:
         """Return the metrics for Prometheus. They cover all domains together."""
-        if not options.public_metrics and not access(request).sees_all:
+        if not options.public_metrics and not access(request).sees_all_domains:
             raise ApiError(403, "this key is for some domains, the metrics are of all", code="missing_right")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -169,13 +169,13 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers, said, path = dict(error.headers or {}), str(error.detail), request.url.path
     if error.status_code == 405:
-        methods = methods_of(request.app, path)
+        methods = list_methods(request.app, path)
         headers["Allow"] = ", ".join(methods)
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         said = f"{path} does not take {request.method}, only {headers['Allow']}"
     elif error.status_code == 404:
         said = f"this server has no {path}"
-        if methods_of(request.app, f"/v1{path}"):
+        if list_methods(request.app, f"/v1{path}"):
             said += f"; there is /v1{path}: let the client's base URL end with /v1"
     return await _known(request, ApiError(error.status_code, said, headers=headers))

@@ -197,7 +197,7 @@ class _Answer:
         self._task = task
         self._quota = quota
         self._prompt_tokens = sum(len(prompt.tokens) - prompt.hidden for prompt in plan.prompts)
-        quota.spend(self._prompt_tokens)
+        quota.check_and_spend(self._prompt_tokens)
         self._pieces = serving.write(task)
         self._written: defaultdict[int, list[int]] = defaultdict(list)
         self._head = {
@@ -312,7 +312,7 @@ class _Answer:
         """Return a piece after counting its generated tokens, for the usage and the quota."""
         if not piece.is_prompt:
             self._written[piece.index].extend(score.token for score in piece.tokens)
-            self._quota.take(len(piece.tokens))
+            self._quota.spend_unchecked(len(piece.tokens))
         return piece
 
     def _usage(self) -> dict[str, int]:
@@ -333,7 +333,7 @@ class _Answer:
             return {}
         prompt = self._task.prompts[index // self._task.copies]
         _check_sources(self._body, len(self._written[index]))
-        self._quota.take(len(prompt.tokens) + len(self._written[index]))
+        self._quota.spend_unchecked(len(prompt.tokens) + len(self._written[index]))
         found = await sources_of(self._serving, self._task.knn, prompt, self._written[index], count)
         return {"knn": {"sources": found}}
 

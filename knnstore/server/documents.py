@@ -79,12 +79,14 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         _check_seen(access(request), body.domain)
         serving.lm  # noqa: B018
         quota = access(request).quota
-        quota.spend(0)
+        quota.check_and_spend(0)
         given = await serving.read(lambda: list(documents_of(body.documents)))
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []
         for document in given:  # one at a time, so that changes of other requests can run between them
-            done = await serving.writer.add(document, body.domain, body.tags, quota.take, bad.append)
+            done = await serving.writer.add(
+                document, body.domain, body.tags, quota.spend_unchecked, bad.append
+            )
             counts = {name: count + done[name] for name, count in counts.items()}
         await serving.writer.count_ngrams()  # so that the next request retrieves from all documents
         if bad:

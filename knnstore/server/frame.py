@@ -94,7 +94,7 @@ class Frame:
             scope.setdefault("state", {})["access"] = who
             seen["key"] = who.key if who else ""
             limited = self._limited(headers, receive)
-            with who.quota.running() if who else nullcontext():
+            with who.quota.count_running() if who else nullcontext():
                 await self._app(scope, limited, answer)
         except ApiError as error:
             await _error(error)(scope, receive, answer)
@@ -134,7 +134,7 @@ class Frame:
             raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
         if scope["path"] in self._open:
             return None
-        return await self._gate.access_of(headers.get("authorization", ""))
+        return await self._gate.authenticate_request(headers.get("authorization", ""))
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         """Wrap `receive` so that it enforces the size and time limits of the body.

@@ -44,7 +44,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
     def models_of(who: Access) -> list[dict[str, Any]]:
         """List the model alone, then the model with each domain that the client sees."""
         store = serving.lm.store
-        seen = who.seen(domain.name for domain in store.domains())
+        seen = who.filter_visible(domain.name for domain in store.domains())
         names = [named(serving.name), *(named(serving.name, (domain,)) for domain in seen)]
         return [
             {
@@ -125,7 +125,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
             return found
 
         scope, start, tokens = await serving.read(planned)
-        access(request).quota.spend(len(tokens))
+        access(request).quota.check_and_spend(len(tokens))
 
         def work() -> Turns[bytes]:
             settings, parts = serving.scopes.settings(scope), _Parts(serving.limits.answer_bytes)

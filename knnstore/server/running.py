@@ -182,7 +182,7 @@ def _reloading(serving: Serving, gate: Gate) -> Iterator[None]:
         if not serving.is_ready:
             return
         try:
-            gate.forget()
+            gate.reset_quotas()
             serving.reload()
         except Exception:
             _logger.exception("could not reload")

@@ -92,7 +92,7 @@ class Scopes:
         """
         domains = self._domains_of(name, access)
         if knn is None:
-            return Scope(domains, own=not access.sees_all)
+            return Scope(domains, own=not access.sees_all_domains)
         if not domains and (knn.domains or knn.tags or knn.where):
             raise refused(
                 f"`{name}` is the model alone and retrieves nothing; name domains as {self.model}+DOMAIN",
@@ -117,7 +117,7 @@ class Scopes:
             knn.probes,
             knn.temperature,
             knn.lam,
-            own=not access.sees_all,
+            own=not access.sees_all_domains,
         )
         try:
             if knn.where is not None:

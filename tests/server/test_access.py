@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 import knnstore
 from knnstore.catalog import Right
-from knnstore.server.access import check_declared
+from knnstore.server.access import check_rights_declared
 from knnstore.server.app import Options, make_endpoints
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Serving
@@ -69,14 +69,14 @@ def test_every_endpoint_asks_for_its_right(keyed):
 
 def test_a_route_that_declares_no_right_is_refused():
     app = make_endpoints(Serving("m"), Metrics(), Options())
-    check_declared(app)
+    check_rights_declared(app)
     app.get("/more")(lambda: "")
     with pytest.raises(RuntimeError, match="/more does not declare"):
-        check_declared(app)
+        check_rights_declared(app)
     mounted = FastAPI(openapi_url=None)
     mounted.mount("/below", app)
     with pytest.raises(RuntimeError, match="/below"):
-        check_declared(mounted)
+        check_rights_declared(mounted)
 
 
 def test_naming_sources_needs_the_right_to_read(keyed):

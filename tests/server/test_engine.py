@@ -26,7 +26,7 @@ from knnstore.server.engine import (
     Ticket,
     admission,
 )
-from knnstore.server.engine.prompts import Reading
+from knnstore.server.engine.prompts import Prefill
 
 ENDS = {0, 264, 271}  # likely ones, so that texts end early
 # All records that are selected count: which is the k-th nearest of fewer may hang on rounding.
@@ -284,7 +284,7 @@ def test_stopping_tells_whoever_waits(lm):
 @pytest.mark.parametrize("knn", ["cache", "n-grams", "news"])
 def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
     ids = lm.reader.tokens("The council said the harbour wall was in the storm " * 5).tolist()[:60]
-    whole, parts = (Reading(lm, ids, is_scored=True, is_continued=False) for _ in range(2))
+    whole, parts = (Prefill(lm, ids, is_scored=True, is_continued=False) for _ in range(2))
 
     def go_on(reading, most):
         part, came = reading.go_on(SETTINGS[knn], most)
@@ -325,7 +325,7 @@ def test_texts_go_on_beside_work_that_takes_long(lm, engine):
 
 @pytest.mark.parametrize(("most", "begun"), [(1024, [3, 3]), (4, [2, 3]), (2, [1, 2])])
 def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, most, begun):
-    monkeypatch.setattr(admission, "_AT_MOST", most)
+    monkeypatch.setattr(admission, "_MAX_TURN_TOKENS", most)
     prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()[:2]))
     running, *coming = (
         Listener(Task((prompt,), knn, 90, sampling=Sampling(1.0, 1.0, 5)))
@@ -354,7 +354,7 @@ def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, mos
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
-    monkeypatch.setattr(admission, "_IN_PARTS", 4)
+    monkeypatch.setattr(admission, "_CHUNK_TOKENS", 4)
     ids = lm.reader.tokens("The council said the harbour wall was in the storm").tolist()[:14]
     running, long, other, short = (
         Listener(Task((Prompt(tuple(tokens)),), "letters", 40, sampling=Sampling(1.0, 1.0, 5)))
@@ -379,14 +379,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
 
 
 def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
-    monkeypatch.setattr(admission, "_AT_MOST", 20)
-    passes, read_together = [], admission.read_together
+    monkeypatch.setattr(admission, "_MAX_TURN_TOKENS", 20)
+    passes, prefill_together = [], admission.prefill_together
 
     def spied(lm, readings, settings):
         passes.append([reading.left for reading in readings])
-        read_together(lm, readings, settings)
+        prefill_together(lm, readings, settings)
 
-    monkeypatch.setattr(admission, "read_together", spied)
+    monkeypatch.setattr(admission, "prefill_together", spied)
     ids = lm.reader.tokens("The council said the harbour wall was in the storm").tolist()
     lengths = [9, 2, 2, 2, 2]
     listeners = [

@@ -7,7 +7,7 @@ import torch
 
 from knnstore.lm import TextState
 from knnstore.server.engine.kv_cache import Memory
-from knnstore.server.engine.prompts import layers_of
+from knnstore.server.engine.prompts import extract_layers
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
 
@@ -29,17 +29,17 @@ def test_rows_come_and_go_and_each_keeps_its_own():
     for number in range(600):
         while rows and drawn.random() < (0.3 if number % 200 > 150 else 0.02):
             at = drawn.randrange(len(rows))
-            memory.leave(at)
+            memory.remove_row(at)
             rows[at] = rows[-1]
             rows.pop()
         if not rows or (drawn.random() < 0.1 and len(rows) < 5):
             tokens = [drawn.randrange(100) for _ in range(drawn.choice([1, 7, 90]))]
             rows.append((tokens, values(len(tokens))))
             layers = [(keys[None], others[None]) for keys, others in rows[-1][1].unbind(0)]
-            memory.join(layers, text_of(tokens))
+            memory.add_row(layers, text_of(tokens))
         count = drawn.choice([1, 1, 3, 17])
         new = [[drawn.randrange(100) for _ in range(count)] for _ in rows]
-        cache = memory.step(count)
+        cache = memory.begin_step(count)
         texts = cache.layers[-1].texts
         width, steps = count + max(len(tokens) for tokens, _ in rows), [values(count) for _ in rows]
         assert cache.get_seq_length() == width - count
@@ -48,7 +48,7 @@ def test_rows_come_and_go_and_each_keeps_its_own():
         for text, tokens in zip(texts, new, strict=True):
             text.append(np.array(tokens), torch.zeros(count, 1), None)
         if drawn.random() < 0.3:
-            memory.step(count)
+            memory.begin_step(count)
             for text, tokens in zip(texts, new, strict=True):
                 text.append(np.array(tokens), torch.zeros(count, 1), None)
         kept = drawn.randint(0, count)  # none is an error
@@ -58,8 +58,8 @@ def test_rows_come_and_go_and_each_keeps_its_own():
             before = known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH)
             whole = torch.cat([before, known, steps[at]], 3)
             for layer, (keys, others) in enumerate(whole):
-                held = layers_of(cache)[layer]
+                held = extract_layers(cache)[layer]
                 assert torch.equal(held[0][at], keys)
                 assert torch.equal(held[1][at], others)
             rows[at] = [*tokens, *new[at][:kept]], whole[..., padding : width - count + kept, :]
-        memory.keep(kept)
+        memory.keep_tokens(kept)

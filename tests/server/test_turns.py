@@ -153,7 +153,7 @@ def test_an_explanation_ends_when_its_client_has_left(server, observed):
         await asyncio.wrap_future(server.serving.engine.call(lambda: None))
         # At most the turn that ran while the client left; the two calls have a turn each.
         assert sum(turn.turns for turn in observed[done:]) <= 3
-        await until(lambda: server.serving.engine._jobs == 0)
+        await until(lambda: server.serving.engine._waiting_count == 0)
 
     server.loop.run_until_complete(ask())
 
@@ -221,7 +221,7 @@ def test_prompts_scored_with_several_settings_share_one_turn(server, observed, m
         return likelihoods(lm, parts, came, *rest)
 
     monkeypatch.setattr(admission, "likelihoods", record)
-    monkeypatch.setattr(admission, "_SHORT", 0.0)  # however fast it is, no turn becomes longer
+    monkeypatch.setattr(admission, "_SHORT_SECONDS", 0.0)  # however fast it is, no turn becomes longer
     observe = server.serving.engine._observe
     server.serving.engine._observe = lambda turn: (scored.append(0), observe(turn))
 

@@ -128,8 +128,8 @@ def test_no_further_text_begins_for_who_does_not_read(server, monkeypatch):
         deaf, other = Deaf(server, "/v1/completions", asked), Client(server, "/v1/completions", asked)
         waiting = asyncio.ensure_future(deaf.run())
         engine = server.serving.engine
-        await until(lambda: len(engine._waiting) == 1)
-        ticket = engine._waiting.tickets[0]
+        await until(lambda: len(engine._admission) == 1)
+        ticket = engine._admission.tickets[0]
         await until(lambda: ticket.is_behind and not engine.rows)
         await other.run()
         written = ticket.told

@@ -5,10 +5,10 @@ from knnstore.server.access.authentication import (
     Endpoints,
     Gate,
     access,
-    check_declared,
-    methods_of,
-    open_paths,
-    whole_paths,
+    check_rights_declared,
+    list_fixed_paths,
+    list_methods,
+    list_open_paths,
 )
 from knnstore.server.access.quotas import Quota
 
@@ -18,8 +18,8 @@ __all__ = [
     "Gate",
     "Quota",
     "access",
-    "check_declared",
-    "methods_of",
-    "open_paths",
-    "whole_paths",
+    "check_rights_declared",
+    "list_fixed_paths",
+    "list_methods",
+    "list_open_paths",
 ]

@@ -36,15 +36,15 @@ class Access:
     """Rate limits of the key."""
 
     @property
-    def sees_all(self) -> bool:
+    def sees_all_domains(self) -> bool:
         """True if all domains are visible."""
         return self.domains is None
 
     def sees(self, domain: str) -> bool:
-        """Check whether a domain is visible. The domain need not exist."""
+        """Check whether the client may see a domain. The domain need not exist."""
         return self.domains is None or domain in self.domains
 
-    def seen(self, domains: Iterable[str]) -> list[str]:
+    def filter_visible(self, domains: Iterable[str]) -> list[str]:
         """Return the visible domains among `domains`, in their order."""
         return [domain for domain in domains if self.sees(domain)]
 
@@ -52,7 +52,7 @@ class Access:
         """Check that the client has a right.
 
         Raises:
-            ApiError: 403 if it has not.
+            ApiError: 403 if the client lacks the right.
         """
         if right not in self.rights:
             raise ApiError(403, f"this key lacks the right {right.value!r}", code="missing_right")
@@ -63,11 +63,11 @@ EVERYBODY = Access(frozenset(Right))
 
 
 class Gate:
-    """Authenticates requests.
+    """Finds the permissions of each request by its API key, and keeps the rate limits of each key.
 
     Args:
         keys: the API keys of the store.
-        required: True if each request needs a key. Otherwise a key is checked only if a request has one.
+        required: True if each request needs a key. Otherwise a key is checked only if the request has one.
     """
 
     def __init__(self, keys: AccessKeys, *, required: bool) -> None:
@@ -75,43 +75,47 @@ class Gate:
         self._required = required
         self._quotas: dict[str, Quota] = {}
 
-    async def access_of(self, authorization: str) -> Access:
-        """Return the permissions that a header ``Authorization`` gives.
+    async def authenticate_request(self, authorization: str) -> Access:
+        """Return the permissions of the client that sent a header ``Authorization``.
 
-        If no key is required, a value that does not have the form of a key gives all rights, because clients
-        send arbitrary placeholders. A key is looked up in another thread: the event loop does not wait.
+        If no key is required, a missing header, or a value that does not have the form of a key, gives all
+        rights (`EVERYBODY`), because clients send arbitrary placeholders. The right ADMIN includes all other
+        rights. The key is looked up in a worker thread, so that the event loop does not wait.
+
+        Args:
+            authorization: value of the header, ``Bearer KEY``; empty if the request has none.
 
         Raises:
             ApiError: 401 if the key is missing, unknown or expired. The message does not say which.
         """
-        given = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
-        if not self._required and not AccessKeys.has_key_format(given):
+        api_key = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
+        if not self._required and not AccessKeys.has_key_format(api_key):
             return EVERYBODY
-        key = await run_in_threadpool(self._keys.find, given)
-        if key is None:
+        found_key = await run_in_threadpool(self._keys.find, api_key)
+        if found_key is None:
             raise ApiError(
                 401,
                 "a valid key is needed: send it as `Authorization: Bearer KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        rights = frozenset(Right) if Right.ADMIN in key.rights else key.rights
-        domains = None if key.domains is None else frozenset(key.domains)
-        return Access(rights, domains, key.id, self._quota_of(key))
+        rights = frozenset(Right) if Right.ADMIN in found_key.rights else found_key.rights
+        domains = None if found_key.domains is None else frozenset(found_key.domains)
+        return Access(rights, domains, found_key.id, self._get_or_create_quota(found_key))
 
-    def forget(self) -> None:
-        """Reset the rate limits of all keys: nothing counts as used any more."""
+    def reset_quotas(self) -> None:
+        """Reset the rate limits of all API keys: no request counts as running, no token as spent."""
         self._quotas.clear()
 
-    def _quota_of(self, key: AccessKey) -> Quota:
-        """Return the quota of a key. It is created at the key's first request and kept until `forget`."""
+    def _get_or_create_quota(self, key: AccessKey) -> Quota:
+        """Return the rate limits of a key: created at its first request, kept until `reset_quotas`."""
         if key.requests is None and key.tokens is None:
             return UNLIMITED
         return self._quotas.setdefault(key.id, Quota(key.requests, key.tokens))
 
 
 class Endpoints:
-    """Adds endpoints to an application, each with the right that it needs."""
+    """Adds endpoints to a FastAPI application, and declares the right that each endpoint needs."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -119,33 +123,46 @@ class Endpoints:
     def add(
         self, method: str, path: str, right: Right | None, **options: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator that adds a function as an endpoint. A GET endpoint also answers HEAD.
+        """Return a decorator that adds a function to the application as an endpoint.
+
+        The decorator returns the function unchanged. A GET endpoint also answers HEAD. The result of a
+        synchronous function is converted to JSON in the worker thread that runs the function.
 
         Args:
             method: the HTTP method.
             path: the path, with parameters in braces.
             right: the right that a request needs; None if it needs neither a right nor a key.
-            options: passed on to FastAPI.
+            options: further arguments of FastAPI's `add_api_route`.
         """
 
-        def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-            dependencies = [] if right is None else [Depends(_Needs(right))]
-            extra = {_RIGHT: right.value if right else _NONE}
-            answer = function if iscoroutinefunction(function) else _as_json(function)
+        def register_endpoint(function: Callable[..., Any]) -> Callable[..., Any]:
+            dependencies = [] if right is None else [Depends(_RightCheck(right))]
+            openapi_fields = {_RIGHT: right.value if right else _NONE}
+            endpoint = function if iscoroutinefunction(function) else _wrap_as_json_response(function)
             self._app.add_api_route(
-                path, answer, methods=[method], dependencies=dependencies, openapi_extra=extra, **options
+                path,
+                endpoint,
+                methods=[method],
+                dependencies=dependencies,
+                openapi_extra=openapi_fields,
+                **options,
             )
             if method == "GET":  # load balancers send HEAD; the HTTP server leaves the body out
-                hidden = {**options, "include_in_schema": False}
+                hidden_options = {**options, "include_in_schema": False}
                 self._app.add_api_route(
-                    path, function, methods=["HEAD"], dependencies=dependencies, openapi_extra=extra, **hidden
+                    path,
+                    function,
+                    methods=["HEAD"],
+                    dependencies=dependencies,
+                    openapi_extra=openapi_fields,
+                    **hidden_options,
                 )
             return function
 
-        return declare
+        return register_endpoint
 
 
-def _as_json(function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_as_json_response(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a synchronous endpoint so that the worker thread, not the event loop, makes JSON of its result."""
 
     @wraps(function)
@@ -156,8 +173,8 @@ def _as_json(function: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-class _Needs:
-    """FastAPI dependency that refuses requests without a right with 403."""
+class _RightCheck:
+    """FastAPI dependency that raises ApiError 403 if the client of a request lacks a right."""
 
     def __init__(self, right: Right) -> None:
         self.right = right
@@ -168,46 +185,47 @@ class _Needs:
 
 
 def access(request: Request) -> Access:
-    """Return the permissions of a request, which `Frame` has stored in its state."""
+    """Return the permissions of a request's client, which `Frame` has stored in `request.state`."""
     permissions: Access = request.state.access
     return permissions
 
 
-def open_paths(app: FastAPI) -> frozenset[str]:
-    """Return the paths that need no right and therefore no key."""
+def list_open_paths(app: FastAPI) -> frozenset[str]:
+    """Return the declared paths of the endpoints that need neither a right nor an API key."""
     return frozenset(
-        route.path for route in app.routes if isinstance(route, APIRoute) and _right_of(route) == _NONE
+        route.path for route in app.routes if isinstance(route, APIRoute) and _declared_right(route) == _NONE
     )
 
 
-def whole_paths(app: FastAPI) -> frozenset[str]:
-    """Return the paths without parameters."""
+def list_fixed_paths(app: FastAPI) -> frozenset[str]:
+    """Return the declared paths that have no parameters in braces."""
     return frozenset(
         route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path
     )
 
 
-def methods_of(app: FastAPI, path: str) -> list[str]:
-    """Return the HTTP methods of a path, sorted, OPTIONS included; empty if no endpoint has this path."""
-    found = {
+def list_methods(app: FastAPI, path: str) -> list[str]:
+    """Return the HTTP methods of a request path, sorted and with OPTIONS; empty for an unknown path."""
+    methods = {
         method
         for route in app.routes
         if isinstance(route, APIRoute) and route.path_regex.match(path)
         for method in route.methods or ()
     }
-    return sorted({*found, "OPTIONS"}) if found else []
+    return sorted({*methods, "OPTIONS"}) if methods else []
 
 
-def check_declared(app: FastAPI) -> None:
+def check_rights_declared(app: FastAPI) -> None:
     """Check that each route of an application declares its right.
 
     Raises:
-        RuntimeError: if a route does not; names its path.
+        RuntimeError: if a route does not declare its right. The message names the route's path.
     """
     for route in app.routes:
-        if not isinstance(route, APIRoute) or _right_of(route) is None:
+        if not isinstance(route, APIRoute) or _declared_right(route) is None:
             raise RuntimeError(f"{getattr(route, 'path', route)} does not declare the right that it needs")
 
 
-def _right_of(route: APIRoute) -> Any:
+def _declared_right(route: APIRoute) -> Any:
+    """Return the name of the right that a route needs, ``none`` if it needs none, None if undeclared."""
     return (route.openapi_extra or {}).get(_RIGHT)

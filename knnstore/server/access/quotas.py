@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from knnstore.server.errors import ApiError
 
 _MINUTE = 60.0
-_SOON = 1
-"""Seconds in the header Retry-After if too many requests run."""
+_RETRY_SECONDS = 1
+"""Seconds in the header Retry-After of an answer 429, if too many requests run at once."""
 
 
 class Quota:
-    """Rate limits of one key, and what it has used. Threads may share the object.
+    """Rate limits of one API key, with its running requests and spent tokens. Threads may share the object.
 
     Tokens are limited by a token bucket that refills in one minute. A request is accepted while the bucket is
     not empty, because the number of generated tokens is not known beforehand. The bucket can become negative;
@@ -35,19 +35,21 @@ class Quota:
         self.requests, self.tokens = requests, tokens
         self._now = now
         self._running = 0
-        self._left, self._at = float(tokens or 0), now()
+        self._tokens_left, self._refilled_at = float(tokens or 0), now()
         self._lock = threading.Lock()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def count_running(self) -> Iterator[None]:
         """Count a request as running while the context is open.
 
         Raises:
-            ApiError: 429 if the largest number of requests runs already.
+            ApiError: 429 if the largest number of concurrent requests is already running.
         """
         with self._lock:
             if self.requests is not None and self._running >= self.requests:
-                raise _too_many(f"this key may have {self.requests:,} requests at once", _SOON)
+                raise _rate_limit_error(
+                    f"this key may have {self.requests:,} requests at once", _RETRY_SECONDS
+                )
             self._running += 1
         try:
             yield
@@ -55,36 +57,41 @@ class Quota:
             with self._lock:
                 self._running -= 1
 
-    def spend(self, tokens: int) -> None:
-        """Count the tokens that a new request begins with, if the bucket is not empty.
+    def check_and_spend(self, tokens: int) -> None:
+        """Accept a new request if the bucket is not empty, and subtract its first `tokens` from the bucket.
+
+        The bucket may become negative. Without a token limit every request is accepted.
 
         Raises:
-            ApiError: 429 if it is empty. The header Retry-After says in how many seconds it is not.
+            ApiError: 429 if the bucket is empty or negative; nothing is subtracted then. The header
+                Retry-After has the number of seconds after which the bucket is no longer empty.
         """
         with self._lock:
-            if self.tokens is not None and self._filled() <= 0:
-                wait = max(1, math.ceil(-self._left * _MINUTE / self.tokens))
-                raise _too_many(f"this key may have {self.tokens:,} tokens a minute", wait)
-            self._left -= tokens
+            if self.tokens is not None and self._refill_bucket() <= 0:
+                wait = max(1, math.ceil(-self._tokens_left * _MINUTE / self.tokens))
+                raise _rate_limit_error(f"this key may have {self.tokens:,} tokens a minute", wait)
+            self._tokens_left -= tokens
 
-    def take(self, tokens: int) -> None:
-        """Count further tokens of an accepted request; the bucket may become negative."""
+    def spend_unchecked(self, tokens: int) -> None:
+        """Subtract further tokens of an accepted request from the bucket, which may become negative."""
         with self._lock:
-            self._left -= tokens
+            self._tokens_left -= tokens
 
-    def _filled(self) -> float:
+    def _refill_bucket(self) -> float:
         """Refill the bucket up to the current time, and return its tokens. The caller holds the lock."""
         assert self.tokens is not None
         now = self._now()
-        self._left = min(self.tokens, self._left + self.tokens * (now - self._at) / _MINUTE)
-        self._at = now
-        return self._left
+        self._tokens_left = min(
+            self.tokens, self._tokens_left + self.tokens * (now - self._refilled_at) / _MINUTE
+        )
+        self._refilled_at = now
+        return self._tokens_left
 
 
 UNLIMITED = Quota()
 """Quota without limits, of clients without a key and of keys without limits."""
 
 
-def _too_many(message: str, wait: int) -> ApiError:
+def _rate_limit_error(message: str, wait: int) -> ApiError:
     headers = {"Retry-After": str(wait)}
     return ApiError(429, f"{message}: try again later", code="rate_limit_exceeded", headers=headers)

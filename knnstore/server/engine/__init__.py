@@ -2,7 +2,7 @@
 
 `Engine` runs the thread. `Task`, `Prompt` and `Sampling` describe a request, `Ticket` submits it, and `Piece`
 and `TokenScore` are its results. `Turns` is long work that the engine runs between decoding steps. `Observed`
-describes one turn of the engine for the metrics.
+has the counts of one turn of the engine, for the metrics.
 """
 
 from knnstore.server.engine.engine import Engine, SettingsOf

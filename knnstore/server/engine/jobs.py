@@ -1,4 +1,4 @@
-"""Long work for the engine's thread, done in turns so that the texts have a step between two turns.
+"""Long work for the engine's thread, split into turns. The engine runs a decoding step between two turns.
 
 `Turns` is the generator that does the work, `Job` runs it.
 """
@@ -11,7 +11,7 @@ from typing import Generic, TypeAlias, TypeVar
 Found = TypeVar("Found")
 
 Turns: TypeAlias = Generator[None, None, Found]
-"""Generator that yields at the end of each turn, and returns its result."""
+"""Generator that does long work: it yields at the end of each turn, and finally returns its result."""
 
 
 class Job(Generic[Found]):
@@ -20,20 +20,20 @@ class Job(Generic[Found]):
     The future stays pending until the work is done, so that it can be cancelled between turns.
 
     Args:
-        work: returns the generator. It is called in the first turn.
+        work: returns the generator that does the work. The first turn calls this function.
     """
 
     def __init__(self, work: Callable[[], Turns[Found]]) -> None:
-        self.promised: Future[Found] = Future()
+        self.future: Future[Found] = Future()
         self._work = work
         self._turns: Turns[Found] | None = None
 
     def take_turn(self) -> bool:
-        """Run the next turn. Returns True if the job is done, failed or cancelled.
+        """Run the next turn. Returns True if the job is done, failed or cancelled, so that no turn is left.
 
-        Sets the result or the error of the future. Errors are not raised.
+        Sets the result of the generator, or its exception, in `future`. Exceptions are not raised here.
         """
-        if self.promised.cancelled():
+        if self.future.cancelled():
             self.close()
             return True
         try:
@@ -41,8 +41,8 @@ class Job(Generic[Found]):
                 self._turns = self._work()
             next(self._turns)
         except StopIteration as end:
-            if self.promised.set_running_or_notify_cancel():
-                self.promised.set_result(end.value)
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(end.value)
         except BaseException as error:
             self.fail(error)
         else:
@@ -50,12 +50,12 @@ class Job(Generic[Found]):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Close the job, and set the error of its future. A cancelled future is left as it is."""
+        """Close the generator, and set the error of `future` unless the future is cancelled or finished."""
         self.close()
         with suppress(InvalidStateError):  # it was cancelled a moment ago
-            self.promised.set_exception(error)
+            self.future.set_exception(error)
 
     def close(self) -> None:
-        """Close the generator, so that its `finally` blocks run."""
+        """Close the generator, so that its `finally` blocks run. Does not change `future`."""
         if self._turns is not None:
             self._turns.close()

@@ -10,42 +10,47 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from knnstore.lm import TextState, TextStateLayer
 from knnstore.server.engine.prompts import Layers
 
-_ROOM = 64
+_FREE_COLUMNS = 64
 """Number of columns that are added at once. It is at least the number of tokens of a step."""
 
 
 class Memory:
-    """Token state and KV cache of each row. Padding is zero: a NaN in it would spread to the attention."""
+    """KV cache and `TextState` of each row of a batch.
+
+    Padding is zero, because a NaN in the padding would spread through the attention.
+    """
 
     def __init__(self) -> None:
         self._texts: list[TextState] = []
         self._layers: Layers = []
         self._rows = self._columns = 0
-        """Allocated rows and columns of the layers."""
+        """Number of rows and of columns (token positions) that the layers have memory for."""
         self._end = 0
+        """Column after the last token of every row; the columns from here on are free."""
         self.lengths: list[int] = []
-        """Number of tokens of each row that the model has read and `keep` has kept."""
+        """Number of tokens of each row that are in the cache, without tokens of a step that is not kept
+        yet."""
 
-    def join(self, layers: Layers, text: TextState) -> None:
-        """Add a row. Copies its keys and values.
+    def add_row(self, layers: Layers, text: TextState) -> None:
+        """Append a row to the batch. Copies the row's keys and values into the layers.
 
         Args:
             layers: keys and values of the row's tokens, at least one token.
-            text: state of these tokens. The row owns it from now on and changes it.
+            text: state of the same tokens. This object owns the state from now on and changes it.
         """
         row, length = len(self.lengths), text.length
         if row == self._rows or length > self._end:
-            self._make_room(row + 1, length, layers)
-        at = slice(self._end - length, self._end)
-        for of_all, of_row in zip(self._layers, layers, strict=True):
-            for values, new in zip(of_all, of_row, strict=True):
-                values[row] = 0
-                values[row, :, at] = new[0]
+            self._reallocate(row + 1, length, layers)
+        columns = slice(self._end - length, self._end)
+        for batch_layer, row_layer in zip(self._layers, layers, strict=True):
+            for batch_values, row_values in zip(batch_layer, row_layer, strict=True):
+                batch_values[row] = 0
+                batch_values[row, :, columns] = row_values[0]
         self.lengths.append(length)
         self._texts.append(text)
 
-    def leave(self, row: int) -> None:
-        """Remove a row. The last row takes its place."""
+    def remove_row(self, row: int) -> None:
+        """Remove a row by its index. The last row takes the index of the removed row."""
         self.lengths[row], self._texts[row] = self.lengths[-1], self._texts[-1]
         self.lengths.pop()
         self._texts.pop()
@@ -53,64 +58,70 @@ class Memory:
         if not last:
             self._layers, self._rows, self._columns, self._end = [], 0, 0, 0
         elif row < last:
-            for of_all in self._layers:
-                for values in of_all:
+            for layer in self._layers:
+                for values in layer:
                     values[row, :, : self._end] = values[last, :, : self._end]
 
-    def step(self, count: int) -> DynamicCache:
+    def begin_step(self, count: int) -> DynamicCache:
         """Return a cache for a forward pass that reads `count` further tokens of each row.
 
-        The pass writes into free columns. They are dropped unless `keep` is called before the next step.
+        The pass writes into the free columns of this object. If `keep_tokens` is not called before the next
+        step, the next step overwrites them.
         """
         rows = len(self.lengths)
         if self._end + count > self._columns:
-            self._make_room(rows, 0, self._layers)
+            self._reallocate(rows, 0, self._layers)
         columns = slice(self._end - max(self.lengths), self._end + count)
         cache = DynamicCache()
         cache.layers = [
-            _Layer(keys[:rows, :, columns], values[:rows, :, columns], count) for keys, values in self._layers
+            _InPlaceLayer(keys[:rows, :, columns], values[:rows, :, columns], count)
+            for keys, values in self._layers
         ]
-        self._forget_unkept()
+        self._truncate_texts()
         cache.layers.append(TextStateLayer(self._texts))
         return cache
 
-    def keep(self, count: int) -> None:
-        """Keep the first `count` tokens of the last step, and drop its other tokens."""
+    def keep_tokens(self, count: int) -> None:
+        """Keep the first `count` new tokens of each row from the last step, and drop the others."""
         self._end += count
         self.lengths = [length + count for length in self.lengths]
-        self._forget_unkept()
+        self._truncate_texts()
 
-    def _forget_unkept(self) -> None:
+    def _truncate_texts(self) -> None:
+        """Cut the `TextState` of each row to the row's kept tokens."""
         for text, length in zip(self._texts, self.lengths, strict=True):
             text.truncate(length)
 
-    def _make_room(self, rows: int, length: int, like: Layers) -> None:
-        """Reallocate the layers, with `_ROOM` free columns, and copy the kept rows.
+    def _reallocate(self, rows: int, length: int, like: Layers) -> None:
+        """Allocate layers with `_FREE_COLUMNS` free columns, and copy the rows of the old layers.
 
         Args:
             rows: number of rows to allocate.
-            length: number of tokens of a new row; 0 without one.
+            length: number of tokens of a row that is to be added; 0 if no row is.
             like: layers whose shapes, dtypes and devices the new layers have.
         """
-        old = slice(self._end - max(self.lengths, default=0), self._end)
-        kept, end = len(self.lengths), max([length, *self.lengths])
-        at = slice(end - (old.stop - old.start), end)
+        old_columns = slice(self._end - max(self.lengths, default=0), self._end)
+        row_count, end = len(self.lengths), max([length, *self.lengths])
+        new_columns = slice(end - (old_columns.stop - old_columns.start), end)
         layers = []
         for number, pair in enumerate(like):
-            made = [one.new_zeros((rows, one.shape[1], end + _ROOM, one.shape[3])) for one in pair]
-            for new, values in zip(made, self._layers[number], strict=True) if kept else ():
-                new[:kept, :, at] = values[:kept, :, old]
-            layers.append((made[0], made[1]))
-        self._layers, self._rows, self._columns, self._end = layers, rows, end + _ROOM, end
+            new_pair = [
+                tensor.new_zeros((rows, tensor.shape[1], end + _FREE_COLUMNS, tensor.shape[3]))
+                for tensor in pair
+            ]
+            for new_values, values in zip(new_pair, self._layers[number], strict=True) if row_count else ():
+                new_values[:row_count, :, new_columns] = values[:row_count, :, old_columns]
+            layers.append((new_pair[0], new_pair[1]))
+        self._layers, self._rows, self._columns, self._end = layers, rows, end + _FREE_COLUMNS, end
 
 
-class _Layer(DynamicLayer):
-    """A layer of a cache whose last columns the forward pass fills in place.
+class _InPlaceLayer(DynamicLayer):
+    """Layer of a transformers cache whose last columns a forward pass fills in place.
 
     Args:
-        keys: keys of all columns, the new ones included, shape (b, heads, t, width).
-        values: values, likewise.
-        new: number of new columns.
+        keys: keys of all columns, the new columns included, shape (b, heads, t, width).
+        values: values of the same columns, same shape.
+        new: number of new columns, at the end.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, new: int) -> None:
@@ -122,7 +133,7 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new columns. Returns the keys and values of all columns."""
+        """Write keys and values into the new columns. Returns the keys and values of all columns."""
         self.keys, self.values = self._whole
         self.keys[:, :, -self._new :], self.values[:, :, -self._new :] = key_states, value_states
         return self.keys, self.values

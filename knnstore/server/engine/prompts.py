@@ -1,6 +1,6 @@
 """Prefill of prompts, in chunks or several prompts in one forward pass.
 
-`Reading` is the prefill of one prompt, `Remembered` its result. `read_together` reads several prompts.
+`Prefill` is the prefill of one prompt, `Remembered` its result. `prefill_together` reads several prompts.
 """
 
 from collections.abc import Sequence
@@ -37,24 +37,27 @@ class Remembered:
     """State of the model after the prefill of a prompt."""
 
     layers: Layers
-    """KV cache of the prompt, one row; empty if no token was read."""
+    """Keys and values of the tokens read, for each layer, with one row; empty if no token was read."""
     length: int
     """Number of tokens read."""
     text: TextState
+    """State of the tokens read that retrieval needs."""
     scores: tuple[Likelihoods, ...] = ()
-    """Likelihoods of the prompt's tokens after the first, one object for each chunk; empty if not scored."""
+    """Likelihoods of the prompt's tokens after its first token, one object for each chunk; empty if the
+    prompt is not scored."""
     next: Tensor | None = None
-    """log p of the token after the prompt, float32, shape (v,); None if the prompt is not continued."""
+    """log p of the token after the prompt, float32, shape (v,); None if no token is generated after it."""
 
 
-class Reading:
-    """The prefill of one prompt.
+class Prefill:
+    """The prefill of one prompt: the model reads its tokens in chunks and fills the KV cache.
 
     Args:
         lm: the model.
         tokens: the tokens of the prompt.
         is_scored: True if the prompt's own tokens are scored.
-        is_continued: True if the token after the prompt is predicted. Otherwise the last token is not read.
+        is_continued: True if the token after the prompt is predicted. Otherwise the prompt's last token is
+            not read, because nothing needs its prediction.
     """
 
     def __init__(
@@ -70,64 +73,72 @@ class Reading:
         self._text = TextState()
         self._read = 0
         self.scores: list[Likelihoods] = []
-        """Likelihoods of each chunk read so far; the caller of `go_on` appends them."""
+        """Likelihoods of each chunk read so far; the caller of `read_chunk` appends them."""
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         """Number of tokens that are not read yet."""
         return self._length - self._read
 
-    def go_on(self, settings: KNNSettings, most: int) -> tuple[ForwardPass, Tensor]:
-        """Read the next chunk. After an error the same chunk can be read again.
+    def read_chunk(self, settings: KNNSettings, max_tokens: int) -> tuple[ForwardPass, Tensor]:
+        """Run one forward pass over the next chunk of the prompt, and extend the KV cache by the chunk.
 
-        Predicts the token after the prompt when the last chunk is read, if the prompt is continued.
+        The last chunk of a continued prompt also predicts the token after the prompt. After an error the same
+        chunk can be read again.
 
         Args:
-            settings: the settings to score with; text is generated with those resolved for generation.
-            most: largest number of tokens to read, at least 1.
+            settings: the retrieval settings, for scoring. Unscored prompts and the token after the prompt use
+                these settings resolved for generation.
+            max_tokens: largest number of tokens to read, at least 1. A chunk that is scored may be shorter.
 
         Returns:
-            The forward pass, and the target of each of its tokens, int64, shape (t,). The target of the
-            prompt's last token is 0.
+            The forward pass over the chunk's t tokens, and the target of each token: the next token of the
+            prompt, int64, shape (t,). The prompt's last token has the target 0.
         """
         if self.is_scored:
-            most = min(most, max(1, _VALUES // self._lm.store.identity.vocab_size))
-        end = self._read + min(most, self.left)
+            max_tokens = min(max_tokens, max(1, _VALUES // self._lm.store.identity.vocab_size))
+        end = self._read + min(max_tokens, self.tokens_left)
         generating = self._lm.resolve_settings(settings, Purpose.GENERATION)
         settings = settings if self.is_scored else generating
         cache = DynamicCache(self._layers) if self._layers else DynamicCache()
-        keep = 0 if self.is_scored else 1
+        logits_to_keep = 0 if self.is_scored else 1
         self._text.truncate(self._read)
-        part = read_part(self._lm, self._tokens[:, :end], cache, self._text, settings, logits_to_keep=keep)
+        forward_pass = read_part(
+            self._lm, self._tokens[:, :end], cache, self._text, settings, logits_to_keep=logits_to_keep
+        )
         if end == self._length and self._is_continued:
-            self._next = following(self._lm, part, generating)
-        came = pad(self._tokens[0, self._read + 1 : end + 1], (0, 1))[: end - self._read]
-        self._layers, self._read = layers_of(cache), end
-        return part, came
+            self._next = following(self._lm, forward_pass, generating)
+        targets = pad(self._tokens[0, self._read + 1 : end + 1], (0, 1))[: end - self._read]
+        self._layers, self._read = extract_layers(cache), end
+        return forward_pass, targets
 
     @property
     def can_be_read_with_others(self) -> bool:
-        """True if `read_together` can read it: it is unread, not scored and continued."""
+        """True if `prefill_together` can read the prompt: unread, continued and not scored."""
         return not (self._read or self.is_scored) and self._is_continued
 
-    def remembered(self) -> Remembered:
-        """Return the state after the tokens read so far."""
+    def get_state(self) -> Remembered:
+        """Return the state of the model after the tokens read so far, with the scores of these tokens."""
         return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next)
 
 
-def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: Sequence[KNNSettings]) -> None:
-    """Read whole prompts in one left-padded forward pass. If it fails, no prompt counts as read.
+def prefill_together(
+    lm: KNNLMForCausalLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]
+) -> None:
+    """Read several whole prompts in one left-padded forward pass, and store the result in each `Prefill`.
+
+    If the pass fails, no prompt counts as read.
 
     Args:
         lm: the model.
-        readings: prompts for which `can_be_read_with_others` is True; at least one.
-        settings: the settings of each prompt; they are resolved for generation.
+        prefills: prompts for which `can_be_read_with_others` is True; at least one.
+        settings: the retrieval settings of each prompt. This function resolves them for generation.
     """
-    lengths = [reading.left for reading in readings]
+    lengths = [prefill.tokens_left for prefill in prefills]
     width = max(lengths)
-    tokens = torch.cat([pad(one._tokens, (width - one.left, 0)) for one in readings])
-    begins = torch.tensor([width - length for length in lengths], device=tokens.device)
-    mask, cache = (torch.arange(width, device=tokens.device) >= begins[:, None]).long(), DynamicCache()
+    tokens = torch.cat([pad(prefill._tokens, (width - prefill.tokens_left, 0)) for prefill in prefills])
+    starts = torch.tensor([width - length for length in lengths], device=tokens.device)
+    mask, cache = (torch.arange(width, device=tokens.device) >= starts[:, None]).long(), DynamicCache()
     with torch.inference_mode():
         output = lm(
             input_ids=tokens,
@@ -136,25 +147,25 @@ def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: S
             cache=cache,
             use_cache=True,
             logits_to_keep=1,
-            knn=[lm.resolve_settings(one, Purpose.GENERATION) for one in settings],
+            knn=[lm.resolve_settings(knn, Purpose.GENERATION) for knn in settings],
         )
-        following = output.logits[:, -1].float().log_softmax(-1)
+        next_log_probs = output.logits[:, -1].float().log_softmax(-1)
     layer = cache.layers[-1]
     assert isinstance(layer, TextStateLayer)
-    for row, (reading, length) in enumerate(zip(readings, lengths, strict=True)):
-        at = slice(row, row + 1), slice(None), slice(width - length, None)
-        reading._layers = [(keys[at], values[at]) for keys, values in layers_of(cache)]
-        reading._text = layer.texts[row]
-        reading._read, reading._next = length, following[row]
+    for row, (prefill, length) in enumerate(zip(prefills, lengths, strict=True)):
+        row_slice = slice(row, row + 1), slice(None), slice(width - length, None)
+        prefill._layers = [(keys[row_slice], values[row_slice]) for keys, values in extract_layers(cache)]
+        prefill._text = layer.texts[row]
+        prefill._read, prefill._next = length, next_log_probs[row]
 
 
-def layers_of(cache: Any) -> Layers:
-    """Return the keys and values of each of the model's layers in a cache."""
+def extract_layers(cache: Any) -> Layers:
+    """Return the keys and values of each attention layer in a cache, without its `TextStateLayer`."""
     return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, TextStateLayer)]
 
 
 def has_attention_only(model: Any) -> bool:
-    """Check whether a model's cache holds attention keys and values only, as `Memory` needs."""
+    """Check whether a model's cache holds only keys and values of attention, which `Memory` can pad."""
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers

@@ -4,39 +4,40 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds stop strings, and holds back text that may be the beginning of one.
+    """Finds stop strings in a growing text, and holds back a last part that may begin a stop string.
 
     Args:
-        stops: the stop strings; none is empty.
+        stops: the stop strings, each of at least one character.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
 
-    def take(self, piece: str) -> tuple[str, bool]:
-        """Append a piece of text.
+    def append_text(self, piece: str) -> tuple[str, bool]:
+        """Append a piece of text, and search the held text together with the piece for stop strings.
 
         Returns:
-            The text that can be given out, and True if a stop string was found. The text ends before the
-            first stop string.
+            The text that can be sent to the client, and True if a stop string was found. The text then ends
+            before the first stop string, and the rest is dropped. Otherwise a last part that may begin a stop
+            string is held back.
         """
         text = self._held + piece
         starts = [start for start in map(text.find, self._stops) if start >= 0]
         if starts:
             self._held = ""
             return text[: min(starts)], True
-        safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        safe = len(text) - max((_overlap_length(text, stop) for stop in self._stops), default=0)
         self._held = text[safe:]
         return text[:safe], False
 
-    def end(self) -> str:
-        """Return the held text when the text has ended without a stop string, and hold nothing."""
+    def release_held(self) -> str:
+        """Return the text that is held back, and hold nothing any more. Call it when the text has ended."""
         held, self._held = self._held, ""
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap_length(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of `stop` that `text` ends with; 0 if none."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
