@@ -30,7 +30,7 @@ from knnstore.server.bodies import BodyRoute
 from knnstore.server.completions import declare_completions
 from knnstore.server.documents import declare_documents
 from knnstore.server.engine import EngineBusyError, EngineStoppedError
-from knnstore.server.errors import ApiError, error_of
+from knnstore.server.errors import ApiError, convert_to_api_error
 from knnstore.server.frame import Frame
 from knnstore.server.introspection import declare_introspection
 from knnstore.server.metrics import Metrics
@@ -73,7 +73,7 @@ def make_app(
         serving.limits.body_bytes,
         serving.limits.body_seconds,
         local_only=options.local_only,
-        count=metrics.count,
+        count=metrics.record_request,
     )
 
 
@@ -93,29 +93,29 @@ def make_endpoints(
     )
     app.router.route_class = BodyRoute
     routes = Endpoints(app)
-    _declare_about(app, routes, serving, metrics, options)
+    _declare_server_endpoints(app, routes, serving, metrics, options)
     for declare in (declare_introspection, declare_completions, declare_documents):
         declare(routes, serving)
     declare_page(routes)
     for kind in (ApiError, KnnstoreError, EngineBusyError, EngineStoppedError, Exception):
-        app.add_exception_handler(kind, _known)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+        app.add_exception_handler(kind, _answer_known_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_request)
+    app.add_exception_handler(HTTPException, _answer_http_error)
     check_rights_declared(app)
     return app
 
 
-def _declare_about(
+def _declare_server_endpoints(
     app: FastAPI, routes: Endpoints, serving: Serving, metrics: Metrics, options: Options
 ) -> None:
-    """Declare the endpoints that are about the server itself."""
-    looking = CapacityLimiter(1)  # a thread that no other request can take
-    described: list[dict[str, Any]] = []
+    """Add the endpoints about the server itself: ``/health``, ``/metrics`` and the OpenAPI description."""
+    health_limiter = CapacityLimiter(1)  # a thread that no other request can take
+    cached_description: list[dict[str, Any]] = []
 
     @routes.add("GET", "/health", None)
     async def health() -> Response:
         """Check whether the server is ready: 200, otherwise 503 with the reason."""
-        status = await to_thread.run_sync(serving.status, limiter=looking)
+        status = await to_thread.run_sync(serving.status, limiter=health_limiter)
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @routes.add("GET", "/health/live", None)
@@ -128,54 +128,55 @@ def _declare_about(
         """Return the metrics for Prometheus. They cover all domains together."""
         if not options.public_metrics and not access(request).sees_all_domains:
             raise ApiError(403, "this key is for some domains, the metrics are of all", code="missing_right")
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(metrics.format_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.add("GET", "/openapi.json", Right.PREDICT)
     def description() -> dict[str, Any]:
         """Return this OpenAPI description."""
-        if not described:
-            described.append(get_openapi(title=app.title, version=app.version, routes=app.routes))
-        return described[0]
+        if not cached_description:
+            cached_description.append(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        return cached_description[0]
 
 
-async def _known(_: Request, error: Exception) -> JSONResponse:
-    known = error_of(error)
-    if known.status == 500:
+async def _answer_known_error(_: Request, error: Exception) -> JSONResponse:
+    """Answer with the JSON error of an exception. Logs the exception if the status is 500."""
+    api_error = convert_to_api_error(error)
+    if api_error.status == 500:
         _logger.error("a request failed", exc_info=error)
-    return JSONResponse(known.body, known.status, known.headers)
+    return JSONResponse(api_error.body, api_error.status, api_error.headers)
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
+async def _answer_invalid_request(request: Request, error: Exception) -> JSONResponse:
     """Answer 400 with the first error of a request that fails validation."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     field = first.get("ctx", {}).get("field")
-    loc = [*first["loc"][1:], *([field] if field else [])]  # the first is "body" or "query"
-    where = ".".join(str(part) for part in loc)
+    path = [*first["loc"][1:], *([field] if field else [])]  # the first is "body" or "query"
+    where = ".".join(str(part) for part in path)
     if first["type"] == "json_invalid":
-        where, said = "", f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"
+        where, reason = "", f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"
     elif first["type"] == "model_attributes_type" and not where:
-        said = "the body is no JSON object, or the header content-type: application/json lacks"
+        reason = "the body is no JSON object, or the header content-type: application/json lacks"
     elif first["type"] == "extra_forbidden":
-        said = f"{where}: this server does not know it"
+        reason = f"{where}: this server does not know it"
     else:
         message = str(first["msg"]).removeprefix("Value error, ")
-        said = message if message.startswith(f"{where}:") or not where else f"{where}: {message}"
-    return await _known(request, ApiError(400, said, param=where or None))
+        reason = message if message.startswith(f"{where}:") or not where else f"{where}: {message}"
+    return await _answer_known_error(request, ApiError(400, reason, param=where or None))
 
 
-async def _http(request: Request, error: Exception) -> Response:
-    """Answer requests that no endpoint takes: unknown paths, other methods, and OPTIONS."""
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Answer a request that no endpoint takes: 404, 405 with the allowed methods, or 204 for OPTIONS."""
     assert isinstance(error, HTTPException)
-    headers, said, path = dict(error.headers or {}), str(error.detail), request.url.path
+    headers, reason, path = dict(error.headers or {}), str(error.detail), request.url.path
     if error.status_code == 405:
         methods = list_methods(request.app, path)
         headers["Allow"] = ", ".join(methods)
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
-        said = f"{path} does not take {request.method}, only {headers['Allow']}"
+        reason = f"{path} does not take {request.method}, only {headers['Allow']}"
     elif error.status_code == 404:
-        said = f"this server has no {path}"
+        reason = f"this server has no {path}"
         if list_methods(request.app, f"/v1{path}"):
-            said += f"; there is /v1{path}: let the client's base URL end with /v1"
-    return await _known(request, ApiError(error.status_code, said, headers=headers))
+            reason += f"; there is /v1{path}: let the client's base URL end with /v1"
+    return await _answer_known_error(request, ApiError(error.status_code, reason, headers=headers))

@@ -56,7 +56,7 @@ class BodyRoute(APIRoute):
 
 
 class _ParsedRequest(Request):
-    """A request whose `json` returns the validated model."""
+    """A request whose `json` returns the validated pydantic model in place of plain JSON values."""
 
     def __init__(self, request: Request, model: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
@@ -65,7 +65,7 @@ class _ParsedRequest(Request):
         """The error that `json` raised; FastAPI replaces it by a general one."""
 
     async def json(self) -> Any:
-        """Parse and validate the body in a worker thread. Also stores an error in `error`."""
+        """Parse and validate the body in a worker thread. Also stores an error that it raises."""
         try:
             return await run_in_threadpool(parse_body, await self.body(), self._model)
         except (RequestValidationError, ApiError) as error:
@@ -74,14 +74,14 @@ class _ParsedRequest(Request):
 
 
 def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """Parse a body and validate it.
+    """Parse a JSON body, and return the validated pydantic model.
 
     Raises:
-        json.JSONDecodeError: if it is not JSON.
-        ApiError: 400 if it has too many values.
-        RequestValidationError: if it does not match the model; contains the first error only.
+        json.JSONDecodeError: if the body is not JSON.
+        ApiError: 400 if the body has too many values.
+        RequestValidationError: if the body does not match the model; contains the first error only.
     """
-    _check_size(body)
+    _check_number_of_values(body)
     given = json.loads(body)
     try:
         return model.model_validate(given, from_attributes=True)
@@ -90,21 +90,21 @@ def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
         raise RequestValidationError([{**first, "loc": ("body", *first["loc"])}]) from error
 
 
-def _check_size(body: bytes) -> None:
+def _check_number_of_values(body: bytes) -> None:
     """Raise ApiError 400 if a body has too many values, lists, objects or fields. Does not parse it."""
     # 1) Count quickly; this also counts characters inside strings.
     counts = {byte: body.count(byte) for byte in (b",", b"[", b"{", b":")}
-    if not _too_many(counts):
+    if not _describe_exceeded_limit(counts):
         return
     # 2) Count again without the strings.
     bare = _STRING.sub(b"", body)
-    too_many = _too_many({byte: bare.count(byte) for byte in counts})
+    too_many = _describe_exceeded_limit({byte: bare.count(byte) for byte in counts})
     if too_many:
         raise ApiError(400, f"the body has more than {too_many}")
 
 
-def _too_many(counts: dict[bytes, int]) -> str:
-    """Return the exceeded limit as text, or an empty string.
+def _describe_exceeded_limit(counts: dict[bytes, int]) -> str:
+    """Return the first exceeded limit as text, for example "50,000 lists and objects"; else an empty string.
 
     Args:
         counts: number of commas, opening brackets, opening braces and colons.

@@ -42,19 +42,19 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, most_characters: int) -> None:
-        self.text = _template_of(tokenizer)
-        self._first = {
+        self.text = _get_template(tokenizer)
+        self._first_line = {
             "template": self.text,
             "values": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "most_characters": most_characters,
             "cpu_seconds": _CPU_SECONDS,
             "memory_bytes": _MEMORY_BYTES,
         }
-        self._control_tokens = _control_tokens_of(tokenizer, self.text)
+        self._control_tokens = _compile_control_tokens(tokenizer, self.text)
         self._one_at_a_time = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         if self.text:
-            self._process = self._start()  # now, so that the first request does not wait for it
+            self._process = self._start_process()  # now, so that the first request does not wait for it
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Render messages to a text that ends where the assistant's answer begins.
@@ -71,11 +71,11 @@ class ChatTemplate:
                 takes too much time or ends its process.
         """
         try:
-            line = json.dumps(self._marked(messages))
+            line = json.dumps(self._mark_strings(messages))
         except RecursionError as error:
             raise refused("messages: a value is nested too deeply", "messages") from error
         with self._one_at_a_time:
-            answer = self._ask(line)
+            answer = self._send_and_receive(line)
         if answer is None:
             raise ApiError(
                 500,
@@ -110,33 +110,33 @@ class ChatTemplate:
         if self._control_tokens is None or _MARK not in text:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         try:
-            return list(_marking().encode_marked_chat(tokenizer, text))
+            return list(_import_marking_module().encode_marked_chat(tokenizer, text))
         except ValueError as error:
             raise refused(f"messages: {error}", "messages") from error
 
     def close(self) -> None:
-        """Stop the process, after the current call has ended."""
+        """Stop the process, after the current `render` has ended."""
         with self._one_at_a_time:
-            self._stop()
+            self._stop_process()
 
-    def _marked(self, value: Any) -> Any:
+    def _mark_strings(self, value: Any) -> Any:
         """Return a JSON value with the control tokens marked in all strings, also in the names of fields."""
         if self._control_tokens is None:
             return value
         if isinstance(value, str):
-            return _marking().mark_control_tokens(value, self._control_tokens)
+            return _import_marking_module().mark_control_tokens(value, self._control_tokens)
         if isinstance(value, dict):
-            return {self._marked(name): self._marked(one) for name, one in value.items()}
+            return {self._mark_strings(name): self._mark_strings(one) for name, one in value.items()}
         if isinstance(value, list):
-            return [self._marked(one) for one in value]
+            return [self._mark_strings(one) for one in value]
         return value
 
-    def _ask(self, line: str) -> dict[str, Any] | None:
-        """Send one line of messages to the process, and return its answer; None if the process ends instead.
+    def _send_and_receive(self, line: str) -> dict[str, Any] | None:
+        """Send one line of messages to the process, and wait for its answer.
 
-        Starts the process if it does not run.
+        Starts the process if it does not run. Returns None if the process ends instead of answering.
         """
-        process = self._process = self._process or self._start()
+        process = self._process = self._process or self._start_process()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -145,12 +145,12 @@ class ChatTemplate:
         except OSError:  # the process has ended
             answer = ""
         if not answer:
-            self._stop()
+            self._stop_process()
             return None
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        parsed_answer: dict[str, Any] = json.loads(answer)
+        return parsed_answer
 
-    def _start(self) -> "subprocess.Popen[str]":
+    def _start_process(self) -> "subprocess.Popen[str]":
         """Start the process, send it the template, and return it."""
         process = subprocess.Popen(  # noqa: S603  this package's own file
             # -P keeps the program's folder out of sys.path: its modules could hide those of other packages.
@@ -163,25 +163,26 @@ class ChatTemplate:
             start_new_session=True,  # Ctrl-C goes to the server only, which then stops this process
         )
         assert process.stdin is not None
-        with suppress(OSError):  # the process has ended already: `_ask` notices it
-            print(json.dumps(self._first), file=process.stdin, flush=True)
+        with suppress(OSError):  # the process has ended already: `_send_and_receive` notices it
+            print(json.dumps(self._first_line), file=process.stdin, flush=True)
         return process
 
-    def _stop(self) -> None:
+    def _stop_process(self) -> None:
+        """Kill the process and wait for its end. Does nothing if none runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
 
-def _marking() -> Any:
+def _import_marking_module() -> Any:
     """Return transformers' module that marks and encodes control tokens."""
     from transformers.utils import chat_template_utils
 
     return chat_template_utils
 
 
-def _control_tokens_of(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+def _compile_control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
     """Compile a pattern that matches the control tokens: those that only the template may write.
 
     These are all special tokens. Other added tokens are control tokens if the tokenizer lists them in
@@ -191,20 +192,23 @@ def _control_tokens_of(tokenizer: Any, template: str) -> re.Pattern[str] | None:
         The pattern, with longer tokens first; None if transformers is too old to encode control tokens as
         ordinary text.
     """
-    if not hasattr(_marking(), "encode_marked_chat"):
+    if not hasattr(_import_marking_module(), "encode_marked_chat"):
         return None
-    listed = getattr(tokenizer, "chat_control_tokens", None)
-    found = [
+    listed_tokens = getattr(tokenizer, "chat_control_tokens", None)
+    contents = [
         token.content
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
         if token.special
-        or (token.content in (template if listed is None else listed) and not token.content.isspace())
+        or (
+            token.content in (template if listed_tokens is None else listed_tokens)
+            and not token.content.isspace()
+        )
     ]
-    longest_first = sorted(found, key=len, reverse=True)
+    longest_first = sorted(contents, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # "(?!)" matches nothing
 
 
-def _template_of(tokenizer: Any) -> str:
+def _get_template(tokenizer: Any) -> str:
     """Return a tokenizer's default chat template; empty if it has none, or only named ones."""
     try:
         return str(tokenizer.get_chat_template() or "")

@@ -17,19 +17,19 @@ from starlette.types import Receive, Scope, Send
 from knnstore.catalog import Right
 from knnstore.server.access import Access, Endpoints, Quota, access
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
-from knnstore.server.errors import ApiError, error_of, refused
-from knnstore.server.introspection import sources_of
+from knnstore.server.errors import ApiError, convert_to_api_error, refused
+from knnstore.server.introspection import explain_generated_tokens
 from knnstore.server.protocol import (
     MOST_SOURCES,
     ChatRequest,
     CompletionRequest,
+    GenerationRequest,
     Message,
     Retrieval,
     ToolCall,
-    Writing,
 )
-from knnstore.server.serving import Serving, unless_left
-from knnstore.server.shapes import Messages, Shape, Texts, choice
+from knnstore.server.serving import Serving, cancel_on_disconnect
+from knnstore.server.shapes import Messages, Shape, Texts, add_finish_reason
 
 _SCORE_BYTES = 32
 """Approximate bytes of an answer for each scored token and for each of its listed alternatives."""
@@ -40,24 +40,24 @@ _MAX_TOKENS = 16
 
 
 def declare_completions(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints that generate text."""
+    """Add the endpoints ``/v1/completions`` and ``/v1/chat/completions``."""
 
     @routes.add("POST", "/v1/completions", Right.PREDICT)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue texts, or score them."""
-        return await _Answer.to(request, body, serving, lambda: _plan_completion(serving, body))
+        return await _Answer.create_response(request, body, serving, lambda: _plan_completion(serving, body))
 
     @routes.add("POST", "/v1/chat/completions", Right.PREDICT)
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Continue a conversation. The model needs a chat template."""
         serving.lm  # noqa: B018  raises 503 while the model is loading
-        text = await serving.render(lambda: _render_conversation(serving, body))
-        return await _Answer.to(request, body, serving, lambda: _plan_chat(serving, body, text))
+        text = await serving.run_rendering(lambda: _render_conversation(serving, body))
+        return await _Answer.create_response(request, body, serving, lambda: _plan_chat(serving, body, text))
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The validated content of a request: its task without the scope, and the shape of the answer."""
+class _GenerationPlan:
+    """The checked content of a request: its prompts and limits, and the JSON shape of the answer."""
 
     prompts: tuple[Prompt, ...]
     max_tokens: int
@@ -66,16 +66,18 @@ class _Plan:
     score_prompt: bool = False
 
 
-def _plan_completion(serving: Serving, body: CompletionRequest) -> _Plan:
-    """Tokenize and check the prompts of a completion. Raises ApiError 400 if one is too long or empty."""
-    prompts = tuple(serving.prompt(one) for one in body.prompts)
+def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
+    """Tokenize and check the prompts of a completion. Raises ApiError 400 for one too long or empty."""
+    prompts = tuple(serving.make_prompt(one) for one in body.prompts)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         serving.check_window(prompt, max_tokens)
     echoed: list[str] = []
     if body.echo:
         pairs = zip(prompts, body.prompts, strict=True)
-        prompts = tuple(serving.echoed(one, given, is_continued=max_tokens > 0) for one, given in pairs)
+        prompts = tuple(
+            serving.add_token_texts(one, given, is_continued=max_tokens > 0) for one, given in pairs
+        )
         # Repeat the text itself, not its tokens: a text such as a single space may have none.
         echoed = [
             given if isinstance(given, str) else "".join(one.texts)
@@ -83,16 +85,16 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _Plan:
         ]
     with_log_probs = body.logprobs is not None
     shape = Texts(with_log_probs, echoed, body.n or 1, bool(body.return_tokens_as_token_ids))
-    return _Plan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs)
+    return _GenerationPlan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs)
 
 
-def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _Plan:
+def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _GenerationPlan:
     """Tokenize and check a conversation. `text` is the result of the chat template.
 
     Without a limit in the request, the answer may fill the rest of the model's window. Raises ApiError 400 if
     the conversation is empty or too long.
     """
-    tokens = serving.conversation_tokens(text)
+    tokens = serving.tokenize_conversation(text)
     if not tokens:
         raise refused("the messages are empty", "messages")
     serving.check_tokens(tokens, "messages")
@@ -101,7 +103,7 @@ def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _Plan:
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     serving.check_window(prompt, max_tokens, "messages")
     shape = Messages(bool(body.logprobs))
-    return _Plan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
+    return _GenerationPlan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
 
 
 def _render_conversation(serving: Serving, body: ChatRequest) -> str:
@@ -119,10 +121,10 @@ def _render_conversation(serving: Serving, body: ChatRequest) -> str:
             "model",
             "no_chat_template",
         )
-    return template.render(_messages_for(template.text, body.messages))
+    return template.render(_convert_messages(template.text, body.messages))
 
 
-def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _convert_messages(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Convert messages to the objects that a chat template takes.
 
     The role `developer` becomes `system`, its former name, if the template does not contain it.
@@ -130,11 +132,11 @@ def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, 
     Raises:
         ApiError: 400 if a message has tool calls or the role `tool`, and the template would ignore them.
     """
-    found = []
+    converted = []
     for number, message in enumerate(messages):
-        given: dict[str, Any] = {"role": message.role, "content": message.text}
+        fields: dict[str, Any] = {"role": message.role, "content": message.text}
         if message.role == "developer" and "developer" not in template:
-            given["role"] = "system"
+            fields["role"] = "system"
         if message.role == "tool" and "tool" not in template:
             raise refused(
                 f"messages.{number}.role: this model's template does not know the role 'tool'",
@@ -146,19 +148,19 @@ def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, 
                     f"messages.{number}.tool_calls: this model's template does not know tool calls",
                     f"messages.{number}.tool_calls",
                 )
-            given["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+            fields["tool_calls"] = [_convert_tool_call(call) for call in message.tool_calls]
         if message.thoughts:  # templates use one of these two names, and ignore the other
-            given["reasoning_content"] = given["reasoning"] = message.thoughts
+            fields["reasoning_content"] = fields["reasoning"] = message.thoughts
         if message.name is not None:
-            given["name"] = message.name
+            fields["name"] = message.name
         if message.tool_call_id is not None:
-            given["tool_call_id"] = message.tool_call_id
-        found.append(given)
-    return found
+            fields["tool_call_id"] = message.tool_call_id
+        converted.append(fields)
+    return converted
 
 
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call with parsed arguments, as templates expect. Invalid JSON in arguments stays text."""
+def _convert_tool_call(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call as a template expects it, with parsed arguments. Invalid JSON stays text."""
     arguments: Any = call.function.arguments
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments)
@@ -173,7 +175,7 @@ class _Stream(StreamingResponse):
     """The stream of events of an answer. When it ends, or the client leaves, the task is cancelled."""
 
     def __init__(self, answer: "_Answer", headers: dict[str, str]) -> None:
-        super().__init__(answer.events(), media_type="text/event-stream", headers=headers)
+        super().__init__(answer.stream_events(), media_type="text/event-stream", headers=headers)
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,12 +187,15 @@ class _Stream(StreamingResponse):
 
 
 class _Answer:
-    """The answer to one request: submits its task, and formats the pieces.
+    """The answer to one request. The constructor submits the task; the methods format its pieces.
 
-    Raises ApiError 429 if the key's quota is used up, EngineBusyError if too many requests wait.
+    The constructor raises ApiError 429 if the key's quota is used up, and EngineBusyError if too many
+    requests wait.
     """
 
-    def __init__(self, serving: Serving, body: Writing, plan: _Plan, task: Task, quota: Quota) -> None:
+    def __init__(
+        self, serving: Serving, body: GenerationRequest, plan: _GenerationPlan, task: Task, quota: Quota
+    ) -> None:
         self._serving = serving
         self._body = body
         self._shape = plan.shape
@@ -198,8 +203,8 @@ class _Answer:
         self._quota = quota
         self._prompt_tokens = sum(len(prompt.tokens) - prompt.hidden for prompt in plan.prompts)
         quota.check_and_spend(self._prompt_tokens)
-        self._pieces = serving.write(task)
-        self._written: defaultdict[int, list[int]] = defaultdict(list)
+        self._pieces = serving.submit_task(task)
+        self._generated: defaultdict[int, list[int]] = defaultdict(list)
         self._head = {
             "id": f"{plan.shape.id}{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -207,8 +212,8 @@ class _Answer:
         }
 
     @classmethod
-    async def to(
-        cls, request: Request, body: CompletionRequest | ChatRequest, serving: Serving, plan_of: Any
+    async def create_response(
+        cls, request: Request, body: CompletionRequest | ChatRequest, serving: Serving, plan_request: Any
     ) -> Response:
         """Check the request, submit its task, and return the whole answer or its stream.
 
@@ -216,7 +221,7 @@ class _Answer:
             request: the HTTP request.
             body: its body.
             serving: the server's state.
-            plan_of: returns the request's `_Plan`; called in a worker thread.
+            plan_request: returns the request's `_GenerationPlan`; called in a worker thread.
 
         Raises:
             ApiError: if the request is wrong. Later errors of a stream are sent as an event.
@@ -225,106 +230,109 @@ class _Answer:
         if knn.sources:
             who.check(Right.READ)
 
-        def planned() -> tuple[_Plan, Task]:
-            plan: _Plan = plan_of()
-            return plan, _task(serving, body, plan, who)
+        def make_plan() -> tuple[_GenerationPlan, Task]:
+            plan: _GenerationPlan = plan_request()
+            return plan, _build_task(serving, body, plan, who)
 
         serving.lm  # noqa: B018  raises 503 while the model is loading
-        plan, task = await serving.read(planned)
-        _check_size(serving, body, task)
+        plan, task = await serving.run_tokenizing(make_plan)
+        _check_answer_size(serving, body, task)
         answer = cls(serving, body, plan, task, who.quota)
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return _Stream(answer, headers)
         try:
-            return await unless_left(request, answer.whole())
+            return await cancel_on_disconnect(request, answer.build_whole_answer())
         finally:
             answer.close()
 
     def close(self) -> None:
-        """Cancel the rest of the task."""
+        """Cancel the task, unless it has ended."""
         self._pieces.close()
 
-    async def whole(self) -> Response:
+    async def build_whole_answer(self) -> Response:
         """Return one answer with all texts. It is built in a worker thread, because it may be large.
 
         Raises:
             ApiError: 400 if the scores make the answer too large; or the error of the task.
         """
         shape, texts = self._shape, defaultdict[int, list[Piece]](list)
-        left = self._serving.limits.answer_bytes
+        bytes_left = self._serving.limits.answer_bytes
         async for piece in self._pieces:
-            texts[piece.index].append(self._record(piece))
+            texts[piece.index].append(self._count_tokens(piece))
             if self._task.top is not None:
-                left -= _SCORE_BYTES * len(piece.tokens) * (1 + self._task.top)
-            if left < 0:
-                raise _too_large(self._serving)
-        sources = {index: await self._sources(index) for index in sorted(texts)}
+                bytes_left -= _SCORE_BYTES * len(piece.tokens) * (1 + self._task.top)
+            if bytes_left < 0:
+                raise _answer_too_large_error(self._serving)
+        sources_by_text = {index: await self._find_sources(index) for index in sorted(texts)}
 
-        def shaped() -> Response:
+        def format_answer() -> Response:
             choices = []
-            for index, parts in sorted(texts.items()):
-                text = shape.before(index) + "".join(part.text for part in parts)
-                prompt = [score for part in parts if part.is_prompt for score in part.tokens]
-                written = [score for part in parts if not part.is_prompt for score in part.tokens]
-                made = choice(shape.whole(index, text, prompt, written), parts[-1].finish)
-                choices.append({**made, **sources[index]})
+            for index, text_pieces in sorted(texts.items()):
+                text = shape.get_prefix(index) + "".join(one.text for one in text_pieces)
+                prompt = [score for one in text_pieces if one.is_prompt for score in one.tokens]
+                generated = [score for one in text_pieces if not one.is_prompt for score in one.tokens]
+                shaped_choice = add_finish_reason(
+                    shape.make_choice(index, text, prompt, generated), text_pieces[-1].finish
+                )
+                choices.append({**shaped_choice, **sources_by_text[index]})
             return JSONResponse(
-                {**self._head, "object": shape.kind, "choices": choices, "usage": self._usage()}
+                {**self._head, "object": shape.kind, "choices": choices, "usage": self._build_usage()}
             )
 
-        return await run_in_threadpool(shaped)
+        return await run_in_threadpool(format_answer)
 
-    async def events(self) -> AsyncIterator[str]:
+    async def stream_events(self) -> AsyncIterator[str]:
         """Yield server-sent events: the texts as they are decoded, the usage if wanted, and ``[DONE]``.
 
         An error is sent as the last event before ``[DONE]``.
         """
-        begun: set[int] = set()
+        begun_texts: set[int] = set()
         try:
             async for piece in _split_pieces(self._pieces):
-                index, first = piece.index, piece.index not in begun
-                text = (self._shape.before(index) if first else "") + self._record(piece).text
+                index, is_first = piece.index, piece.index not in begun_texts
+                text = (self._shape.get_prefix(index) if is_first else "") + self._count_tokens(piece).text
                 if not (text or piece.finish or (piece.tokens and self._task.top is not None)):
                     continue
-                begun.add(index)
+                begun_texts.add(index)
                 scores: tuple[tuple[TokenScore, ...], ...] = ((), piece.tokens)
-                shaped = self._shape.part(
-                    index, text, *(reversed(scores) if piece.is_prompt else scores), first=first
+                shaped = self._shape.make_chunk(
+                    index, text, *(reversed(scores) if piece.is_prompt else scores), first=is_first
                 )
-                extra = await self._sources(index) if piece.finish else {}
-                yield self._event([{**choice(shaped, piece.finish), **extra}])
+                knn_field = await self._find_sources(index) if piece.finish else {}
+                yield self._format_event([{**add_finish_reason(shaped, piece.finish), **knn_field}])
             if self._body.wants_usage:
-                yield self._event([], usage=self._usage())
+                yield self._format_event([], usage=self._build_usage())
         except Exception as error:  # the status was sent before, so an event must tell the error
-            yield f"data: {json.dumps(error_of(error).body)}\n\n"
+            yield f"data: {json.dumps(convert_to_api_error(error).body)}\n\n"
         finally:
             self.close()
         yield "data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+    def _format_event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
         event = {**self._head, "object": self._shape.kind_of_part, "choices": choices}
         if self._body.wants_usage:
             event["usage"] = usage
         return f"data: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"
 
-    def _record(self, piece: Piece) -> Piece:
-        """Return a piece after counting its generated tokens, for the usage and the quota."""
+    def _count_tokens(self, piece: Piece) -> Piece:
+        """Count a piece's generated tokens for the usage and the quota. Returns the piece unchanged."""
         if not piece.is_prompt:
-            self._written[piece.index].extend(score.token for score in piece.tokens)
+            self._generated[piece.index].extend(score.token for score in piece.tokens)
             self._quota.spend_unchecked(len(piece.tokens))
         return piece
 
-    def _usage(self) -> dict[str, int]:
-        written = sum(map(len, self._written.values()))
+    def _build_usage(self) -> dict[str, int]:
+        """Return the field ``usage``: numbers of prompt tokens, generated tokens, and both together."""
+        written = sum(map(len, self._generated.values()))
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": written,
             "total_tokens": self._prompt_tokens + written,
         }
 
-    async def _sources(self, index: int) -> dict[str, Any]:
-        """Return the sources of a text's generated tokens, as the field `knn`; empty if none are wanted.
+    async def _find_sources(self, index: int) -> dict[str, Any]:
+        """Return the field ``knn``: the sources of a text's generated tokens. Empty if none are requested.
 
         The text's tokens count against the quota again, because the model reads them once more.
         """
@@ -332,14 +340,19 @@ class _Answer:
         if not count:
             return {}
         prompt = self._task.prompts[index // self._task.copies]
-        _check_sources(self._body, len(self._written[index]))
-        self._quota.spend_unchecked(len(prompt.tokens) + len(self._written[index]))
-        found = await sources_of(self._serving, self._task.knn, prompt, self._written[index], count)
-        return {"knn": {"sources": found}}
+        _check_sources(self._body, len(self._generated[index]))
+        self._quota.spend_unchecked(len(prompt.tokens) + len(self._generated[index]))
+        sources = await explain_generated_tokens(
+            self._serving, self._task.knn, prompt, self._generated[index], count
+        )
+        return {"knn": {"sources": sources}}
 
 
 async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """Split pieces with many tokens into pieces of `_EVENT_TOKENS` tokens, so that no event takes long."""
+    """Yield the same pieces, with large ones split into pieces of at most `_EVENT_TOKENS` tokens.
+
+    A large piece would make an event that blocks the event loop for long. The text is in the last part.
+    """
     async for piece in pieces:
         ends = range(_EVENT_TOKENS, len(piece.tokens), _EVENT_TOKENS)
         for end in ends:
@@ -347,27 +360,27 @@ async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
         yield replace(piece, tokens=piece.tokens[len(ends) * _EVENT_TOKENS :]) if ends else piece
 
 
-def _check_size(serving: Serving, body: CompletionRequest | ChatRequest, task: Task) -> None:
-    """Check that the answer is not known beforehand to be too large, or to name too many sources.
+def _check_answer_size(serving: Serving, body: CompletionRequest | ChatRequest, task: Task) -> None:
+    """Check that the answer can be small enough, as far as its size is known before the generation.
 
     Raises:
-        ApiError: 400 if it is.
+        ApiError: 400 if the prompts' scores, or the sources of the generated tokens, are too many.
     """
-    texts = len(task.prompts) * task.copies
+    text_count = len(task.prompts) * task.copies
     if task.score_prompt and not body.stream:
         scored = sum(len(prompt.tokens) for prompt in task.prompts) * task.copies
         if _SCORE_BYTES * scored * (1 + (task.top or 0)) > serving.limits.answer_bytes:
-            raise _too_large(serving)
-    is_named = isinstance(body, CompletionRequest) or body.max_tokens or body.max_completion_tokens
-    if is_named:
-        _check_sources(body, task.max_tokens * texts)
+            raise _answer_too_large_error(serving)
+    has_token_limit = isinstance(body, CompletionRequest) or body.max_tokens or body.max_completion_tokens
+    if has_token_limit:
+        _check_sources(body, task.max_tokens * text_count)
 
 
-def _check_sources(body: Writing, tokens: int) -> None:
-    """Check that the sources of `tokens` tokens are at most `MOST_SOURCES`.
+def _check_sources(body: GenerationRequest, tokens: int) -> None:
+    """Check that the requested sources of `tokens` tokens are at most `MOST_SOURCES` together.
 
     Raises:
-        ApiError: 400 if they are more.
+        ApiError: 400 if there are more.
     """
     sources = body.knn.sources if body.knn else 0
     if sources * tokens > MOST_SOURCES:
@@ -378,7 +391,7 @@ def _check_sources(body: Writing, tokens: int) -> None:
         )
 
 
-def _too_large(serving: Serving) -> ApiError:
+def _answer_too_large_error(serving: Serving) -> ApiError:
     return refused(
         f"logprobs: the answer is larger than {serving.limits.answer_bytes:,} bytes (`--max-answer`): ask "
         "for fewer of the likeliest tokens, for fewer prompts, or for a stream",
@@ -386,14 +399,14 @@ def _too_large(serving: Serving) -> ApiError:
     )
 
 
-def _task(serving: Serving, body: Writing, plan: _Plan, who: Access) -> Task:
-    """Build the task of a request. Also prepares its scope, so that the engine need not.
+def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan, who: Access) -> Task:
+    """Build the task of a request. Also fills the caches for its scope, so that the engine does not have to.
 
     Raises:
         ApiError: 404 if the client sees no such model, 400 if retrieval or the JSON schema is wrong.
     """
-    scope = serving.scopes.scope(body.model, body.knn, who)
-    serving.scopes.prepare(scope)
+    scope = serving.scopes.parse_scope(body.model, body.knn, who)
+    serving.scopes.fill_caches(scope)
     return Task(
         prompts=plan.prompts,
         knn=scope,

@@ -29,15 +29,15 @@ class CountedTransport:
         self._transport.write(data)
 
     @property
-    def unread(self) -> int:
+    def unread_bytes(self) -> int:
         """Number of written bytes that are still in the write buffer."""
         size: int = self._transport.get_write_buffer_size()
         return size
 
     @property
-    def read(self) -> int:
+    def read_bytes(self) -> int:
         """Number of written bytes that have left the write buffer."""
-        return self._written - self.unread
+        return self._written - self.unread_bytes
 
 
 class Connection(H11Protocol):
@@ -47,68 +47,74 @@ class Connection(H11Protocol):
     """Seconds in which the head of a request must arrive."""
     answer_seconds = 30.0
     """Seconds in which the client must read `_LEAST_READ` bytes of its answer."""
-    _waiting: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
     """Timer that closes the connection if no head arrives; None while a request is answered."""
-    _looking: asyncio.TimerHandle | None = None
+    _check_timer: asyncio.TimerHandle | None = None
     """Timer of the next check that the client reads."""
-    _counted: CountedTransport
-    _seen = 0, 0.0
+    _counted_transport: CountedTransport
+    _last_progress = 0, 0.0
     """Number of bytes read at the last progress of the client, and the time of that progress."""
 
     def connection_made(self, transport: Any) -> None:
         """Start both timers."""
-        self._counted = CountedTransport(transport)
-        super().connection_made(self._counted)  # type: ignore[arg-type]
-        self._watch()
-        self._seen = 0, self.loop.time()
-        self._look_again()
+        self._counted_transport = CountedTransport(transport)
+        super().connection_made(self._counted_transport)  # type: ignore[arg-type]
+        self._update_head_timer()
+        self._last_progress = 0, self.loop.time()
+        self._schedule_check()
 
     def data_received(self, data: bytes) -> None:
         """Process data. Stops the head's timer at the end of a head; starts it with the next request."""
         super().data_received(data)
-        self._watch()
+        self._update_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop both timers."""
         super().connection_lost(exc)
-        self._stop()
-        if self._looking is not None:
-            self._looking.cancel()
+        self._stop_head_timer()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
 
-    def _watch(self) -> None:
+    def _update_head_timer(self) -> None:
         """Start the head's timer if no request is being answered; otherwise stop it."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering or self.transport.is_closing():
-            self._stop()
-        elif self._waiting is None:
-            self._waiting = self.loop.call_later(self.head_seconds, self._end)
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self._close_late)
 
-    def _stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+    def _stop_head_timer(self) -> None:
+        """Stop the timer that waits for the head of a request, if it runs."""
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _end(self) -> None:
-        self._waiting = None
+    def _close_late(self) -> None:
+        """Close the connection, because the head of its request has not arrived in time."""
+        self._head_timer = None
         self.transport.close()
 
-    def _look_again(self) -> None:
-        self._looking = self.loop.call_later(min(1.0, self.answer_seconds / 4), self._look)
+    def _schedule_check(self) -> None:
+        """Start the timer of the next check, after a quarter of `answer_seconds` and at most 1 s."""
+        self._check_timer = self.loop.call_later(min(1.0, self.answer_seconds / 4), self._check_client_reads)
 
-    def _look(self) -> None:
+    def _check_client_reads(self) -> None:
         """Abort the connection if the client reads too little for too long; else check again later."""
-        read, since = self._seen
+        read, since = self._last_progress
         now = self.loop.time()
-        if not self._counted.unread or self._counted.read - read >= _LEAST_READ:
-            self._seen = self._counted.read, now
+        if (
+            not self._counted_transport.unread_bytes
+            or self._counted_transport.read_bytes - read >= _LEAST_READ
+        ):
+            self._last_progress = self._counted_transport.read_bytes, now
         elif now - since >= self.answer_seconds:
             self.transport.abort()
             return
-        self._look_again()
+        self._schedule_check()
 
 
 def connections(head_seconds: float, answer_seconds: float = 30.0) -> type[Connection]:
-    """Return a protocol class for uvicorn with these time limits.
+    """Return a subclass of `Connection` with these time limits, for uvicorn's argument ``http``.
 
     Args:
         head_seconds: seconds in which a client must send the head of a request.

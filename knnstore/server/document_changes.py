@@ -42,66 +42,69 @@ class StoreWriter:
         self._thread = ThreadPoolExecutor(1, "knnstore-writing")
         tokenizer = copy.deepcopy(lm.tokenizer)
         reader = replace(lm.reader, encoder=_TurnEncoder(lm.encoder, engine), tokenizer=tokenizer)  # type: ignore[arg-type]
-        self._adding = _Adding(lm.store, tokenizer, reader, lm.after_adding)
+        self._model_parts = _ModelParts(lm.store, tokenizer, reader, lm.after_adding)
 
-    async def add(
+    async def add_document(
         self, document: object, domain: str, tags: list[str], count: Callable[[int], None], on_bad: OnBad
     ) -> Mapping[str, int]:
-        """Add a document.
+        """Add a document in the writer's thread, and wait until it is stored.
 
         Args:
             document: any form that `KNNLMForCausalLM.add` takes.
             domain: the domain that it is added to.
             tags: tags of the document.
-            count: called in the writer's thread with the number of tokens, as they are read.
-            on_bad: called if the document cannot be used. It is left out then.
+            count: called in the writer's thread with each number of further tokens that were read.
+            on_bad: called with the error if the document cannot be used. The document is then left out.
 
         Returns:
-            The fields of `Added` without its seconds.
+            The counts of `Added`: added, replaced, described, unchanged, tokens.
         """
 
-        def work() -> Added:
+        def add_to_store() -> Added:
             return add_documents(
-                self._adding,
+                self._model_parts,
                 [document],
                 domain=domain,
                 tags=tags,
                 on_bad=on_bad,
                 batch_tokens=_TURN_TOKENS,
-                progress=_Counting(count),
+                progress=_TokenCounter(count),
             )
 
-        done = await self._do(work)
+        change = await self._run_in_thread(add_to_store)
         return {
-            name: getattr(done, name) for name in ("added", "replaced", "described", "unchanged", "tokens")
+            name: getattr(change, name) for name in ("added", "replaced", "described", "unchanged", "tokens")
         }
 
-    async def remove(self, work: Callable[[KNNStore], Found]) -> Found:
-        """Run `work`, which removes documents from the store, and return its result.
+    async def run_removal(self, remove_from: Callable[[KNNStore], Found]) -> Found:
+        """Run `remove_from`, which removes documents from the store, and return its result.
 
         When this returns, the n-grams are counted again, and every later token of any text is predicted
         without the removed documents.
         """
-        gone = await self._do(lambda: work(self._adding.store))
+        removed = await self._run_in_thread(lambda: remove_from(self._model_parts.store))
         await self.count_ngrams()
         # Wait for the current step of the engine: it may have begun before the removal.
         await asyncio.wrap_future(self._engine.call(lambda: None, is_part=True))
-        return gone
+        return removed
 
     async def count_ngrams(self) -> None:
-        """Count the n-grams of changed selections in the writer's thread. Texts use old counts meanwhile."""
-        await self._do(self._adding.store.catch_up_ngrams)
+        """Count the n-grams of changed selections in the writer's thread, and wait until they are counted.
 
-    def end(self) -> None:
-        """Wait for the current change, and cancel the changes that wait. Stop the engine before."""
+        Texts that are decoded meanwhile use the old counts.
+        """
+        await self._run_in_thread(self._model_parts.store.catch_up_ngrams)
+
+    def shut_down(self) -> None:
+        """Wait for the current change, and cancel the waiting changes. Stop the engine before this call."""
         self._thread.shutdown(cancel_futures=True)
 
-    async def _do(self, work: Callable[[], Found]) -> Found:
+    async def _run_in_thread(self, work: Callable[[], Found]) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 @dataclass
-class _Adding:
+class _ModelParts:
     """The parts of a model that `add_documents` needs."""
 
     store: KNNStore
@@ -111,7 +114,10 @@ class _Adding:
 
 
 class _TurnEncoder:
-    """An encoder that computes keys in the engine's thread, in turns. All else is the wrapped encoder's."""
+    """Wrapper of an encoder that computes keys in the engine's thread, in turns.
+
+    All other attributes are the attributes of the wrapped encoder.
+    """
 
     def __init__(self, encoder: Encoder, engine: Engine) -> None:
         self._encoder = encoder
@@ -121,7 +127,7 @@ class _TurnEncoder:
         return getattr(self._encoder, name)
 
     def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64]) -> Tensor:
-        """Return the same keys as `Encoder.keys`. Waits for the engine; call it in another thread."""
+        """Return the same keys as `Encoder.keys`. Waits for the engine, so call it in another thread only."""
 
         def turns() -> Turns[Tensor]:
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS:
@@ -132,7 +138,7 @@ class _TurnEncoder:
         return self._engine.call_in_turns(turns, is_part=True).result()
 
 
-class _Counting(Progress):
+class _TokenCounter(Progress):
     """Progress that calls a function with each number of tokens read."""
 
     def __init__(self, count: Callable[[int], None]) -> None:

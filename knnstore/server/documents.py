@@ -1,6 +1,6 @@
 """Endpoints ``/v1/domains`` and ``/v1/documents``: list, add and remove documents while texts are decoded.
 
-`StoreWriter` makes the changes in a thread of its own. After the answer to a removal, no later token of any
+`StoreWriter` makes the changes in its own thread. After the answer to a removal, no later token of any
 text is retrieved from the removed documents.
 """
 
@@ -20,10 +20,10 @@ from knnstore.server.protocol import NewDocuments
 from knnstore.server.serving import Serving
 from knnstore.store import Document
 
-_MOST_LISTED = 1000
+_MAX_LISTED = 1000
 
-Given = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
-Wanted = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
+RequiredName = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
+OptionalName = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
 
 
 def declare_documents(routes: Endpoints, serving: Serving) -> None:
@@ -33,17 +33,17 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
     def domains(request: Request) -> dict[str, Any]:
         """List the domains with their documents, tokens and records."""
         who = access(request)
-        found = [asdict(one) for one in serving.lm.store.domains() if who.sees(one.name)]
-        return {"object": "list", "data": [{"object": "domain", **one} for one in found]}
+        visible = [asdict(domain) for domain in serving.lm.store.domains() if who.sees(domain.name)]
+        return {"object": "list", "data": [{"object": "domain", **domain} for domain in visible]}
 
     @routes.add("GET", "/v1/documents", Right.READ)
     def documents(
         request: Request,
-        domain: Wanted = None,
-        id: Wanted = None,
-        tag: Wanted = None,
+        domain: OptionalName = None,
+        id: OptionalName = None,
+        tag: OptionalName = None,
         text: bool = False,
-        limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 100,
+        limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 100,
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     ) -> dict[str, Any]:
         """List documents in the order in which they were added, or show one, with its text if wanted.
@@ -53,22 +53,24 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         who = access(request)
         if domain is not None and not who.sees(domain):
             return {"object": "list", "data": [], "has_more": False}
-        seen = (
+        searched_domains = (
             None
             if who.domains is None and domain is None
             else [domain]
             if domain
             else sorted(who.domains or ())
         )
-        found = serving.lm.store.documents(domains=seen, id=id, tag=tag, offset=offset, limit=limit + 1)
-        page, left = list[dict[str, Any]](), serving.limits.answer_bytes
-        for one in found[:limit]:
-            shown = _shown(one, _text_of(serving, one) if text else None)
-            left -= len(json.dumps(shown, ensure_ascii=False).encode())
-            if left < 0 and page:
+        matches = serving.lm.store.documents(
+            domains=searched_domains, id=id, tag=tag, offset=offset, limit=limit + 1
+        )
+        page, bytes_left = list[dict[str, Any]](), serving.limits.answer_bytes
+        for document in matches[:limit]:
+            fields = _document_fields(document, _get_document_text(serving, document) if text else None)
+            bytes_left -= len(json.dumps(fields, ensure_ascii=False).encode())
+            if bytes_left < 0 and page:
                 break
-            page.append(shown)
-        return {"object": "list", "data": page, "has_more": len(found) > len(page)}
+            page.append(fields)
+        return {"object": "list", "data": page, "has_more": len(matches) > len(page)}
 
     @routes.add("POST", "/v1/documents", Right.WRITE)
     async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
@@ -76,66 +78,74 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
         If a document has tokens that the model does not have, the answer is 400; the others are stored.
         """
-        _check_seen(access(request), body.domain)
+        _check_domain_visible(access(request), body.domain)
         serving.lm  # noqa: B018
         quota = access(request).quota
         quota.check_and_spend(0)
-        given = await serving.read(lambda: list(documents_of(body.documents)))
+        new_documents = await serving.run_tokenizing(lambda: list(documents_of(body.documents)))
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []
-        for document in given:  # one at a time, so that changes of other requests can run between them
-            done = await serving.writer.add(
+        for (
+            document
+        ) in new_documents:  # one at a time, so that changes of other requests can run between them
+            change = await serving.writer.add_document(
                 document, body.domain, body.tags, quota.spend_unchecked, bad.append
             )
-            counts = {name: count + done[name] for name, count in counts.items()}
+            counts = {name: count + change[name] for name, count in counts.items()}
         await serving.writer.count_ngrams()  # so that the next request retrieves from all documents
         if bad:
             raise refused(
-                f"{bad[0]}; {len(given) - len(bad)} of {len(given)} documents are stored", "documents"
+                f"{bad[0]}; {len(new_documents) - len(bad)} of {len(new_documents)} documents are stored",
+                "documents",
             )
         return {"object": "documents.added", "domain": body.domain, **counts}
 
     @routes.add("DELETE", "/v1/documents", Right.WRITE)
-    async def remove(request: Request, domain: Given, id: Given) -> dict[str, Any]:
+    async def remove(request: Request, domain: RequiredName, id: RequiredName) -> dict[str, Any]:
         """Remove a document."""
-        _check_seen(access(request), domain)
+        _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
-        gone = await serving.writer.remove(lambda store: store.remove_document(id, domain=domain))
-        return {"object": "document.deleted", "deleted": True, "id": gone.id, "domain": gone.domain}
+        removed = await serving.writer.run_removal(lambda store: store.remove_document(id, domain=domain))
+        return {"object": "document.deleted", "deleted": True, "id": removed.id, "domain": removed.domain}
 
     @routes.add("DELETE", "/v1/domains", Right.WRITE)
-    async def remove_domain(request: Request, domain: Given) -> dict[str, Any]:
+    async def remove_domain(request: Request, domain: RequiredName) -> dict[str, Any]:
         """Remove a domain with all its documents."""
-        _check_seen(access(request), domain)
+        _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
-        gone = await serving.writer.remove(lambda store: store.remove_domain(domain))
+        removed = await serving.writer.run_removal(lambda store: store.remove_domain(domain))
         return {
             "object": "domain.deleted",
             "deleted": True,
-            "domain": gone.name,
-            "documents": gone.documents,
+            "domain": removed.name,
+            "documents": removed.documents,
         }
 
 
-def _check_seen(who: Access, domain: str) -> None:
-    """Check that the client sees a domain.
+def _check_domain_visible(who: Access, domain: str) -> None:
+    """Check that the client may see a domain. The domain need not exist.
 
     Raises:
-        ApiError: 404 if it does not, with the same message as for a domain that does not exist.
+        ApiError: 404 if the client may not see the domain, with the same message as for a domain that does
+            not exist.
     """
     if not who.sees(domain):
         raise ApiError(404, "there is no such document or domain", code="document_not_found")
 
 
-def _text_of(serving: Serving, document: Document) -> str | None:
-    """Return the text of a document; None if the document was removed meanwhile."""
+def _get_document_text(serving: Serving, document: Document) -> str | None:
+    """Return the text of a document, decoded from its tokens; None if the document was removed meanwhile.
+
+    A document without tokens has an empty text.
+    """
     try:
         tokens = serving.lm.store.tokens(document.id, domain=document.domain)
     except DocumentNotFoundError:
         return None
-    return serving.text(tokens.tolist()) if len(tokens) else ""
+    return serving.detokenize(tokens.tolist()) if len(tokens) else ""
 
 
-def _shown(document: Document, text: str | None) -> dict[str, Any]:
-    shown = {"object": "document", **asdict(document)}
-    return shown if text is None else {**shown, "text": text}
+def _document_fields(document: Document, text: str | None) -> dict[str, Any]:
+    """Return a document as a JSON object, with its text unless `text` is None."""
+    fields = {"object": "document", **asdict(document)}
+    return fields if text is None else {**fields, "text": text}

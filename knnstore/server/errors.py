@@ -1,6 +1,7 @@
 """Errors in the form of OpenAI's protocol: a status, and an object with message, type, param and code.
 
-`ApiError` is such an answer, `refused` makes one for a bad request, `error_of` converts any exception.
+`ApiError` is an answer of this form, `refused` makes one for a bad request, `convert_to_api_error` converts
+any exception.
 """
 
 from typing import Any
@@ -63,12 +64,12 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error 400 for a request that is wrong or asks for too much."""
+    """Return, but do not raise, the error 400 for a request that is wrong or exceeds a limit."""
     return ApiError(400, message, param=param, code=code)
 
 
-def error_of(error: BaseException) -> ApiError:
-    """Convert an exception to the error that the client gets.
+def convert_to_api_error(error: BaseException) -> ApiError:
+    """Convert an exception to the error that the client gets. An `ApiError` is returned unchanged.
 
     An unknown exception becomes 500 with a general message, so that no detail of the server leaks.
     """
@@ -97,5 +98,5 @@ def error_of(error: BaseException) -> ApiError:
         return ApiError(500, str(error), code="model_output")
     if isinstance(error, StoreUnavailableError):
         return ApiError(503, "the store cannot be reached: try again later", code="store_unavailable")
-    what = "the store failed" if isinstance(error, KnnstoreError) else "the server failed"
-    return ApiError(500, f"{what}; its log says more", code="internal_error")
+    summary = "the store failed" if isinstance(error, KnnstoreError) else "the server failed"
+    return ApiError(500, f"{summary}; its log says more", code="internal_error")

@@ -15,21 +15,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from knnstore.server.access import Access, Gate
-from knnstore.server.errors import ApiError, error_of
+from knnstore.server.errors import ApiError, convert_to_api_error
 
 _logger = logging.getLogger("knnstore.server.requests")
 
-_LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+_LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 
-_PART_BYTES = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 16
 """Largest part of an answer that is passed to the server at once, in bytes."""
 
-Count = Callable[[str, int, float, float | None], None]
+RecordRequest = Callable[[str, int, float, float | None], None]
 
 
 class Frame:
-    """An ASGI application that wraps another one.
+    """ASGI middleware: checks and limits each request, passes it to the wrapped application, and logs it.
 
     Args:
         app: the application that answers.
@@ -41,7 +41,8 @@ class Frame:
         local_only: True if only requests whose Host header names this machine are answered. Otherwise a web
             page in a browser on this machine could reach the server through a host name of its own (DNS
             rebinding).
-        count: called after each request with endpoint, status, seconds, and seconds to the first byte.
+        count: called after each request with the declared path, the status, the seconds, and the seconds to
+            the first byte of the answer, or None without a body.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Frame:
         body_seconds: float,
         *,
         local_only: bool,
-        count: Count,
+        count: RecordRequest,
     ) -> None:
         self._app = app
         self._gate = gate
@@ -76,110 +77,117 @@ class Frame:
         if scope["path"].rstrip("/") in self._paths:
             scope["path"] = scope["path"].rstrip("/")
         headers, started = Headers(scope=scope), time.perf_counter()
-        given = headers.get("x-request-id", "")
-        id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        seen: dict[str, Any] = {"status": 500, "begun": False, "first": None, "key": ""}
+        given_id = headers.get("x-request-id", "")
+        id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        record: dict[str, Any] = {"status": 500, "begun": False, "first": None, "key": ""}
 
-        async def answer(message: Message) -> None:
+        async def send_answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen["begun"], seen["status"] = True, message["status"]
+                record["begun"], record["status"] = True, message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = id
-            elif seen["first"] is None and message.get("body"):
-                seen["first"] = time.perf_counter() - started
-            for part in _parts(message):  # `send` waits until the client has read enough earlier parts
+            elif record["first"] is None and message.get("body"):
+                record["first"] = time.perf_counter() - started
+            for part in _split_message(
+                message
+            ):  # `send` waits until the client has read enough earlier parts
                 await send(part)
 
         try:
-            who = await self._checked(scope, headers)
+            who = await self._authenticate(scope, headers)
             scope.setdefault("state", {})["access"] = who
-            seen["key"] = who.key if who else ""
-            limited = self._limited(headers, receive)
+            record["key"] = who.key if who else ""
+            limited_receive = self._wrap_with_limits(headers, receive)
             with who.quota.count_running() if who else nullcontext():
-                await self._app(scope, limited, answer)
+                await self._app(scope, limited_receive, send_answer)
         except ApiError as error:
-            await _error(error)(scope, receive, answer)
+            await _error_response(error)(scope, receive, send_answer)
         except Exception as error:
-            if not seen["begun"]:
-                await _error(error_of(error))(scope, receive, answer)
+            if not record["begun"]:
+                await _error_response(convert_to_api_error(error))(scope, receive, send_answer)
             _logger.debug("request %s failed", id, exc_info=error)  # the application has logged the error
         finally:
             seconds = time.perf_counter() - started
             endpoint = getattr(scope.get("route"), "path", "(none)")
-            self._count(endpoint, seen["status"], seconds, seen["first"])
+            self._count(endpoint, record["status"], seconds, record["first"])
             _logger.info(
                 "%s %s %d %.3f s",
                 scope["method"],
                 endpoint,
-                seen["status"],
+                record["status"],
                 seconds,
                 extra={
                     "request": {
                         "id": id,
                         "method": scope["method"],
                         "endpoint": endpoint,
-                        "status": seen["status"],
+                        "status": record["status"],
                         "seconds": round(seconds, 6),
-                        "key": seen["key"],
+                        "key": record["key"],
                     }
                 },
             )
 
-    async def _checked(self, scope: Scope, headers: Headers) -> Access | None:
-        """Authenticate a request. Returns None for an open path.
+    async def _authenticate(self, scope: Scope, headers: Headers) -> Access | None:
+        """Return the permissions of a request's client; None for an open path, which needs no key.
 
         Raises:
             ApiError: 403 if the Host header is not local but must be, 401 if the key is missing or wrong.
         """
-        if self._local_only and not _LOCAL.fullmatch(headers.get("host", "")):
+        if self._local_only and not _LOCAL_HOST.fullmatch(headers.get("host", "")):
             raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
         if scope["path"] in self._open:
             return None
         return await self._gate.authenticate_request(headers.get("authorization", ""))
 
-    def _limited(self, headers: Headers, receive: Receive) -> Receive:
-        """Wrap `receive` so that it enforces the size and time limits of the body.
+    def _wrap_with_limits(self, headers: Headers, receive: Receive) -> Receive:
+        """Return a `receive` that enforces the size and time limits of the body.
+
+        The returned function raises HTTPException 413 if the body is too large, 408 if it arrives too slowly.
 
         Raises:
-            ApiError: 413 if the header content-length exceeds the limit. The wrapper raises HTTPException 413
-                or 408.
+            ApiError: 413 if the header content-length exceeds the size limit or is no number.
         """
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._body_bytes:
-            raise self._too_large()
-        taken, is_whole, until = 0, False, asyncio.get_running_loop().time() + self._body_seconds
+            raise self._body_too_large_error()
+        byte_count, is_whole, deadline = 0, False, asyncio.get_running_loop().time() + self._body_seconds
 
-        async def limited() -> Message:
-            nonlocal taken, is_whole
+        async def receive_limited() -> Message:
+            nonlocal byte_count, is_whole
             try:
-                async with asyncio.timeout_at(None if is_whole else until):
+                async with asyncio.timeout_at(None if is_whole else deadline):
                     message = await receive()
             except TimeoutError as error:
-                said = f"the request has not come within {self._body_seconds:g} seconds"
-                raise HTTPException(408, said) from error
+                message_text = f"the request has not come within {self._body_seconds:g} seconds"
+                raise HTTPException(408, message_text) from error
             is_whole = not message.get("more_body", False)
-            taken += len(message.get("body", b""))
-            if taken > self._body_bytes:
-                raise HTTPException(413, str(self._too_large()))
+            byte_count += len(message.get("body", b""))
+            if byte_count > self._body_bytes:
+                raise HTTPException(413, str(self._body_too_large_error()))
             return message
 
-        return limited
+        return receive_limited
 
-    def _too_large(self) -> ApiError:
+    def _body_too_large_error(self) -> ApiError:
         return ApiError(413, f"the request is larger than {self._body_bytes:,} bytes", code="too_large")
 
 
-def _parts(message: Message) -> Iterator[Message]:
-    """Split a large part of an answer into small ones, so that no more is copied than the client reads."""
+def _split_message(message: Message) -> Iterator[Message]:
+    """Yield an ASGI message in parts of at most `_MAX_MESSAGE_BYTES` bytes of body.
+
+    Each part is copied only when it is sent, so no more is copied than the client reads.
+    """
     body = message.get("body", b"")
-    if len(body) <= _PART_BYTES:
+    if len(body) <= _MAX_MESSAGE_BYTES:
         yield message
         return
     whole = memoryview(body)
-    for start in range(0, len(body), _PART_BYTES):
-        end = start + _PART_BYTES
+    for start in range(0, len(body), _MAX_MESSAGE_BYTES):
+        end = start + _MAX_MESSAGE_BYTES
         more = end < len(body) or message.get("more_body", False)
         yield {**message, "body": bytes(whole[start:end]), "more_body": more}
 
 
-def _error(error: ApiError) -> JSONResponse:
+def _error_response(error: ApiError) -> JSONResponse:
+    """Return the JSON answer of an error."""
     return JSONResponse(error.body, error.status, error.headers)

@@ -1,6 +1,6 @@
 """Endpoints that generate no text: ``/v1/models``, ``/tokenize``, ``/detokenize``, ``/v1/explain``.
 
-`sources_of` finds the sources of generated tokens, for the endpoints of `completions`.
+`explain_generated_tokens` finds the sources of generated tokens, for the endpoints of `completions`.
 """
 
 import json
@@ -31,8 +31,8 @@ from knnstore.server.protocol import (
     ExplainRequest,
     TokenizeRequest,
 )
-from knnstore.server.scopes import Scope, named
-from knnstore.server.serving import Serving, unless_left
+from knnstore.server.scopes import Scope, format_model_name
+from knnstore.server.serving import Serving, cancel_on_disconnect
 
 _DOCUMENTS_AT_ONCE = 256
 """Number of documents of an explanation that one turn converts to JSON."""
@@ -41,11 +41,14 @@ _DOCUMENTS_AT_ONCE = 256
 def declare_introspection(routes: Endpoints, serving: Serving) -> None:
     """Add the endpoints that generate no text."""
 
-    def models_of(who: Access) -> list[dict[str, Any]]:
-        """List the model alone, then the model with each domain that the client sees."""
+    def build_model_list(who: Access) -> list[dict[str, Any]]:
+        """Describe the model alone, then the model with each domain that the client may see."""
         store = serving.lm.store
         seen = who.filter_visible(domain.name for domain in store.domains())
-        names = [named(serving.name), *(named(serving.name, (domain,)) for domain in seen)]
+        names = [
+            format_model_name(serving.name),
+            *(format_model_name(serving.name, (domain,)) for domain in seen),
+        ]
         return [
             {
                 "id": name,
@@ -60,14 +63,14 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
     @routes.add("GET", "/v1/models", Right.PREDICT)
     def models(request: Request) -> dict[str, Any]:
         """List the model alone, and the model with each domain."""
-        return {"object": "list", "data": models_of(access(request))}
+        return {"object": "list", "data": build_model_list(access(request))}
 
     @routes.add("GET", "/v1/models/{name:path}", Right.PREDICT)
     def model(request: Request, name: str) -> dict[str, Any]:
         """Show a model, which may name several domains."""
         serving.lm  # noqa: B018
-        serving.scopes.scope(name, None, access(request))
-        return {**models_of(access(request))[0], "id": name}
+        serving.scopes.parse_scope(name, None, access(request))
+        return {**build_model_list(access(request))[0], "id": name}
 
     @routes.add("POST", "/tokenize", Right.PREDICT)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -76,10 +79,10 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
         def answer() -> Response:
             serving.check_length(len(body.prompt), serving.most_tokens, "prompt")
-            tokens = serving.tokens(body.prompt, special=body.add_special_tokens)
+            tokens = serving.tokenize(body.prompt, special=body.add_special_tokens)
             return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": serving.window})
 
-        return await serving.read(answer)
+        return await serving.run_tokenizing(answer)
 
     @routes.add("POST", "/detokenize", Right.PREDICT)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -91,16 +94,16 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
         def answer() -> Response:
             serving.check_tokens(body.tokens, "tokens")
-            return JSONResponse({"prompt": serving.text(body.tokens) if body.tokens else ""})
+            return JSONResponse({"prompt": serving.detokenize(body.tokens) if body.tokens else ""})
 
-        return await serving.read(answer)
+        return await serving.run_tokenizing(answer)
 
     @routes.add("GET", "/tokenizer_info", Right.PREDICT)
     def tokenizer_info() -> dict[str, Any]:
         """Return the properties of the tokenizer that evaluation harnesses need."""
-        tokenizer, most = serving.lm.tokenizer, serving.limits.answer_bytes
+        tokenizer, max_bytes = serving.lm.tokenizer, serving.limits.answer_bytes
         assert tokenizer is not None
-        found = {
+        fields = {
             "tokenizer_class": type(tokenizer).__name__,
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
@@ -109,50 +112,59 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
             "chat_template": tokenizer.chat_template,
             "model_max_length": serving.window,
         }
-        if len(_json(found)) > most:
-            raise refused(f"the model's chat template is larger than {most:,} bytes (`--max-answer`)")
-        return found
+        if len(_encode_json(fields)) > max_bytes:
+            raise refused(
+                f"the model's chat template is larger than {max_bytes:,} bytes (`--max-build_answer`)"
+            )
+        return fields
 
     @routes.add("POST", "/v1/explain", Right.READ)
     async def explain(request: Request, body: ExplainRequest) -> Response:
         """Explain the probability of each token of a text: its components and its neighbors in the store."""
         serving.lm  # noqa: B018
 
-        def planned() -> tuple[Scope, int, list[int]]:
-            scope = serving.scopes.scope(body.model, body.knn, access(request))
-            found = scope, *_explained_tokens(serving, body)
-            serving.scopes.prepare(scope)
-            return found
+        def make_plan() -> tuple[Scope, int, list[int]]:
+            scope = serving.scopes.parse_scope(body.model, body.knn, access(request))
+            plan = scope, *_tokenize_explained_text(serving, body)
+            serving.scopes.fill_caches(scope)
+            return plan
 
-        scope, start, tokens = await serving.read(planned)
+        scope, start, tokens = await serving.run_tokenizing(make_plan)
         access(request).quota.check_and_spend(len(tokens))
 
         def work() -> Turns[bytes]:
-            settings, parts = serving.scopes.settings(scope), _Parts(serving.limits.answer_bytes)
+            settings, explanation_json = (
+                serving.scopes.resolve_settings(scope),
+                _ExplanationJson(serving.limits.answer_bytes),
+            )
             turns = explain_in_turns(
                 serving.lm, np.array(tokens, np.uint32), settings, neighbors=body.neighbors, start=start
             )
-            documents = yield from _shown_in_turns(turns, parts.add_tokens)
-            for at in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+            documents = yield from _run_explanation(turns, explanation_json.add_tokens)
+            for start_document in range(0, len(documents), _DOCUMENTS_AT_ONCE):
                 yield
-                parts.add_documents(documents[at : at + _DOCUMENTS_AT_ONCE])
-            return parts.answer({"object": "list", "model": body.model, "knn": _in_force(settings)})
+                explanation_json.add_documents(
+                    documents[start_document : start_document + _DOCUMENTS_AT_ONCE]
+                )
+            return explanation_json.build_answer(
+                {"object": "list", "model": body.model, "knn": _describe_settings(settings)}
+            )
 
-        answer = await unless_left(request, serving.call_in_turns(work))
+        answer = await cancel_on_disconnect(request, serving.call_in_turns(work))
         return Response(answer, media_type="application/json")
 
 
-async def sources_of(
+async def explain_generated_tokens(
     serving: Serving, scope: Hashable, prompt: Prompt, written: Sequence[int], count: int
 ) -> list[dict[str, Any]]:
-    """Explain each generated token of a text.
+    """Explain each generated token of a text, in turns in the engine's thread.
 
     Args:
         serving: the server's state.
-        scope: the documents to retrieve from, and the settings.
+        scope: the `Scope` of the task: the documents to retrieve from, and the settings.
         prompt: the prompt of the text.
         written: the generated tokens.
-        count: number of neighbors for each token.
+        count: number of neighbors that each explanation lists.
 
     Returns:
         The explanation of each generated token, as JSON values.
@@ -162,25 +174,26 @@ async def sources_of(
 
     def work() -> Turns[list[dict[str, Any]]]:
         shown = list[dict[str, Any]]()
-        settings = serving.lm.resolve_settings(serving.scopes.settings(scope), Purpose.GENERATION)
+        settings = serving.lm.resolve_settings(serving.scopes.resolve_settings(scope), Purpose.GENERATION)
         turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(before))
-        yield from _shown_in_turns(turns, lambda part: shown.extend(map(_shown, part)))
+        yield from _run_explanation(turns, lambda part: shown.extend(map(_token_fields, part)))
         return shown
 
     return await serving.call_in_turns(work)
 
 
-def _explained_tokens(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
+def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
     """Tokenize the text to explain and the text before it.
 
     Returns:
         The number of tokens before the explained text, and all tokens.
 
     Raises:
-        ApiError: 400 if the tokens are too many, alone or for the number of neighbors.
+        ApiError: 400 if the text has too many tokens, if tokens × neighbors are too many, or if the model
+            lacks a token.
     """
     serving.check_length(len(body.after) + len(body.text), MOST_EXPLAINED, "text")
-    start, tokens = len(serving.tokens(body.after)), serving.tokens(body.after + body.text)
+    start, tokens = len(serving.tokenize(body.after)), serving.tokenize(body.after + body.text)
     if len(tokens) > MOST_EXPLAINED:
         raise refused(
             f"the text has {len(tokens):,} tokens, at most {MOST_EXPLAINED:,} are explained at once",
@@ -196,13 +209,13 @@ def _explained_tokens(serving: Serving, body: ExplainRequest) -> tuple[int, list
     return start, tokens
 
 
-def _shown_in_turns(
+def _run_explanation(
     turns: Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]],
     take: Callable[[list[TokenExplanation]], object],
 ) -> Turns[tuple[DocumentEffect, ...]]:
-    """Run an explanation in turns, and call `take` with the tokens that each turn has explained.
+    """Run an explanation in turns, and call `take` with the token explanations of each turn.
 
-    Returns the effect of each document.
+    Returns the effect of each document, when the explanation is complete.
     """
     while True:
         try:
@@ -214,52 +227,54 @@ def _shown_in_turns(
         yield
 
 
-class _Parts:
-    """The answer to ``/v1/explain`` as JSON. It is built turn by turn, so that no turn takes long.
+class _ExplanationJson:
+    """Builds the JSON answer to ``/v1/explain`` turn by turn, so that no turn takes long.
 
     Args:
         most: largest size of the answer in bytes.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = self._left = most
+        self._max_bytes = self._bytes_left = most
         self._tokens: list[tuple[int, bytes]] = []
         self._documents: list[bytes] = []
 
     def add_tokens(self, part: Sequence[TokenExplanation]) -> None:
         """Append explained tokens. Raises ApiError 400 if the answer becomes too large."""
-        self._tokens += [(one.position, self._written(_shown(one))) for one in part]
+        self._tokens += [(token.position, self._encode_and_count(_token_fields(token))) for token in part]
 
     def add_documents(self, part: Sequence[DocumentEffect]) -> None:
         """Append effects of documents. Raises ApiError 400 if the answer becomes too large."""
-        self._documents += [self._written(asdict(one)) for one in part]
+        self._documents += [self._encode_and_count(asdict(effect)) for effect in part]
 
-    def answer(self, more: dict[str, Any]) -> bytes:
-        """Return the whole answer, with the fields `more` first and the tokens sorted by position."""
+    def build_answer(self, more: dict[str, Any]) -> bytes:
+        """Return the whole answer as JSON: the fields `more`, tokens by position, and documents."""
         tokens = b",".join(text for _, text in sorted(self._tokens))
         documents = b",".join(self._documents)
-        return b"".join([_json(more)[:-1], b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
+        return b"".join([_encode_json(more)[:-1], b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
 
-    def _written(self, shown: dict[str, Any]) -> bytes:
-        text = _json(shown)
-        self._left -= len(text)
-        if self._left < 0:
+    def _encode_and_count(self, shown: dict[str, Any]) -> bytes:
+        """Return an object as JSON. Raises ApiError 400 if the answer becomes larger than allowed."""
+        text = _encode_json(shown)
+        self._bytes_left -= len(text)
+        if self._bytes_left < 0:
             raise refused(
-                f"the answer is larger than {self._most:,} bytes (`--max-answer`): ask for fewer neighbors, "
-                "or explain a part of the text with the rest as `after`",
+                f"the answer is larger than {self._max_bytes:,} bytes (`--max-answer`): ask for fewer "
+                "neighbors, or explain a part of the text with the rest as `after`",
                 "neighbors",
             )
         return text
 
 
-def _json(value: object) -> bytes:
+def _encode_json(value: object) -> bytes:
+    """Return a value as compact JSON in UTF-8. NaN and infinity raise ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _in_force(settings: KNNSettings) -> dict[str, Any]:
-    """Return the settings that a request may change, and the mixer's name.
+def _describe_settings(settings: KNNSettings) -> dict[str, Any]:
+    """Return the settings that a request may change, and the mixer's name, for the field ``knn``.
 
-    `lam` is None if a mixer or a gate chooses λ for each token.
+    `lam` is None if a mixer or a gate chooses λ for each token; with a gate the mixer's name is "gate".
     """
     mixer, gate = settings.mixer, settings.gate
     return {
@@ -271,5 +286,6 @@ def _in_force(settings: KNNSettings) -> dict[str, Any]:
     }
 
 
-def _shown(token: TokenExplanation) -> dict[str, Any]:
+def _token_fields(token: TokenExplanation) -> dict[str, Any]:
+    """Return the fields of a token's explanation; `lam` is called ``lambda``, as in the protocol."""
     return {"lambda" if name == "lam" else name: value for name, value in asdict(token).items()}

@@ -22,7 +22,7 @@ class Metrics:
         )
         self._first = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
-            "Time from a request to the first byte of its answer: of a stream, its first token.",
+            "Time from a request to the first byte of its answer. In a stream this is the first token.",
             ["endpoint"],
             registry=self._registry,
             buckets=_SECONDS,
@@ -35,21 +35,21 @@ class Metrics:
         )
         self._rows = Histogram(
             "knnstore_server_texts_per_step",
-            "Texts that are written on in a step.",
+            "Texts that are decoded in one step.",
             registry=self._registry,
             buckets=_ROWS,
         )
         self._tokens = Counter(
-            "knnstore_server_tokens_written", "Tokens that were written.", registry=self._registry
+            "knnstore_server_tokens_written", "Tokens that were generated.", registry=self._registry
         )
         self._drafted = Counter(
             "knnstore_server_tokens_drafted",
-            "Tokens that were read ahead of a text.",
+            "Draft tokens that the model has read.",
             registry=self._registry,
         )
         self._accepted = Counter(
             "knnstore_server_tokens_drafted_accepted",
-            "Of the tokens that were read ahead, those that were written.",
+            "Draft tokens that were accepted.",
             registry=self._registry,
         )
         self._turns = Counter(
@@ -59,11 +59,11 @@ class Metrics:
         )
         self._waiting = Gauge(
             "knnstore_server_waiting",
-            "Requests that had not begun at the last step, explanations until they are done.",
+            "Requests that had not begun at the last step, and explanations that were not done.",
             registry=self._registry,
         )
 
-    def observe(self, step: Observed) -> None:
+    def record_turn(self, step: Observed) -> None:
         """Record a turn of the engine."""
         if step.rows:
             self._steps.observe(step.seconds)
@@ -74,7 +74,7 @@ class Metrics:
         self._turns.inc(step.turns)
         self._waiting.set(step.waiting)
 
-    def count(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:
+    def record_request(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:
         """Record a finished request.
 
         Args:
@@ -87,6 +87,6 @@ class Metrics:
         if first is not None:
             self._first.labels(endpoint).observe(first)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+    def format_metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text format, encoded as UTF-8."""
         return generate_latest(self._registry)

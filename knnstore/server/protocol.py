@@ -52,48 +52,53 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """Return an error that names a field. Validators of the whole body raise it."""
+    """Return an error that names a field of the body. A validator of the whole body raises it."""
     return PydanticCustomError("field", "{message}", {"field": field, "message": message})
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field of the protocol that this server does not support, with the values that it accepts.
+    """A field of the protocol that this server does not support, with its neutral, accepted values.
 
-    Null is accepted. An empty value is accepted unless `empty_asks` is True; an object is empty if all its
-    values are.
+    A neutral value changes nothing. Null is neutral. An empty string, list or object is neutral unless
+    `is_empty_refused` is True. An object is empty if all its values are.
     """
 
     reason: str
     """Reason for refusing any other value, as one sentence."""
     defaults: tuple[Any, ...] = ()
-    """Accepted values: the protocol's defaults, and others that ask for nothing."""
-    asks_nothing: Callable[[Any], bool] | None = None
-    """Further test of a value: True accepts it. It must take any JSON value."""
-    empty_asks: bool = False
-    """True if an empty value asks for something, and so is refused."""
+    """Further neutral values, for example the protocol's default."""
+    is_neutral: Callable[[Any], bool] | None = None
+    """Further test of any JSON value: returns True if the value is neutral. None means no further test."""
+    is_empty_refused: bool = False
+    """True if an empty value is not neutral, so that it is refused."""
 
     def accepts(self, value: Any) -> bool:
-        """Check whether a value asks for nothing. True and 1, False and 0 are different values."""
-        if value is None or (_is_empty(value) and not self.empty_asks):
+        """Check whether a value is neutral, and so accepted. Booleans differ from the numbers 0 and 1."""
+        if value is None or (_is_empty(value) and not self.is_empty_refused):
             return True
-        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.defaults):
+        if any(
+            value == default and isinstance(value, bool) == isinstance(default, bool)
+            for default in self.defaults
+        ):
             return True
-        return self.asks_nothing is not None and self.asks_nothing(value)
+        return self.is_neutral is not None and self.is_neutral(value)
 
 
 def _is_empty(value: Any) -> bool:
+    """Check whether a JSON value is null, an empty string or list, or an object with empty values only."""
     if isinstance(value, dict):
         return all(map(_is_empty, value.values()))
     return value is None or value in ("", [])
 
 
 def _is_zero_for_all_tokens(bias: Any) -> bool:
+    """Check whether a value of `logit_bias` is an object whose numbers are all 0."""
     return isinstance(bias, dict) and all(value == 0 and value is not False for value in bias.values())
 
 
-def _has_only(**defaults: str) -> Callable[[Any], bool]:
-    """Return a test for objects whose fields all have these values; fields may be missing."""
+def _make_defaults_test(**defaults: str) -> Callable[[Any], bool]:
+    """Return a test for objects that have no fields and values but the named ones; fields may be missing."""
     return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
 
 
@@ -113,7 +118,7 @@ _UNSUPPORTED_SAMPLING = {
     "frequency_penalty": Unsupported(_NO_PENALTIES, (0,)),
     "repetition_penalty": Unsupported(_NO_PENALTIES, (1,)),
     "logit_bias": Unsupported(
-        "this server cannot change the probability of single tokens", asks_nothing=_is_zero_for_all_tokens
+        "this server cannot change the probability of single tokens", is_neutral=_is_zero_for_all_tokens
     ),
     "top_k": Unsupported(_NO_SAMPLER, (0, -1)),
     "min_p": Unsupported(_NO_SAMPLER, (0,)),
@@ -134,7 +139,7 @@ UNSUPPORTED_CHAT = {
     "parallel_tool_calls": Unsupported(_NO_TOOLS, (True, False)),
     "functions": Unsupported(_NO_TOOLS),
     "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
-    "web_search_options": Unsupported("this server cannot search the web", empty_asks=True),
+    "web_search_options": Unsupported("this server cannot search the web", is_empty_refused=True),
     "modalities": Unsupported(_NO_AUDIO, (["text"],)),
     "audio": Unsupported(_NO_AUDIO),
     "reasoning_effort": Unsupported("this server has no effort to choose", ("none",)),
@@ -146,7 +151,7 @@ UNSUPPORTED_CHAT = {
     "metadata": Unsupported("this server keeps no answers, so their metadata neither"),
     "prompt_cache_retention": Unsupported(_NO_CACHE_CONTROL, ("in_memory", "in-memory", "24h")),
     "prompt_cache_options": Unsupported(
-        _NO_CACHE_CONTROL, asks_nothing=_has_only(mode="implicit", ttl="30m")
+        _NO_CACHE_CONTROL, is_neutral=_make_defaults_test(mode="implicit", ttl="30m")
     ),
     "echo": Unsupported("a conversation is not repeated in its answer", (False,)),
     "add_generation_prompt": Unsupported("an answer is always a new message", (True,)),
@@ -173,11 +178,11 @@ UNSUPPORTED_PART = {
 
 
 class Body(BaseModel):
-    """The body of a request, or an object in it.
+    """Base of all request bodies, and of the objects in them.
 
     A field with the value null counts as missing, even if the field is unknown. A field in `unsupported` is
-    refused unless its value asks for nothing. Any other undeclared field is refused. The error names the
-    field.
+    refused unless its value is neutral (see `Unsupported`). Any other undeclared field is refused. The error
+    names the field.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -186,10 +191,10 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_nothing(cls, given: Any) -> Any:
-        """Return the fields of an object without null and without accepted unsupported fields.
+    def _drop_neutral_fields(cls, given: Any) -> Any:
+        """Return a copy of an object without null fields and without neutral unsupported fields.
 
-        Raises an error if a field asks for something unsupported, or if the object has too many fields, is
+        Raises an error if an unsupported field is not neutral, or if the object has too many fields, is
         nested too deeply, or contains NaN, Infinity or a lone surrogate. JSON can escape a lone surrogate,
         but it cannot be encoded as text. A value that is not an object is returned unchanged.
         """
@@ -205,23 +210,27 @@ class Body(BaseModel):
             raise ValueError("NaN and Infinity are no JSON: leave the field out, or send null") from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
-        kept = {}
+        fields = {}
         for name, value in given.items():
             rule = cls.unsupported.get(name)
             if rule is not None and not rule.accepts(value):
                 raise field_error(name, rule.reason)
             if rule is None and value is not None:
-                kept[name] = value
-        return kept
+                fields[name] = value
+        return fields
 
 
 class Retrieval(Body):
     """Retrieval settings of a request. A missing field means the store's saved setting."""
 
-    domains: Names | None = Field(default=None, description="Only from these of the model's domains.")
-    tags: Names | None = Field(default=None, description="Only from documents with one of these tags.")
+    domains: Names | None = Field(
+        default=None, description="Retrieve only from these domains, which the model's name must include."
+    )
+    tags: Names | None = Field(
+        default=None, description="Retrieve only from documents that have at least one of these tags."
+    )
     where: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
-        default=None, description="Only from documents whose metadata meet this condition."
+        default=None, description="Retrieve only from documents whose metadata meet this condition."
     )
     k: Annotated[StrictInt, Field(ge=1, le=65_536)] | None = None
     probes: Annotated[StrictInt, Field(ge=0, le=65_536)] | None = None
@@ -230,12 +239,13 @@ class Retrieval(Body):
         default=None, validation_alias=AliasChoices("lam", "lambda")
     )
     sources: Annotated[StrictInt, Field(ge=0, le=MOST_NEIGHBORS)] = Field(
-        default=0, description="Name so many places for each token that was written."
+        default=0,
+        description="Number of neighbors that the answer lists for each generated token; 0 lists none.",
     )
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Field ``stream_options``: options of a stream of events."""
 
     unsupported = UNSUPPORTED_STREAM_OPTIONS
 
@@ -243,7 +253,7 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON schema of an answer. It is always enforced strictly."""
+    """JSON schema of an answer. The schema is enforced strictly, whatever `strict` says."""
 
     name: str | None = None
     description: str | None = None
@@ -264,7 +274,7 @@ class ResponseFormat(Body):
         return self
 
 
-class Writing(Body):
+class GenerationRequest(Body):
     """Fields that `CompletionRequest` and `ChatRequest` have in common."""
 
     model: str
@@ -275,7 +285,10 @@ class Writing(Body):
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(default=None, description="A label, which changes nothing; so are the next two.")
+    user: str | None = Field(
+        default=None,
+        description="Label that changes nothing, like `safety_identifier` and `prompt_cache_key`.",
+    )
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     knn: Retrieval | None = None
@@ -291,14 +304,14 @@ class Writing(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings; empty if `stop` is missing or an empty string."""
+        """Stop strings as a tuple; empty if `stop` is missing or an empty string."""
         if isinstance(self.stop, str):
             return (self.stop,) if self.stop else ()
         return tuple(self.stop or ())
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings. A temperature below 1e-6 counts as 0."""
+        """Sampling settings, with the protocol's defaults. A temperature below 1e-6 counts as 0."""
         temperature = 1.0 if self.temperature is None else self.temperature
         if 0 < temperature < 1e-6:
             temperature = 0.0  # dividing log-probabilities by it would overflow
@@ -306,12 +319,12 @@ class Writing(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """True if a stream ends with an event that has the usage."""
+        """True if the client wants an event with the token counts (usage) at the end of a stream."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-_FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
-_KINDS = {
+_PROMPT_FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
+_JSON_TYPE_NAMES = {
     str: "a string",
     bool: "a boolean",
     int: "an integer",
@@ -321,12 +334,12 @@ _KINDS = {
 }
 
 
-def _kind(value: Any) -> str:
-    """Return the name of a value's JSON type, with its article."""
-    return _KINDS.get(type(value), "null")
+def _describe_json_type(value: Any) -> str:
+    """Return the name of a value's JSON type with its article, for example "a string"; "null" for None."""
+    return _JSON_TYPE_NAMES.get(type(value), "null")
 
 
-class CompletionRequest(Writing):
+class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``. Without a prompt, the text of a new document is generated."""
 
     unsupported = UNSUPPORTED_COMPLETION
@@ -342,40 +355,48 @@ class CompletionRequest(Writing):
     logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
     best_of: StrictInt | None = None
     return_tokens_as_token_ids: StrictBool | None = Field(
-        default=False, description="Write tokens of log-probabilities as token_id:N: no two print alike."
+        default=False,
+        description="Show tokens of log-probabilities as token_id:N, because two tokens can have one text.",
     )
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, given: Any) -> Any:
-        """Raise one clear error for a wrong prompt. Otherwise pydantic would report an error of each form."""
+        """Return a prompt unchanged, or raise ValueError with one clear message if it has a wrong form.
+
+        Without this check pydantic would report one error for each possible form.
+        """
         if isinstance(given, str):
             return given
         if not isinstance(given, list):
-            raise ValueError(f"prompt: {_FORMS}, not {_kind(given)}")
+            raise ValueError(f"prompt: {_PROMPT_FORMS}, not {_describe_json_type(given)}")
         if not given:
-            raise ValueError(f"prompt: the list is empty: give {_FORMS}")
-        if all(isinstance(one, str) for one in given):
+            raise ValueError(f"prompt: the list is empty: give {_PROMPT_FORMS}")
+        if all(isinstance(item, str) for item in given):
             return given
         lists = [("", given)]
         if isinstance(given[0], list):
-            lists = [(f"list {at}: ", one) for at, one in enumerate(given)]
-        for name, one in lists:
-            if not isinstance(one, list):
-                raise ValueError(f"prompt: {name.rstrip(': ')} is {_kind(one)} beside lists of token ids")
-            if not one:
+            lists = [(f"list {position}: ", token_list) for position, token_list in enumerate(given)]
+        for name, token_list in lists:
+            if not isinstance(token_list, list):
+                raise ValueError(
+                    f"prompt: {name.rstrip(': ')} is {_describe_json_type(token_list)} "
+                    "beside lists of token ids"
+                )
+            if not token_list:
                 raise ValueError(f"prompt: {name}there is no token id")
-            for at, token in enumerate(one):
+            for position, token in enumerate(token_list):
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise ValueError(
-                        f"prompt: {name}item {at} is {_kind(token)}, not a token id: give {_FORMS}"
+                        f"prompt: {name}item {position} is {_describe_json_type(token)}, not a token id: "
+                        f"give {_PROMPT_FORMS}"
                     )
                 if token < 0:
-                    raise ValueError(f"prompt: {name}token id {token} at position {at} is negative")
+                    raise ValueError(f"prompt: {name}token id {token} at position {position} is negative")
         return given
 
     @model_validator(mode="after")
-    def _check_texts(self) -> Self:
+    def _check_number_of_texts(self) -> Self:
         copies = self.n or 1
         if self.best_of not in (None, copies):
             raise field_error("best_of", "must equal n, because all texts are returned")
@@ -386,7 +407,7 @@ class CompletionRequest(Writing):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """All prompts, each as text or as token ids."""
+        """List of all prompts, each as text or as a list of token ids; a single prompt gives one item."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -405,14 +426,17 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, given: Any) -> Any:
-        """Refuse a part of another type before its other fields cause errors."""
+        """Refuse a part whose type is not "text", before its other fields cause less clear errors."""
         if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
             raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
         return given
 
 
-def _as_parts(content: Any) -> Any:
-    """Convert the content of a message to a list of parts. A string becomes one text part."""
+def _convert_content_to_parts(content: Any) -> Any:
+    """Convert the content of a message to a list of parts: a string becomes one text part.
+
+    A list is returned unchanged. Any other value raises an error.
+    """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if isinstance(content, list):
@@ -420,7 +444,9 @@ def _as_parts(content: Any) -> Any:
     raise PydanticCustomError("content", "must be a string or a list of parts of type 'text'")
 
 
-Content = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[
+    list[TextPart], BeforeValidator(_convert_content_to_parts, json_schema_input_type=str | list[TextPart])
+]
 
 
 class FunctionCall(Body):
@@ -449,14 +475,15 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(
-        default=None, description="What an assistant thought before its answer; for templates that know it."
+        default=None,
+        description="Reasoning of the assistant before its answer, for chat templates that use it.",
     )
     reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_is_ignored(cls, given: Any) -> Any:
-        """Return the fields without `IGNORED_IN_MESSAGE`, if the message is the assistant's."""
+    def _drop_ignored_fields(cls, given: Any) -> Any:
+        """Return an assistant's message without `IGNORED_IN_MESSAGE`; any other value unchanged."""
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
         return {name: value for name, value in given.items() if name not in IGNORED_IN_MESSAGE}
@@ -483,7 +510,7 @@ class Message(Body):
         return "".join(part.text for part in self.content or ())
 
 
-class ChatRequest(Writing):
+class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``."""
 
     unsupported = UNSUPPORTED_CHAT
@@ -495,7 +522,7 @@ class ChatRequest(Writing):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
 
     @model_validator(mode="after")
-    def _check_top(self) -> Self:
+    def _check_top_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "only with logprobs")
         return self
@@ -521,7 +548,10 @@ class ExplainRequest(Body):
 
     model: str
     text: str
-    after: str = Field(default="", description="A text that comes before and is not explained.")
+    after: str = Field(
+        default="",
+        description="Text before `text`: the model reads it first, and its tokens are not explained.",
+    )
     neighbors: Annotated[StrictInt, Field(ge=0, le=MOST_NEIGHBORS)] = 8
     knn: Retrieval | None = None
 
@@ -531,6 +561,6 @@ class NewDocuments(Body):
 
     domain: Name
     documents: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1024)] = Field(
-        description="Objects with `id` and `text`; whatever else they have is metadata."
+        description="Objects with `id` and `text`; all other fields are metadata."
     )
     tags: Annotated[list[Name], Field(max_length=MOST_NAMES)] = []

@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005
 _IDLE_SECONDS = 75
-"""Seconds that an idle connection stays open. Clients close theirs earlier (httpx after 5 s). A request that
-is sent on a connection while the server closes it would be lost."""
+"""Seconds that an idle connection stays open. Clients close idle connections earlier (httpx after 5 s). A
+request that is sent while the server closes its connection would be lost."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Config:
 
 
 def is_local(host: str) -> bool:
-    """Check whether an address is a loopback address or ``localhost``."""
+    """Check whether a host is a loopback IP address or the name ``localhost``; other names give False."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -86,12 +86,12 @@ def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
             raise ConfigError(
                 f"whoever reaches {config.host} needs a key, and there is none: `knnstore key add` makes one"
             )
-        _serve(config, load, Gate(keys, required=config.needs_keys))
+        _run_uvicorn(config, load, Gate(keys, required=config.needs_keys))
     finally:
         catalog.close()
 
 
-def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> None:
+def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> None:
     """Run uvicorn with the application until a signal stops it.
 
     Args:
@@ -104,14 +104,14 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
         KnnstoreError: any error of `load`.
     """
     metrics = Metrics()
-    serving = Serving(config.name, config.limits, metrics.observe)
-    failed: list[BaseException] = []
+    serving = Serving(config.name, config.limits, metrics.record_turn)
+    failures: list[BaseException] = []
 
-    def begin() -> None:
+    def load_and_start() -> None:
         try:
             lm = load()
             try:
-                serving.begin(lm)
+                serving.start(lm)
                 # The loaded objects stay until the end. Without the freeze, each full garbage collection
                 # would scan them and stop all texts for 0.4 s.
                 gc.collect()
@@ -121,21 +121,21 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
                 raise
             _logger.info("ready: %s", config.name)
         except BaseException as error:
-            failed.append(error)
+            failures.append(error)
             server.should_exit = True
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        loading = threading.Thread(target=begin, name="knnstore-loading", daemon=True)
+        loading = threading.Thread(target=load_and_start, name="knnstore-loading", daemon=True)
         loading.start()
         try:
             yield
         finally:
             await asyncio.to_thread(loading.join)
-            await asyncio.to_thread(serving.end)
+            await asyncio.to_thread(serving.stop)
 
     options = Options(local_only=not config.needs_keys, public_metrics=config.public_metrics)
-    running = uvicorn.Config(
+    uvicorn_config = uvicorn.Config(
         make_app(serving, gate, metrics, options, lifespan),
         http=connections(config.limits.head_seconds, config.limits.answer_seconds),
         host=config.host,
@@ -148,30 +148,32 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
         timeout_graceful_shutdown=config.drain_seconds,
         lifespan="on",
     )
-    server = uvicorn.Server(running)
+    server = uvicorn.Server(uvicorn_config)
     try:
-        listening = running.bind_socket()
-        listening.listen(running.backlog)  # before the log line, so that a client that reads it can connect
+        listening_socket = uvicorn_config.bind_socket()
+        listening_socket.listen(
+            uvicorn_config.backlog
+        )  # before the log line, so that a client that reads it can connect
     except (SystemExit, OSError) as error:  # uvicorn logs the cause
         raise ConfigError(f"{config.host} port {config.port} cannot be listened to: is it in use?") from error
     # Without TCP_NODELAY the first event of a stream waits 40 ms for an ACK.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A thread that reads requests delays the engine's thread by at most this long each time.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    address = listening.getsockname()
+    address = listening_socket.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     _logger.info("listening at http://%s:%d", host, address[1])
     try:
-        with _ending_well(), _reloading(serving, gate):
-            server.run(sockets=[listening])
+        with _ignore_stop_signals(), _reload_on_sighup(serving, gate):
+            server.run(sockets=[listening_socket])
     finally:
-        listening.close()
-    for failure in failed:
+        listening_socket.close()
+    for failure in failures:
         raise failure
 
 
 @contextmanager
-def _reloading(serving: Serving, gate: Gate) -> Iterator[None]:
+def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
     """Reload caches on SIGHUP instead of exiting, while the context is open. Requests go on.
 
     A reload resets the settings of all domains, the n-gram counts and the rate limits of keys. SIGHUP is
@@ -191,27 +193,29 @@ def _reloading(serving: Serving, gate: Gate) -> Iterator[None]:
             "reloaded: settings of all domains, counts of n-grams, what keys have used of their limits"
         )
 
-    def begin(*_: object) -> None:
+    def start_reload(*_: object) -> None:
         threading.Thread(target=reload, name="knnstore-reloading", daemon=True).start()
 
-    before = signal.signal(signal.SIGHUP, begin) if hasattr(signal, "SIGHUP") else None
+    earlier_handler = signal.signal(signal.SIGHUP, start_reload) if hasattr(signal, "SIGHUP") else None
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGHUP, before)
+        if earlier_handler is not None:
+            signal.signal(signal.SIGHUP, earlier_handler)
 
 
 @contextmanager
-def _ending_well() -> Iterator[None]:
+def _ignore_stop_signals() -> Iterator[None]:
     """Ignore SIGTERM and SIGINT around uvicorn's run.
 
     uvicorn has its own handlers while it runs, and sends the signal that stopped it to the process again at
     the end. Without this context that signal would kill the process.
     """
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    earlier_handlers = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier_handlers.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """State that all endpoints share: `Serving` holds the model, its engine and tokenizer, and the `Limits`.
 
-`Pieces` is the result of a task as an asynchronous iterator. `unless_left` cancels work when the client
-leaves.
+`Pieces` is the result of a task as an asynchronous iterator. `cancel_on_disconnect` cancels work when the
+client leaves.
 """
 
 import asyncio
@@ -52,11 +52,11 @@ from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)
 
-_WARMING, _AT_ONCE = 1024, 128
+_MAX_WARM_UP_KEYS, _KEYS_PER_CALL = 1024, 128
 """Number of stored keys whose cells are read while warming up, and number of them in one call."""
-_READING = 4
+_TOKENIZING_THREADS = 4
 """Number of threads that tokenize and check requests."""
-_BEGINNING = 32
+_WARM_UP_TOKENS = 32
 """Number of a document's first tokens that are explained and continued while warming up."""
 
 Found = TypeVar("Found")
@@ -89,12 +89,12 @@ class Limits:
 
 @dataclass
 class Serving:
-    """A served model; it is not ready before `begin` has ended.
+    """A served model; it is not ready before `start` has ended.
 
     Args:
         name: the name of the model alone.
         limits: the limits of the server.
-        observe: called in the engine's thread after each step.
+        observe: called in the engine's thread with the counts of each of its turns.
     """
 
     name: str
@@ -104,10 +104,10 @@ class Serving:
     def __post_init__(self) -> None:
         self._lm: KNNLMForCausalLM | None = None
         self._tokenizing = threading.Lock()
-        self._reading = CapacityLimiter(_READING)
+        self._reading = CapacityLimiter(_TOKENIZING_THREADS)
         self._rendering = CapacityLimiter(1)
 
-    def begin(self, lm: KNNLMForCausalLM) -> None:
+    def start(self, lm: KNNLMForCausalLM) -> None:
         """Start serving a model: start the engine, warm up, and become ready. Takes seconds."""
         # 1) Copy the tokenizer: the engine and the requests may not share one.
         tokenizer: Any = lm.tokenizer
@@ -120,19 +120,19 @@ class Serving:
         self.scopes = Scopes(lm.store, self.name, self.limits.k, self.limits.probes)
         self.engine = Engine(
             lm,
-            self.scopes.settings,
+            self.scopes.resolve_settings,
             max_rows=self.limits.rows,
             max_waiting=self.limits.waiting,
             observe=self.observe,
         )
         self.json_constraints = JsonConstraints(
-            self.tokenizer, lm.store.identity.vocab_size, self.engine.ends
+            self.call_with_tokenizer, lm.store.identity.vocab_size, self.engine.ends
         )
         lm.store.count_ngrams_in_background()
         self.engine.start()
         self.writer = StoreWriter(lm, self.engine)
         # 3) Warm up, then become ready.
-        for scope in self.scopes.first():
+        for scope in self.scopes.list_warm_up_scopes():
             self._warm_up(lm, scope)
         self.chat_template = ChatTemplate(tokenizer, self.window * self._longest_token)
         self._lm = lm
@@ -143,38 +143,39 @@ class Serving:
         Changes of documents, domains, keys and settings are seen without a reload.
         """
         lm = self.lm
-        self.engine.call(self.scopes.forget).result()
-        for scope in self.scopes.first():
+        self.engine.call(self.scopes.clear_cache).result()
+        for scope in self.scopes.list_warm_up_scopes():
             self._warm_up(lm, scope)
 
     def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
         """Do the work that a scope's first request would wait for: count n-grams, read cells, run the model.
 
-        Errors are logged as a warning, because a request may not meet them.
+        Errors of the store and a busy engine are logged as a warning, because requests may still succeed.
         """
         selection = Selection(domains=scope.domains)
 
-        def visited(keys: Keys) -> None:
-            settings = self.scopes.settings(scope)
+        def read_cells(keys: Keys) -> None:
+            settings = self.scopes.resolve_settings(scope)
             if settings.probes:
                 lm.store.visit(keys, settings.probes, selection)
 
-        def explained() -> None:
-            settings, lengths = self.scopes.settings(scope), lm.store.lengths(selection)
+        def run_model() -> None:
+            settings, lengths = self.scopes.resolve_settings(scope), lm.store.lengths(selection)
             text = np.zeros(1, np.uint32)
             if any(lengths.values()):  # a document can have characters but no tokens
-                text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_BEGINNING]
+                text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_WARM_UP_TOKENS]
             explain_tokens(lm, text, settings, neighbors=1)
             with torch.inference_mode():
                 generating = lm.resolve_settings(settings, Purpose.GENERATION)
                 lm(torch.from_numpy(text[None].astype(np.int64)), knn=generating)
 
         try:
-            self.scopes.prepare(scope)
-            keys = self.engine.call(lambda: _some_keys(lm.store, selection)).result()
-            for at in range(0, len(keys), _AT_ONCE):  # in parts, so that other work of the engine can run
-                self.engine.call(partial(visited, keys[at : at + _AT_ONCE])).result()
-            self.engine.call(explained).result()
+            self.scopes.fill_caches(scope)
+            keys = self.engine.call(lambda: _sample_keys(lm.store, selection)).result()
+            # Several short calls, so that other work of the engine can run between them.
+            for start in range(0, len(keys), _KEYS_PER_CALL):
+                self.engine.call(partial(read_cells, keys[start : start + _KEYS_PER_CALL])).result()
+            self.engine.call(run_model).result()
         except (KnnstoreError, EngineBusyError) as error:
             _logger.warning("could not warm up: %s", error)
 
@@ -203,26 +204,26 @@ class Serving:
             raise ApiError(503, "the model is not there yet", code="not_ready", headers={"Retry-After": "2"})
         return self._lm
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop the engine, the writer and the template's process, and close the store.
 
         Does nothing if no model was loaded.
         """
         if self._lm is not None:
             self.engine.stop()
-            self.writer.end()
+            self.writer.shut_down()
             self.chat_template.close()
             self._lm.store.close()
 
-    async def read(self, work: Callable[[], Found]) -> Found:
+    async def run_tokenizing(self, work: Callable[[], Found]) -> Found:
         """Run `work`, which tokenizes and checks a request, in a worker thread, and return its result.
 
-        At most `_READING` threads do this, so that requests that wait for the tokenizer take no threads from
-        other endpoints.
+        At most `_TOKENIZING_THREADS` threads do this, so that requests that wait for the tokenizer take no
+        threads from other endpoints.
         """
         return await to_thread.run_sync(work, limiter=self._reading)
 
-    async def render(self, work: Callable[[], Found]) -> Found:
+    async def run_rendering(self, work: Callable[[], Found]) -> Found:
         """Run `work`, which renders a chat template, in a thread of its own, and return its result.
 
         Only one runs at a time. A slow template delays no requests without a template.
@@ -236,27 +237,30 @@ class Serving:
         """Largest number of tokens of a text to tokenize. It can exceed the model's window."""
         return max(self.window, MOST_EXPLAINED)
 
-    def tokenizer(self, use: Callable[[Any], Found]) -> Found:
-        """Call `use` with the tokenizer and return its result. Other threads wait for the tokenizer.
+    def call_with_tokenizer(self, use: Callable[[Any], Found]) -> Found:
+        """Call `use` with the tokenizer and return the result of `use`. Other threads wait for the tokenizer.
 
         Raises:
-            InputError: the tokenizer fails on a text; see `named_panics`.
+            InputError: if the tokenizer itself fails on a text (a panic in its Rust code).
         """
         with self._tokenizing, named_panics():
             return use(self._tokenizer)
 
-    def tokens(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenize a text. `special` includes the special tokens that the tokenizer adds."""
-        return self.tokenizer(
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the token ids of a text. `special` includes the special tokens that the tokenizer adds."""
+        return self.call_with_tokenizer(
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
-    def conversation_tokens(self, text: str) -> list[int]:
-        """Tokenize a conversation that the chat template has rendered; see `ChatTemplate.encode`."""
-        return self.tokenizer(lambda one: self.chat_template.encode(one, text))
+    def tokenize_conversation(self, text: str) -> list[int]:
+        """Return the token ids of a conversation that the chat template has rendered.
 
-    def echoed(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
-        """Return a prompt with the text of each of its tokens, for an answer that repeats the prompt.
+        Raises ApiError 400 if a client could forge control tokens; see `ChatTemplate.encode`.
+        """
+        return self.call_with_tokenizer(lambda one: self.chat_template.encode(one, text))
+
+    def add_token_texts(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
+        """Return a copy of a prompt with the text of each shown token, for an answer that repeats the prompt.
 
         Args:
             prompt: the prompt.
@@ -266,54 +270,54 @@ class Serving:
         """
         shown = prompt.tokens[prompt.hidden :]
 
-        def texts_and_unfinished(_: Any) -> tuple[list[str], int]:
+        def split_into_texts(_: Any) -> tuple[list[str], int]:
             if isinstance(given, str):
                 return split_text(self._token_texts, given, shown), 0
             last = shown[-1]
-            is_part = "\ufffd" in self._token_texts.decode([last]) or self._token_texts.is_fallback_byte(last)
-            if not (is_continued and is_part):
+            is_incomplete = "\ufffd" in self._token_texts.decode([last])
+            if not (is_continued and (is_incomplete or self._token_texts.is_fallback_byte(last))):
                 return self._token_texts.pieces(shown), 0
             detokenizer = Detokenizer(self._token_texts, special=True)
-            found = [piece.text for token in shown for piece in detokenizer.take(token)]
-            unfinished = len(shown) - len(found)
-            return [*found, *[""] * unfinished], unfinished
+            texts = [piece.text for token in shown for piece in detokenizer.take(token)]
+            unfinished = len(shown) - len(texts)
+            return [*texts, *[""] * unfinished], unfinished
 
-        found, unfinished = self.tokenizer(texts_and_unfinished)
-        return replace(prompt, texts=tuple(found), unfinished=unfinished)
+        texts, unfinished = self.call_with_tokenizer(split_into_texts)
+        return replace(prompt, texts=tuple(texts), unfinished=unfinished)
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
-        return self.tokenizer(lambda _: self._token_texts.decode(tokens))
+        return self.call_with_tokenizer(lambda _: self._token_texts.decode(tokens))
 
-    def prompt(self, given: str | Sequence[int], param: str = "prompt") -> Prompt:
-        """Convert text or token ids to a prompt.
+    def make_prompt(self, text_or_ids: str | Sequence[int], param: str = "prompt") -> Prompt:
+        """Convert text or token ids to a `Prompt`, and check it.
 
-        Text is tokenized and put after the token that begins a document, if the model has one. Token ids are
-        used unchanged.
+        Text is tokenized. If the model has a token that begins a document, that token is put first, hidden.
+        Token ids are used unchanged.
 
         Args:
-            given: the text or the token ids.
+            text_or_ids: the text or the token ids.
             param: the field of the request that an error names.
 
         Raises:
-            ApiError: 400 if the prompt is empty, too long, or has tokens that the model does not have.
+            ApiError: 400 if the prompt has no token, is too long, or has tokens that the model does not have.
         """
-        if isinstance(given, str):
-            self.check_length(len(given), self.window, param)
+        if isinstance(text_or_ids, str):
+            self.check_length(len(text_or_ids), self.window, param)
             before = [] if self.prefix is None else [self.prefix]
-            found = Prompt((*before, *self.tokens(given)), len(before))
-            if not found.tokens:
+            prompt = Prompt((*before, *self.tokenize(text_or_ids)), len(before))
+            if not prompt.tokens:
                 raise refused("the prompt is empty, and the model has no token to begin with", param)
-            self.check_tokens(found.tokens[len(before) :], param)
-            return found
-        if len(given) > self.window:
+            self.check_tokens(prompt.tokens[len(before) :], param)
+            return prompt
+        if len(text_or_ids) > self.window:
             raise refused(
-                f"{param}: {len(given):,} tokens are more than this model reads, {self.window:,}",
+                f"{param}: {len(text_or_ids):,} tokens are more than this model reads, {self.window:,}",
                 param,
                 "context_length_exceeded",
             )
-        self.check_tokens(given, param)
-        return Prompt(tuple(given))
+        self.check_tokens(text_or_ids, param)
+        return Prompt(tuple(text_or_ids))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
         """Raise ApiError 400 if a text has more characters than `tokens` tokens can have.
@@ -329,13 +333,14 @@ class Serving:
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ApiError 400 if the model lacks a token. The message names the first of these tokens."""
+        """Raise ApiError 400 if the model lacks a token. The message names the first missing token."""
         vocabulary = self.lm.encoder.vocabulary
         try:
             check_tokens(tokens, vocabulary)
         except InputError:
             try:
-                self.tokenizer(lambda one: check_tokens(tokens, vocabulary, one))  # with the token's text
+                # Check again with the tokenizer, so that the message has the token's text.
+                self.call_with_tokenizer(lambda tokenizer: check_tokens(tokens, vocabulary, tokenizer))
             except InputError as error:
                 raise refused(str(error), param) from error
 
@@ -354,11 +359,14 @@ class Serving:
 
     # -- the engine
 
-    def write(self, task: Task) -> "Pieces":
+    def submit_task(self, task: Task) -> "Pieces":
         """Submit a task to the engine, and return its pieces as an asynchronous iterator.
 
+        An error of the task itself is raised later, by the iterator.
+
         Raises:
-            EngineBusyError, EngineStoppedError: at once. The iterator raises any later error.
+            EngineBusyError: if too many tasks and jobs wait.
+            EngineStoppedError: if the engine is stopping or has stopped.
         """
         return Pieces(self.engine, task)
 
@@ -410,7 +418,7 @@ class Pieces:
         return piece
 
     def close(self) -> None:
-        """Cancel the task. The engine drops it before its next turn, and the iterator ends."""
+        """Cancel the task, and end the iterator. The engine drops the task before its next turn."""
         self._left = 0
         self._ticket.cancelled = True
         self._engine.wake()
@@ -426,34 +434,39 @@ class Pieces:
             self._loop.call_soon_threadsafe(self._box.put_nowait, piece)
 
 
-def _some_keys(store: KNNStore, selection: Selection) -> Keys:
-    """Return at most `_WARMING` keys of the first records, float32; none if the store has no cells."""
-    first = next(store.records(selection), None) if store.has_cells else None
-    if first is None:
+def _sample_keys(store: KNNStore, selection: Selection) -> Keys:
+    """Return at most `_MAX_WARM_UP_KEYS` stored keys, float32, shape (n, d).
+
+    They are evenly spaced in the first batch of records. Without cells or records the shape is (0, 0).
+    """
+    first_batch = next(store.records(selection), None) if store.has_cells else None
+    if first_batch is None:
         return np.empty((0, 0), np.float32)
-    return first.keys[:: -(-len(first.keys) // _WARMING)].astype(np.float32)
+    return first_batch.keys[:: -(-len(first_batch.keys) // _MAX_WARM_UP_KEYS)].astype(np.float32)
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """Await work and return its result. Cancels it if the client disconnects.
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
+    """Await `work` and return its result. Cancels `work` if the client disconnects.
 
     Raises:
-        ApiError: 499 if the client has disconnected; it is only counted and logged.
+        ApiError: 499 if the client has disconnected. Nobody receives this answer: it is only counted and
+            logged.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ApiError(499, "the client has gone")
-        return working.result()
+        return work_task.result()
     finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait({working})
+        disconnect_task.cancel()
+        if not work_task.done():
+            work_task.cancel()
+            await asyncio.wait({work_task})
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -17,22 +17,22 @@ class Shape(Protocol):
     id: str
     """Prefix of the ids of answers."""
 
-    def before(self, index: int) -> str:
-        """Return the beginning of a text: its prompt, if the answer repeats it, else an empty string."""
+    def get_prefix(self, index: int) -> str:
+        """Return the prompt that the answer puts before a text; empty if it does not repeat prompts."""
 
-    def whole(
+    def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the choice of a whole text, without its finish reason.
+        """Return the JSON object for a whole text in the field ``choices``, without its finish reason.
 
         Args:
             index: index of the text.
-            text: the text, which begins with `before(index)`.
+            text: the text, which begins with `get_prefix(index)`.
             prompt: scores of the prompt's tokens; empty if they are not shown.
             written: scores of the generated tokens.
         """
 
-    def part(
+    def make_chunk(
         self,
         index: int,
         text: str,
@@ -41,11 +41,14 @@ class Shape(Protocol):
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the choice of one event of a stream, as in `whole`. `first` marks the text's first event."""
+        """Return the JSON object for the field ``choices`` of a stream's event, without finish reason.
+
+        The arguments are those of `make_choice`, for the new text only. `first` marks the text's first event.
+        """
 
 
-def choice(shaped: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-    """Return a choice with its finish reason, which is None while the text goes on."""
+def add_finish_reason(shaped: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+    """Return a copy of a choice with the field ``finish_reason``, which is None while the text goes on."""
     return {**shaped, "finish_reason": finish}
 
 
@@ -65,23 +68,23 @@ class Texts:
     kind = kind_of_part = "text_completion"
     id = "cmpl-"
 
-    def before(self, index: int) -> str:
+    def get_prefix(self, index: int) -> str:
         """Return the prompt of a text, if it is repeated; else an empty string."""
         return self.echoed[index // self.copies] if self.echoed else ""
 
-    def whole(
+    def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the choice: the text, and parallel lists of its tokens' names, scores and offsets."""
-        shift = len(self.before(index))
+        shift = len(self.get_prefix(index))
         offsets = [*(one.offset for one in prompt), *(one.offset + shift for one in written)]
         return {
             "index": index,
             "text": text,
-            "logprobs": self._log_probs([*prompt, *written], offsets) if self.with_log_probs else None,
+            "logprobs": self._make_logprobs([*prompt, *written], offsets) if self.with_log_probs else None,
         }
 
-    def part(
+    def make_chunk(
         self,
         index: int,
         text: str,
@@ -90,31 +93,31 @@ class Texts:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the choice of a part of a text; it has the same shape as `whole`."""
-        return self.whole(index, text, prompt, written)
+        """Return the choice of a part of a text; it has the same shape as `make_choice`."""
+        return self.make_choice(index, text, prompt, written)
 
-    def _log_probs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
+    def _make_logprobs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
         return {
-            "tokens": [self._name(one.token, one.text) for one in scores],
+            "tokens": [self._token_name(one.token, one.text) for one in scores],
             "token_logprobs": [one.log_prob for one in scores],
-            "top_logprobs": [self._top(one) for one in scores],
+            "top_logprobs": [self._name_top_tokens(one) for one in scores],
             "text_offset": offsets,
         }
 
-    def _top(self, score: TokenScore) -> dict[str, float] | None:
+    def _name_top_tokens(self, score: TokenScore) -> dict[str, float] | None:
         """Return the log-probabilities of the most probable tokens by name; None if none are listed.
 
-        The text's own token has the same name as in `tokens`. A token whose name is taken, by the text's
-        token or by a more probable token, is named by its id.
+        The token of the text has the same name as in `tokens`. If two tokens have the same name, the less
+        probable one, and never the token of the text, is named by its id.
         """
-        names = {score.token: self._name(score.token, score.text)}
+        names = {score.token: self._token_name(score.token, score.text)}
         for one in score.top:
             if one.token not in names:
-                name = self._name(one.token, one.name)
+                name = self._token_name(one.token, one.name)
                 names[one.token] = f"token_id:{one.token}" if name in names.values() else name
         return {names[one.token]: one.log_prob for one in score.top} or None
 
-    def _name(self, token: int, text: str) -> str:
+    def _token_name(self, token: int, text: str) -> str:
         return f"token_id:{token}" if self.by_id else text
 
 
@@ -129,18 +132,18 @@ class Messages:
     kind_of_part = "chat.completion.chunk"
     id = "chatcmpl-"
 
-    def before(self, index: int) -> str:
+    def get_prefix(self, index: int) -> str:
         """Return an empty string: an answer does not repeat its conversation."""
         return ""
 
-    def whole(
+    def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the choice: the assistant's message and its log-probabilities. The prompt is not shown."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._log_probs(written)}
+        return {"index": index, "message": message, "logprobs": self._make_logprobs(written)}
 
-    def part(
+    def make_chunk(
         self,
         index: int,
         text: str,
@@ -151,19 +154,19 @@ class Messages:
     ) -> dict[str, Any]:
         """Return the choice of an event: a delta, which has the role only in the text's first event."""
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": self._log_probs(written)}
+        return {"index": index, "delta": delta, "logprobs": self._make_logprobs(written)}
 
-    def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+    def _make_logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if not self.with_log_probs:
             return None
         return {
             "content": [
                 {
-                    **_shown(one.text, one.data, one.log_prob),
+                    **_log_prob_fields(one.text, one.data, one.log_prob),
                     "top_logprobs": [
-                        _shown(one.text, one.data, other.log_prob)
+                        _log_prob_fields(one.text, one.data, other.log_prob)
                         if other.token == one.token
-                        else _shown(other.name, other.data, other.log_prob)
+                        else _log_prob_fields(other.name, other.data, other.log_prob)
                         for other in one.top
                     ],
                 }
@@ -173,5 +176,6 @@ class Messages:
         }
 
 
-def _shown(text: str, data: bytes, log_prob: float | None) -> dict[str, Any]:
+def _log_prob_fields(text: str, data: bytes, log_prob: float | None) -> dict[str, Any]:
+    """Return the fields of one token in the field ``logprobs``."""
     return {"token": text, "logprob": log_prob, "bytes": list(data)}

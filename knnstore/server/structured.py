@@ -58,7 +58,7 @@ class JsonConstraint:
             InputError: if the schema needs more lexer states than a text may have.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
+        self._check_state()
         allowed = np.unpackbits(bits, bitorder="little", count=len(log_probs)).astype(bool)
         is_allowed = torch.from_numpy(allowed).to(log_probs.device)
         restricted = log_probs.where(is_allowed, -torch.inf)
@@ -73,10 +73,11 @@ class JsonConstraint:
             InputError: if the schema needs more lexer states than a text may have.
         """
         self._matcher.consume_token(token)
-        self._check()
+        self._check_state()
         return bool(self._matcher.is_stopped())
 
-    def _check(self) -> None:
+    def _check_state(self) -> None:
+        """Raise InputError if llguidance has given up, because the schema needs too many lexer states."""
         if self._matcher.is_error():
             raise InputError(f"{_PARAM}: the schema is too complex to be followed")
 
@@ -98,7 +99,7 @@ class JsonConstraints:
         self._vocab_size = vocab_size
         self._ends = sorted(ends)
         self._lock = threading.Lock()
-        self._made: Any = None
+        self._cached_tokenizer: Any = None
 
     def constraint_for(self, response_format: ResponseFormat | None) -> JsonConstraint | None:
         """Return the constraint of a request; None if its answer is free text.
@@ -115,13 +116,13 @@ class JsonConstraints:
         if response_format.json_schema is not None:
             schema = response_format.json_schema.json_schema
         tokenizer = self._tokenizer()
-        matcher, fault = _compile(tokenizer, schema)
+        matcher, fault = _compile_schema(tokenizer, schema)
         if fault:
             path, reason = _find_fault(tokenizer, schema, fault)
             param = ".".join([_SCHEMA_PARAM, *path])
             raise refused(f"{param}: {reason}", param)
         if not _adds_properties(schema):
-            closed, fault = _compile(tokenizer, _without_other_properties(schema))
+            closed, fault = _compile_schema(tokenizer, _forbid_other_properties(schema))
             matcher = matcher if fault else closed
         # Compute the first bitmask here: it is slow for a large schema and would delay all texts.
         matcher.compute_bitmask()
@@ -139,9 +140,9 @@ class JsonConstraints:
             message = f"{_PARAM}: this server lacks llguidance: pip install 'knnstore[structured]'"
             raise refused(message, _PARAM) from error
         with self._lock:
-            if self._made is None:
+            if self._cached_tokenizer is None:
                 try:
-                    self._made = self._use_tokenizer(
+                    self._cached_tokenizer = self._use_tokenizer(
                         lambda one: LLTokenizer(
                             _serialize_tokenizer(one),
                             n_vocab=max(len(one), self._vocab_size),
@@ -151,7 +152,7 @@ class JsonConstraints:
                 except Exception as error:  # llguidance raises various exceptions for unknown tokenizers
                     message = f"{_PARAM}: llguidance does not support this model's tokenizer"
                     raise refused(message, _PARAM) from error
-            return self._made
+            return self._cached_tokenizer
 
 
 def _serialize_tokenizer(tokenizer: Any) -> str:
@@ -181,7 +182,7 @@ def _serialize_tokenizer(tokenizer: Any) -> str:
     return json.dumps(values)
 
 
-def _compile(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
+def _compile_schema(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
     """Compile a schema. Returns llguidance's matcher, and the error of the schema; an empty string if none.
 
     The matcher can be None if the error is not empty.
@@ -215,26 +216,28 @@ def _find_fault(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[li
     """
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     path: list[str] = []
-    part, probes = schema, 0
+    subschema, compilations = schema, 0
     while True:
-        for step, inner in _inner_schemas(part):
-            if probes == _MAX_PROBES or len(path) >= _MAX_STEPS:
-                return path, _first_line(reason)
-            probes += 1
-            found = _compile(tokenizer, {**shared, **inner} if path or step[0] not in shared else inner)[1]
-            if found:
-                path, part, reason = [*path, *step], inner, found
+        for step, inner in _iterate_subschemas(subschema):
+            if compilations == _MAX_PROBES or len(path) >= _MAX_STEPS:
+                return path, _shorten_error(reason)
+            compilations += 1
+            fault = _compile_schema(
+                tokenizer, {**shared, **inner} if path or step[0] not in shared else inner
+            )[1]
+            if fault:
+                path, subschema, reason = [*path, *step], inner, fault
                 break
         else:
-            return path, _first_line(reason)
+            return path, _shorten_error(reason)
 
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE_SCHEMAS = ("items", "additionalProperties")
 
 
-def _without_other_properties(schema: Any) -> Any:
+def _forbid_other_properties(schema: Any) -> Any:
     """Return a copy of a schema in which objects have only the properties that the schema names.
 
     An object that sets `additionalProperties` or `patternProperties`, or names no properties, keeps its rule.
@@ -243,17 +246,17 @@ def _without_other_properties(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
+    result = dict(schema)
     for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
-            found[name] = {key: _without_other_properties(one) for key, one in value.items()}
-        elif name in _LISTS and isinstance(value, list):
-            found[name] = [_without_other_properties(one) for one in value]
-        elif name in _SINGLE:
-            found[name] = _without_other_properties(value)
+        if name in _SCHEMA_MAPS and isinstance(value, dict):
+            result[name] = {key: _forbid_other_properties(subschema) for key, subschema in value.items()}
+        elif name in _SCHEMA_LISTS and isinstance(value, list):
+            result[name] = [_forbid_other_properties(subschema) for subschema in value]
+        elif name in _SINGLE_SCHEMAS:
+            result[name] = _forbid_other_properties(value)
     if "properties" in schema and "patternProperties" not in schema:
-        found.setdefault("additionalProperties", False)
-    return found
+        result.setdefault("additionalProperties", False)
+    return result
 
 
 def _adds_properties(schema: dict[str, Any]) -> bool:
@@ -262,24 +265,24 @@ def _adds_properties(schema: dict[str, Any]) -> bool:
         any(name in schema for name in ("$ref", "anyOf", "oneOf"))
         and any(name in schema for name in ("properties", "required"))
     )
-    return combines or any(_adds_properties(inner) for _, inner in _inner_schemas(schema))
+    return combines or any(_adds_properties(inner) for _, inner in _iterate_subschemas(schema))
 
 
-def _inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Yield the path and the schema of each direct subschema of a schema. A path has one or two steps."""
     for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
-            inner = [([name, key], one) for key, one in value.items()]
-        elif name in _LISTS and isinstance(value, list):
-            inner = [([name, str(at)], one) for at, one in enumerate(value)]
-        elif name in _SINGLE:
-            inner = [([name], value)]
+        if name in _SCHEMA_MAPS and isinstance(value, dict):
+            subschemas = [([name, key], subschema) for key, subschema in value.items()]
+        elif name in _SCHEMA_LISTS and isinstance(value, list):
+            subschemas = [([name, str(position)], subschema) for position, subschema in enumerate(value)]
+        elif name in _SINGLE_SCHEMAS:
+            subschemas = [([name], value)]
         else:
             continue
-        yield from ((step, one) for step, one in inner if isinstance(one, dict))
+        yield from ((step, subschema) for step, subschema in subschemas if isinstance(subschema, dict))
 
 
-def _first_line(reason: str) -> str:
+def _shorten_error(reason: str) -> str:
     """Return an error in one line: its first and its last line. The lines between draw a wrong pattern."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"

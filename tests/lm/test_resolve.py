@@ -158,14 +158,14 @@ def test_a_network_that_cannot_be_used_is_an_error_unless_a_weight_is_asked_for(
         lambda: resolve(lm.store),
         lambda: resolve(lm.store, KNNSettings(k=3)),
         lambda: resolve(lm.store, Overrides(k=3)),
-        lambda: scopes.settings(Scope(("news",))),
+        lambda: scopes.resolve_settings(Scope(("news",))),
         lambda: knnstore.load(lm.store.home.path, tokenizer=lm.tokenizer, model=lm.base),
     ):
         with pytest.raises(CorruptWeightsError):
             ask()
     for asked in (KNNSettings(lam=0.5), Overrides(lam=0.5)):
         assert resolve(lm.store, asked) == replace(default, mixer=FixedLambda(0.5))
-    assert scopes.settings(Scope(("news",), lam=0.5)).mixer == FixedLambda(0.5)
+    assert scopes.resolve_settings(Scope(("news",), lam=0.5)).mixer == FixedLambda(0.5)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert resolve(lm.store, default_if_unusable=True) == default

@@ -229,10 +229,10 @@ class Application:
         self._catalog = Catalog.open(Home.open(home).catalog_url)
         self.keys = AccessKeys(self._catalog)
         metrics = Metrics()
-        self.serving = Serving("tiny", observe=metrics.observe)
+        self.serving = Serving("tiny", observe=metrics.record_turn)
         self.gate = Gate(self.keys, required=require_keys)
         self.app = make_app(self.serving, self.gate, metrics, Options(local_only=local_only))
-        self.serving.begin(knnstore.load(home, "a", knn=KNNSettings(lam=0.0)))
+        self.serving.start(knnstore.load(home, "a", knn=KNNSettings(lam=0.0)))
 
     def key(self, *rights: str, domains: list[str] | None = None) -> str:
         """Make an access key with these rights and return it."""
@@ -240,7 +240,7 @@ class Application:
 
     def close(self) -> None:
         """End the texts that run, and close the store."""
-        self.serving.end()
+        self.serving.stop()
         self._catalog.close()
 
 

@@ -12,9 +12,9 @@ DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "knnstore.json"
 
 def test_the_dashboard_names_the_metrics_that_there_are():
     metrics = Metrics()
-    metrics.count("/v1/models", 200, 0.1, 0.1)
-    metrics.observe(Observed(rows=1, tokens=1, waiting=0, seconds=0.1))
-    series = set(re.findall(r"^(\w+)[ {]", metrics.text().decode(), re.M))
+    metrics.record_request("/v1/models", 200, 0.1, 0.1)
+    metrics.record_turn(Observed(rows=1, tokens=1, waiting=0, seconds=0.1))
+    series = set(re.findall(r"^(\w+)[ {]", metrics.format_metrics().decode(), re.M))
     panels = json.loads(DASHBOARD.read_text())["panels"]
     named = {
         name

@@ -196,7 +196,7 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
         def come(mixed=mixed, other=other) -> None:
             engine.submit(mixed.ticket)
             for _ in range(3):
-                engine.go_on()
+                engine.run_extra_step()
             engine.submit(other.ticket)
 
         engine.call(come).result(60)
@@ -287,13 +287,13 @@ def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
     whole, parts = (Prefill(lm, ids, is_scored=True, is_continued=False) for _ in range(2))
 
     def go_on(reading, most):
-        part, came = reading.go_on(SETTINGS[knn], most)
+        part, came = reading.read_chunk(SETTINGS[knn], most)
         reading.scores += likelihoods(lm, [part], [came], SETTINGS[knn], 3)
         return len(came)
 
     assert go_on(whole, 1000) == 59
     read = []
-    while parts.left:
+    while parts.tokens_left:
         read.append(go_on(parts, 7))
     assert sum(read) == 59 < 7 * len(read)
     one, other = whole.remembered(), parts.remembered()
@@ -315,7 +315,7 @@ def test_texts_go_on_beside_work_that_takes_long(lm, engine):
     def work() -> None:
         engine.submit(listener.ticket)  # comes while it works
         for _ in range(20):
-            engine.go_on()
+            engine.run_extra_step()
             seen.append(len(listener.pieces))
 
     engine.call(work).result(60)
@@ -340,10 +340,10 @@ def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, mos
 
     def work() -> None:
         engine.submit(running.ticket)
-        engine.go_on()
+        engine.run_extra_step()
         engine.submit(coming[0].ticket)
         for _ in begun:
-            engine.go_on()
+            engine.run_extra_step()
             counted.append((sum(bool(one.pieces) for one in coming), len(running.pieces)))
 
     engine = Engine(lm, settings_of)
@@ -364,11 +364,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
 
     def work() -> None:
         engine.submit(running.ticket)
-        engine.go_on()
+        engine.run_extra_step()
         for listener in (long, other, short):
             engine.submit(listener.ticket)
         for _ in range(6):
-            engine.go_on()
+            engine.run_extra_step()
             seen.append([bool(one.pieces) for one in (short, long, other)])
 
     engine.call(work).result(60)
@@ -383,7 +383,7 @@ def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
     passes, prefill_together = [], admission.prefill_together
 
     def spied(lm, readings, settings):
-        passes.append([reading.left for reading in readings])
+        passes.append([reading.tokens_left for reading in readings])
         prefill_together(lm, readings, settings)
 
     monkeypatch.setattr(admission, "prefill_together", spied)
@@ -397,7 +397,7 @@ def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
     def work() -> None:
         for listener in listeners:
             engine.submit(listener.ticket)
-        engine.go_on()
+        engine.run_extra_step()
 
     engine.call(work).result(60)
     assert passes == [[9, 2], [2, 2, 2]], "in one pass 45 places, for 17 tokens"
@@ -444,7 +444,7 @@ def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
             engine.submit(listener.ticket)
         for step in range(4):
             broken.set() if step == 2 else None
-            engine.go_on()
+            engine.run_extra_step()
 
     engine.call(work).result(60)
     assert listeners[1].done.wait(240)

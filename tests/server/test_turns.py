@@ -162,9 +162,9 @@ def test_an_explanation_in_turns_says_what_the_model_says(server):
     text = LONG[:300]
     answer = server.call("POST", "/v1/explain", json={"model": "tiny+news", "text": text, "neighbors": 3})
     serving = server.serving
-    scope = serving.scopes.first()[1]
+    scope = serving.scopes.list_warm_up_scopes()[1]
     expected = serving.engine.call(
-        lambda: serving.lm.explain(text, serving.scopes.settings(scope), neighbors=3)
+        lambda: serving.lm.explain(text, serving.scopes.resolve_settings(scope), neighbors=3)
     ).result()
     found = answer.json()
     assert scope.domains == ("news",)

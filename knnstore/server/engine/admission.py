@@ -22,7 +22,7 @@ from knnstore.server.engine.tickets import Ticket
 _logger = logging.getLogger(__name__)
 
 _MAX_TURN_TOKENS, _CHUNK_TOKENS = 1024, 128
-"""`_MAX_TURN_TOKENS` is the number of prompt tokens that one turn prefills at max_tokens. `_CHUNK_TOKENS` is
+"""`_MAX_TURN_TOKENS` is the number of prompt tokens that one turn prefills at most. `_CHUNK_TOKENS` is
 the chunk size of longer prompts while other texts are being decoded; the chunks are larger if more tasks wait
 than texts are decoded. Prompts of at most `_CHUNK_TOKENS` tokens are read whole, several in one forward pass:
 eight together take little more than half of the time, and a step between them would delay the tasks behind.

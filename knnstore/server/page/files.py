@@ -39,10 +39,12 @@ def declare_page(routes: Endpoints) -> None:
     for file in (files(__package__) / "static").iterdir():
         path = "/" if file.name == _START else f"/page/{file.name}"
         kind = f"{_TYPES[PurePath(file.name).suffix]}; charset=utf-8"
-        routes.add("GET", path, None, include_in_schema=False)(_answer(file.read_bytes(), kind))
+        routes.add("GET", path, None, include_in_schema=False)(_make_file_endpoint(file.read_bytes(), kind))
 
 
-def _answer(content: bytes, kind: str) -> Callable[[], Response]:
+def _make_file_endpoint(content: bytes, kind: str) -> Callable[[], Response]:
+    """Return an endpoint function that answers with `content` and the content type `kind`."""
+
     def answer() -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
 
