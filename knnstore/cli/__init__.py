@@ -5,7 +5,7 @@ The exit status is 0 after success, 1 after an error, 2 after wrong usage, and 1
 
 from typing import TYPE_CHECKING, Any
 
-from knnstore.cli.interrupts import prepare
+from knnstore.cli.interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:
     from knnstore.cli.root import app
@@ -15,8 +15,8 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line."""
-    prepare()
-    from knnstore.cli.root import run  # slow, so `prepare` handles Ctrl-C before
+    exit_on_interrupt()
+    from knnstore.cli.root import run  # slow, so `exit_on_interrupt` handles Ctrl-C before
 
     run()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from knnstore.cli.output import note
+from knnstore.cli.output import print_message
 
 GROUP = "knnstore.commands"
 
@@ -33,6 +33,6 @@ def load_command_groups() -> Iterator[tuple[str, CommandGroup]]:
         try:
             group = entry.load()
         except Exception as error:
-            note(f"the commands of {entry.value} cannot be loaded and are left out: {error}")
+            print_message(f"the commands of {entry.value} cannot be loaded and are left out: {error}")
             continue
         yield entry.name, group

@@ -3,39 +3,39 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from knnstore.cli.output import table
+from knnstore.cli.output import format_table
 
 if TYPE_CHECKING:
     from knnstore.lm import Interval, KNNSettings
 
 
-def figures(
+def build_fit_row(
     settings: "KNNSettings | None", lam: float, held_out: "Interval", change: "Interval"
 ) -> dict[str, Any]:
-    """Return one row of a table of fits.
+    """Return one row for `format_fits_table`, as a dict with a value for each column.
 
     Args:
         settings: the fitted settings; None for the model alone.
         lam: average weight of retrieval.
         held_out: held-out perplexity and its interval.
-        change: ratio of the perplexity to that of the model alone, and its interval.
+        change: ratio of this perplexity to the perplexity of the model alone, and its interval.
     """
     ratios = {"ratio": change.ppl, "ratio_low": change.low, "ratio_high": change.high}
-    reach = {
+    search_settings = {
         "k": settings.k if settings else 0,
         "probes": settings.probes if settings else None,
         "temperature": settings.temperature if settings else None,
     }
-    return {**reach, "lambda": lam, **held_out._asdict(), **ratios}
+    return {**search_settings, "lambda": lam, **held_out._asdict(), **ratios}
 
 
-def table_of_fits(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Format rows of `figures` as a table.
+def format_fits_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Format rows of `build_fit_row` as a table.
 
     Args:
-        rows: the rows, each with additional columns that name it.
-        names: the names of these columns, which come first.
+        rows: the rows, each with further columns that identify the row.
+        names: the names of these further columns, which come first in the table.
     """
-    shown = [{**row, "T": row["temperature"], "ratio": f"{row['ratio']:.3f}"} for row in rows]
-    reach = "probes" if any(row["probes"] for row in rows) else "k"
-    return table(shown, [*names, reach, "T", "lambda", "ppl", "low", "high", "ratio"])
+    formatted = [{**row, "T": row["temperature"], "ratio": f"{row['ratio']:.3f}"} for row in rows]
+    reach_column = "probes" if any(row["probes"] for row in rows) else "k"
+    return format_table(formatted, [*names, reach_column, "T", "lambda", "ppl", "low", "high", "ratio"])

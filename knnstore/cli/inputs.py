@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from knnstore.cli.logs import LOG
-from knnstore.cli.output import Bar, note, one_line
+from knnstore.cli.output import Bar, format_error, print_message
 from knnstore.documents import (
     FIELDS,
     NOT_MEMBERS,
@@ -25,7 +25,7 @@ from knnstore.documents import (
 )
 from knnstore.errors import UnusableDocumentError
 
-_MOST_NAMED = 5
+_MAX_PRINTED_NAMES = 5
 """Number of left-out files and rows that are printed for each reason; ``--json`` prints all."""
 _ADVICE: dict[str, str] = {
     Reason.ENCODING: "; save as UTF-8, or give --encoding: cp1252 for Latin-1 and Windows-1252",
@@ -35,13 +35,16 @@ _ADVICE: dict[str, str] = {
 
 ParamsOption = Annotated[
     list[str] | None,
-    typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the engine; repeatable."),
+    typer.Option("--param", metavar="NAME=VALUE", help="Parameter of the vector engine; repeatable."),
 ]
 
 
 @dataclass
 class Documents:
-    """Options that name files of documents, and counts of left-out documents. Read an object only once."""
+    """Options that name files of documents, and counts of the documents that are left out.
+
+    Read the documents of one object only once, because reading counts.
+    """
 
     files: Annotated[
         list[str],
@@ -71,21 +74,21 @@ class Documents:
         bool,
         typer.Option(
             "--skip-bad",
-            help="Report documents that cannot be used, and go on without them. What a folder has of them "
-            "is left out in any case.",
+            help="Report documents that cannot be used, and go on without them. Unusable files in a folder "
+            "are left out in any case.",
         ),
     ] = False
     skipped: int = field(default=0, init=False)
     """Number of documents that cannot be used and were left out."""
     ignored: int = field(default=0, init=False)
     """Number of files in folders that have an unsupported type."""
-    unknown: int = field(default=0, init=False)
-    """Number of skipped documents whose id is not known."""
-    first: str = field(default="", init=False)
+    skipped_without_id: int = field(default=0, init=False)
+    """Number of skipped documents whose id cannot be read."""
+    first_error: str = field(default="", init=False)
     """Error message of the first skipped document; empty without one."""
-    kept: set[str] = field(default_factory=set, init=False)
-    """Known ids of skipped documents; `sync` must not remove these."""
-    named: dict[str, list[str]] = field(default_factory=dict, init=False)
+    skipped_ids: set[str] = field(default_factory=set, init=False)
+    """Ids of skipped documents, as far as known; `sync` does not remove these documents from the store."""
+    names_by_reason: dict[str, list[str]] = field(default_factory=dict, init=False)
     """Names of the left-out files and rows, by reason; for the reason OTHER their error messages."""
 
     @property
@@ -93,7 +96,7 @@ class Documents:
         """Names of the fields of a row that hold its text and its id."""
         return Fields(self.text_field, self.id_field)
 
-    def check(self) -> None:
+    def check_files(self) -> None:
         """Check the files before the work begins. Does nothing with ``--skip-bad``.
 
         Raises:
@@ -102,79 +105,86 @@ class Documents:
         if not self.skip_bad:
             check_paths(self.files, self.fields, self.encoding)
 
-    def read(self, bar: Bar) -> Iterator[TextDocument]:
-        """Return an iterator over the documents. Left-out documents are counted.
+    def read_documents(self, bar: Bar) -> Iterator[TextDocument]:
+        """Return an iterator over the documents. It counts the documents that it leaves out.
 
-        They are also printed above `bar` with ``--verbose``; unusable ones with ``--skip-bad`` too.
+        With ``--verbose`` left-out files and documents are printed above `bar`; with ``--skip-bad`` unusable
+        documents are printed.
 
         Raises:
-            InputError: from the iterator, if a document outside of folders cannot be used, and ``--skip-bad``
-                was not given.
+            InputError: raised by the iterator, if a document outside of folders cannot be used, and
+                ``--skip-bad`` was not given.
         """
 
         def ignore(file: Path) -> None:
             self.ignored += 1
-            self.named.setdefault(Reason.KIND, []).append(str(file))
+            self.names_by_reason.setdefault(Reason.KIND, []).append(str(file))
             if LOG.verbose:
-                bar.say(f"ignored {file}: no kind of file that is read")
+                bar.print_above(f"ignored {file}: no kind of file that is read")
 
         return read_documents(
             self.files,
             fields=self.fields,
             encoding=self.encoding,
-            on_bad=self.skipping(bar),
+            on_bad=self.make_skip_function(bar),
             on_ignored=ignore,
         )
 
-    def skipping(self, bar: Bar) -> OnBad:
-        """Return a function that counts an unusable document, or raises its error if it may not be left out.
+    def make_skip_function(self, bar: Bar) -> OnBad:
+        """Return a function that takes the error of an unusable document, and counts it or raises it.
 
-        A document may be left out with ``--skip-bad``, or if it is a file in a folder.
+        The document is left out and counted with ``--skip-bad``, or if it is a file in a folder.
         """
 
         def skip(error: UnusableDocumentError) -> None:
             if not (error.in_folder or self.skip_bad):
                 raise error
             self.skipped += 1
-            self.first = self.first or one_line(error)
-            name = one_line(error) if error.reason == Reason.OTHER else error.where
-            self.named.setdefault(error.reason, []).append(name or one_line(error))
+            self.first_error = self.first_error or format_error(error)
+            name = format_error(error) if error.reason == Reason.OTHER else error.where
+            self.names_by_reason.setdefault(error.reason, []).append(name or format_error(error))
             if error.reason not in NOT_MEMBERS:
                 if error.id is None:
-                    self.unknown += 1
+                    self.skipped_without_id += 1
                 else:
-                    self.kept.add(error.id)
+                    self.skipped_ids.add(error.id)
             if self.skip_bad or LOG.verbose:
-                bar.say(f"skipped {one_line(error)}")
+                bar.print_above(f"skipped {format_error(error)}")
 
         return skip
 
     def report(self) -> None:
-        """Print counts, names and reasons of the left-out documents on stderr. Prints nothing if none was."""
-        parts = []
+        """Print counts, names and reasons of the left-out documents on stderr; nothing if none was."""
+        counts = []
         if self.skipped:
-            parts.append(f"{self.skipped:,} that cannot be used")
+            counts.append(f"{self.skipped:,} that cannot be used")
         if self.ignored:
-            parts.append(f"{self.ignored:,} {'file' if self.ignored == 1 else 'files'} of another kind")
-        if parts:
-            named = "" if LOG.verbose else " (-v names them)" + (f": {self.first}" if self.first else "")
-            note(f"left out {' and '.join(parts)}{named}")
+            counts.append(f"{self.ignored:,} {'file' if self.ignored == 1 else 'files'} of another kind")
+        if counts:
+            names_by_reason = (
+                ""
+                if LOG.verbose
+                else " (-v names them)" + (f": {self.first_error}" if self.first_error else "")
+            )
+            print_message(f"left out {' and '.join(counts)}{names_by_reason}")
         if not (LOG.verbose or self.skip_bad):  # otherwise each was named while reading
-            for reason, names in self.named.items():
-                shown = names[:_MOST_NAMED]
-                if len(names) > _MOST_NAMED:
-                    shown.append(f"{len(names) - _MOST_NAMED:,} more")
+            for reason, names in self.names_by_reason.items():
+                printed_names = names[:_MAX_PRINTED_NAMES]
+                if len(names) > _MAX_PRINTED_NAMES:
+                    printed_names.append(f"{len(names) - _MAX_PRINTED_NAMES:,} more")
                 if reason == Reason.OTHER:  # each name is a whole message, so each gets a line
-                    note(f"  {reason} ({len(names):,}):")
-                    for one in shown:
-                        note(f"    {one}")
+                    print_message(f"  {reason} ({len(names):,}):")
+                    for name_line in printed_names:
+                        print_message(f"    {name_line}")
                 else:
-                    note(f"  {reason} ({len(names):,}): {', '.join(shown)}{_ADVICE.get(reason, '')}")
+                    print_message(
+                        f"  {reason} ({len(names):,}): {', '.join(printed_names)}{_ADVICE.get(reason, '')}"
+                    )
 
     @property
     def left_out(self) -> dict[str, Any]:
         """Counts of left-out files and documents, and all their names by reason, for ``--json``."""
-        return {"skipped": self.skipped, "ignored": self.ignored, "left_out": self.named}
+        return {"skipped": self.skipped, "ignored": self.ignored, "left_out": self.names_by_reason}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -188,23 +198,25 @@ class AnyDocuments(Documents):
 
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE", show_default=False, help="Held-out text; files as of `add`."),
+        typer.Argument(
+            metavar="FILE", show_default=False, help="Held-out text; the same kinds of files as for `add`."
+        ),
     ] = ()  # type: ignore[assignment]
 
 
-def read_text(given: str) -> str:
-    """Return a text of the command line; for ``-``, read it from standard input."""
-    return sys.stdin.read() if given == STDIN else given
+def read_text(text: str) -> str:
+    """Return a text argument unchanged; for ``-``, read the text from standard input."""
+    return sys.stdin.read() if text == STDIN else text
 
 
-def read_params(given: Sequence[str] | None) -> dict[str, Any]:
+def read_params(options: Sequence[str] | None) -> dict[str, Any]:
     """Parse ``NAME=VALUE`` options. A value that is not valid JSON stays text. None gives no parameters.
 
     Raises:
         typer.BadParameter: if an option has no name or no ``=``.
     """
     params: dict[str, Any] = {}
-    for option in given or ():
+    for option in options or ():
         name, equals, value = option.partition("=")
         if not name or not equals:
             raise typer.BadParameter(f"{option!r} is not NAME=VALUE", param_hint="'--param'")

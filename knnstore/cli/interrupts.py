@@ -1,7 +1,7 @@
 """Handling of Ctrl-C: the process prints one line and exits with status 130.
 
 The first Ctrl-C during a command raises KeyboardInterrupt, so that the command closes its files. At any other
-time, and at a second Ctrl-C, the process exits at once. A store stays whole in both cases.
+time, and at a second Ctrl-C, the process exits at once. A store stays consistent in both cases.
 """
 
 import os
@@ -13,44 +13,50 @@ from typing import NoReturn
 INTERRUPTED = 130
 """Exit status after Ctrl-C, by the convention of shells: 128 + SIGINT."""
 
-SAID = "interrupted; what was committed stays, run the same command again"
+INTERRUPTED_MESSAGE = "interrupted; what was committed stays, run the same command again"
 
 
-def prepare() -> None:
-    """Exit at Ctrl-C from now on. Does nothing if the process ignores SIGINT, as a background job does."""
+def exit_on_interrupt() -> None:
+    """Install a handler that exits with status 130 at Ctrl-C, until `interruptible` replaces it.
+
+    Does nothing if the process ignores SIGINT, as a background job does.
+    """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_interrupted)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt at the first Ctrl-C while the context is open.
 
-    Does nothing if `prepare` was not called, as in the process of another program.
+    Does nothing if `exit_on_interrupt` was not called, as in the process of another program.
     """
-    if signal.getsignal(signal.SIGINT) is not _leave:
+    if signal.getsignal(signal.SIGINT) is not _exit_interrupted:
         yield
         return
-    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGINT, _raise_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_interrupted)
 
 
 def was_interrupted() -> bool:
-    """Check if Ctrl-C was pressed; call it inside `interruptible`.
+    """Check whether Ctrl-C was pressed since the context `interruptible` was opened.
 
-    It is needed because a library can turn KeyboardInterrupt into another exception.
+    Call this inside that context. A library can turn KeyboardInterrupt into another exception, so the
+    exception alone does not tell.
     """
-    return signal.getsignal(signal.SIGINT) is _leave
+    return signal.getsignal(signal.SIGINT) is _exit_interrupted
 
 
-def _interrupt(*_: object) -> NoReturn:
-    signal.signal(signal.SIGINT, _leave)
+def _raise_interrupt(*_: object) -> NoReturn:
+    """Handle the first Ctrl-C: raise KeyboardInterrupt, and let the next Ctrl-C end the process at once."""
+    signal.signal(signal.SIGINT, _exit_interrupted)
     raise KeyboardInterrupt
 
 
-def _leave(*_: object) -> NoReturn:
-    os.write(2, f"{SAID}\n".encode())
+def _exit_interrupted(*_: object) -> NoReturn:
+    """Handle Ctrl-C: print one line on stderr and end the process at once with status 130."""
+    os.write(2, f"{INTERRUPTED_MESSAGE}\n".encode())
     os._exit(INTERRUPTED)

@@ -9,12 +9,16 @@ import typer
 Form = Literal["text", "json"]
 
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Say more: what is left out and why, what takes time.")
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="Print more: which documents are left out and why, and what takes time."
+    ),
 ]
 LogFormatOption = Annotated[
     Form | None,
     typer.Option(
-        show_default="text", help="Messages on stderr: lines for people (text), or an object a line (json)."
+        show_default="text",
+        help="Form of messages on stderr: text for people, or one JSON object a line (json).",
     ),
 ]
 
@@ -28,12 +32,15 @@ class Log:
         self.as_json = False
         """True if each message is printed as a JSON object."""
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the options, because a process can run the command line several times."""
         self.verbose = self.as_json = False
 
-    def ask(self, verbose: bool, form: Form | None) -> None:
-        """Apply options that were given before or after the command. None leaves the form unchanged."""
+    def apply_options(self, verbose: bool, form: Form | None) -> None:
+        """Apply ``--verbose`` and ``--log-format`` as they stand before or after the command's name.
+
+        False and None change nothing, so options before the command are kept.
+        """
         self.verbose = self.verbose or verbose
         self.as_json = self.as_json if form is None else form == "json"
 
@@ -41,13 +48,13 @@ class Log:
 LOG = Log()
 
 
-def as_object(level: str, message: str, **more: Any) -> str:
+def format_json_message(level: str, message: str, **more: Any) -> str:
     """Return a message as one line of JSON, with the current time in UTC and the fields `more`."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps({"time": now, "level": level, "message": message, **more}, ensure_ascii=False)
 
 
-def level_of(message: str) -> tuple[str, str]:
+def split_level(message: str) -> tuple[str, str]:
     """Split a message into its level and its text. Without a prefix "warning: " or "error: " it is info."""
     for level in ("warning", "error"):
         if message.startswith(f"{level}: "):

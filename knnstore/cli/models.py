@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, ModelAtOption
-from knnstore.cli.output import one_line, working
+from knnstore.cli.output import format_error, show_activity
 from knnstore.errors import ConfigError
 from knnstore.model_names import check_model, split_gguf_file
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Options for running a model."""
+    """Options for running a model: device and dtype."""
 
     device: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", show_default="a GPU if there is one", help="Where the model runs: cpu, cuda:1."
+            metavar="NAME",
+            show_default="a GPU if there is one",
+            help="Device that the model runs on, such as cpu or cuda:1.",
         ),
     ] = None
     dtype: Annotated[
@@ -34,7 +36,7 @@ class Runtime:
         typer.Option(
             metavar="NAME",
             show_default="float32 on a CPU, else as the model was saved",
-            help="Numbers the model runs in: float32, bfloat16 or float16.",
+            help="Floating-point type that the model runs in: float32, bfloat16 or float16.",
         ),
     ] = None
 
@@ -54,11 +56,12 @@ class StoreRuntime(Runtime):
         params: Mapping[str, Any] | None = None,
         domains: Sequence[str] | None = None,
     ) -> Iterator["KNNLMForCausalLM"]:
-        """Open the store with its model while the context is open. The model has default settings.
+        """Open the store and load its model; the context closes the store. The model has default settings.
 
         Args:
-            mode: as in `KNNStore.open`.
-            params: as in `KNNStore.open`.
+            mode: "r" opens the store for reading, "a" for reading and writing.
+            params: parameters of the engine that replace the store's parameters this time; None replaces
+                none.
             domains: domains that must exist. An unknown domain raises DomainNotFoundError before torch is
                 imported, which takes seconds.
         """
@@ -67,30 +70,30 @@ class StoreRuntime(Runtime):
         with KNNStore.open(self.home, mode, params=params) as store:
             if domains:
                 store.record_count(Selection(domains=tuple(domains)))
-            yield self._loaded(store)
+            yield self._load_model(store)
 
     @contextmanager
     def open_for_adding(self) -> Iterator["KNNLMForCausalLM | KeylessText"]:
-        """Open the store for writing while the context is open, with its model.
+        """Open the store for writing and load its model; the context closes the store.
 
-        A store without keys gets a `KeylessText` with the tokenizer alone.
+        For a store without keys only the tokenizer is loaded, as a `KeylessText`.
         """
         from knnstore.store import KNNStore
 
         with KNNStore.open(self.home, "a") as store:
             if not store.is_keyless:
-                yield self._loaded(store)
+                yield self._load_model(store)
                 return
-            with working("loading the tokenizer"):
-                tokenizer = load_tokenizer(place_of_model(store, self.model_at))
+            with show_activity("loading the tokenizer"):
+                tokenizer = load_tokenizer(resolve_model_location(store, self.model_at))
                 from knnstore.lm import KeylessText
 
             yield KeylessText(store, tokenizer)
 
-    def _loaded(self, store: "KNNStore") -> "KNNLMForCausalLM":
+    def _load_model(self, store: "KNNStore") -> "KNNLMForCausalLM":
         """Load the model of an open store, with default settings."""
-        name = place_of_model(store, self.model_at)
-        with working(f"loading {Path(name).name}"):
+        name = resolve_model_location(store, self.model_at)
+        with show_activity(f"loading {Path(name).name}"):
             quiet_transformers()
             from knnstore import KNNLMForCausalLM, KNNSettings
             from knnstore.lm import load_model
@@ -99,18 +102,18 @@ class StoreRuntime(Runtime):
             return KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
 
 
-def place_of_model(store: "KNNStore", model_at: str | None) -> str:
+def resolve_model_location(store: "KNNStore", model_at: str | None) -> str:
     """Return the path or hub id of a store's model: `model_at`, or by default the one saved in the store.
 
     Raises:
         ConfigError: if no model is found at this place.
     """
-    place = model_at or store.identity.model
+    location = model_at or store.identity.model
     try:
-        check_model(place)
+        check_model(location)
     except ConfigError as error:
         raise ConfigError(f"{error}; --model-at says where the store's model is now") from error
-    return place
+    return location
 
 
 def load_tokenizer(model: str) -> Any:
@@ -132,7 +135,9 @@ def load_tokenizer(model: str) -> Any:
     ) as error:  # any kind is possible: transformers does not check the values in its files
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
-        raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)[:300]}") from error
+        raise ConfigError(
+            f"the tokenizer of {model!r} cannot be loaded: {format_error(error)[:300]}"
+        ) from error
 
 
 def quiet_transformers() -> None:

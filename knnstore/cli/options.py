@@ -13,15 +13,15 @@ HOME_VARIABLE = "KNNSTORE_HOME"
 DEFAULT_HOME = Path(".knnstore")
 
 
-def _home(context: typer.Context, given: Path) -> Path:
-    """Return the store's folder.
+def _resolve_home(context: typer.Context, home: Path) -> Path:
+    """Return the store's folder. Callback of the option ``--home``.
 
-    The order of precedence is ``--home`` after the command, ``--home`` before it, the environment variable,
-    the default.
+    The order of precedence is ``--home`` after the command's name, ``--home`` before the command's name, the
+    environment variable, the default.
     """
     source = context.get_parameter_source("home")
     if source is not None and source.name == "COMMANDLINE":
-        return given
+        return home
     root_home: Path = context.find_root().params["home"]
     return root_home
 
@@ -29,7 +29,9 @@ def _home(context: typer.Context, given: Path) -> Path:
 HomeOption = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", callback=_home, help=f"Where the store is; {HOME_VARIABLE} sets another default."
+        metavar="DIR",
+        callback=_resolve_home,
+        help=f"Folder of the store; {HOME_VARIABLE} sets another default.",
     ),
 ]
 ModelAtOption = Annotated[
@@ -38,7 +40,7 @@ ModelAtOption = Annotated[
         metavar="PATH_OR_HUB_ID",
         envvar="KNNSTORE_MODEL",
         show_default="where it was when the store was made",
-        help="Where the store's model is now.",
+        help="Where the store's model is now, if it was moved.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -50,7 +52,7 @@ WhereOption = Annotated[
     str | None,
     typer.Option(
         metavar="CONDITION",
-        help="Only documents whose metadata meet a condition: \"year >= 2020 and author = 'Ida'\".",
+        help="Only documents whose metadata meet this condition: \"year >= 2020 and author = 'Ida'\".",
     ),
 ]
 LeaveOutOption = Annotated[
@@ -58,27 +60,34 @@ LeaveOutOption = Annotated[
     typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
 ]
 LocationOption = Annotated[
-    str | None, typer.Option(metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
+    str | None, typer.Option(metavar="URL_OR_DIR", help="Where the vector engine keeps the keys.")
 ]
 MaxLengthOption = Annotated[
     int | None,
-    typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
+    typer.Option(
+        min=2,
+        metavar="TOKENS",
+        show_default="the model's limit",
+        help="Largest number of tokens that the model reads at once.",
+    ),
 ]
 InDomainOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="The document's domain, where several have its id."),
+    typer.Option(
+        metavar="NAME", help="Domain of the document; needed if several domains have a document with this id."
+    ),
 ]
 
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def confirm(what: str, yes: bool) -> None:
-    """Ask the user to confirm a change. Returns if the change may be made.
+def confirm(change: str, yes: bool) -> None:
+    """Ask the user at the terminal to confirm a change. Returns without a value if the user agrees.
 
     Args:
-        what: the change, as a sentence without its period.
-        yes: True if ``--yes`` was given; then nothing is asked.
+        change: the change, as a sentence without its period.
+        yes: True if ``--yes`` was given; then the function returns at once.
 
     Raises:
         ConfigError: if the user declines, or if there is no terminal to ask at.
@@ -86,10 +95,10 @@ def confirm(what: str, yes: bool) -> None:
     if yes:
         return
     if sys.stdin.isatty() and sys.stderr.isatty():
-        if typer.confirm(f"{printable(what)}. Go on?", err=True):
+        if typer.confirm(f"{printable(change)}. Go on?", err=True):
             return
         raise ConfigError("nothing was changed")
-    raise ConfigError(f"{what}: say --yes if that is meant, --dry-run shows it")
+    raise ConfigError(f"{change}: say --yes if that is meant, --dry-run shows it")
 
 
 def seed_option(help: str) -> Any:

@@ -21,12 +21,12 @@ called wrongly and 130 after Ctrl-C.
 """
 
 
-def helps(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, str]]:
-    """Yield the full name and the help text of a command and of all its subcommands.
+def iterate_help_texts(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, str]]:
+    """Yield the full name and the help text of a command, then of all its subcommands.
 
     Args:
         command: the command to begin with; None begins with `knnstore` itself.
-        name: its full name.
+        name: the command's full name, with the names of its groups.
     """
     command = command or typer.main.get_command(app)
     context = typer.Context(
@@ -34,15 +34,15 @@ def helps(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, st
     )
     lines = command.get_help(context).splitlines()
     yield name, "\n".join(line.rstrip() for line in lines)
-    for below in getattr(command, "commands", {}).values():
-        yield from helps(below, f"{name} {below.name}")
+    for subcommand in getattr(command, "commands", {}).values():
+        yield from iterate_help_texts(subcommand, f"{name} {subcommand.name}")
 
 
-def page() -> str:
-    """Return the whole page as Markdown."""
-    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps()]
+def format_reference_page() -> str:
+    """Return the reference page of all commands as Markdown."""
+    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in iterate_help_texts()]
     return "\n".join([_OPENING, *sections])
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(format_reference_page(), end="")

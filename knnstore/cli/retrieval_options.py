@@ -9,7 +9,7 @@ import typer
 
 from knnstore.checks import printable
 from knnstore.cli.options import DomainsOption, WhereOption
-from knnstore.cli.output import note
+from knnstore.cli.output import print_message
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from knnstore.lm import Overrides
 
 
-_TEMPERATURE = "Divides the distances: larger gives far neighbors more weight."
+_TEMPERATURE = (
+    "Temperature of retrieval: divides the distances, so a larger one gives far neighbors more weight."
+)
 
 
-def _above_zero(given: float | None) -> float | None:
-    """Return a value unchanged. Raises typer.BadParameter unless it is finite and above 0, or None."""
-    if given is not None and not (given > 0 and math.isfinite(given)):
-        raise typer.BadParameter(f"must be above 0, got {given}")
-    return given
+def _check_above_zero(value: float | None) -> float | None:
+    """Return a value unchanged. Raises typer.BadParameter unless it is None or a finite number above 0."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"must be above 0, got {value}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class SelectionOptions:
 
     where: WhereOption = None
 
-    def selection(self) -> "Selection":
+    def make_selection(self) -> "Selection":
         """Return the selection; without options it contains all documents."""
         from knnstore import Selection
 
@@ -51,39 +53,51 @@ class SelectionOptions:
 class Query:
     """Options for retrieval settings; None if an option was not given."""
 
-    k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbors of each token.")] = None
+    k: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of neighbors retrieved for each token.")
+    ] = None
     probes: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="N",
-            help="With cells: visit the N nearest cells of each token, whose records all count, not "
-            "only the k nearest; 0 does not.",
+            help="With cells: read the N nearest cells for each token. All records of these cells count, "
+            "not only the k nearest. 0 searches for the k nearest instead.",
         ),
     ] = None
     temperature: Annotated[
         float | None,
-        typer.Option("--knn-temperature", metavar="T", callback=_above_zero, help=_TEMPERATURE),
+        typer.Option("--knn-temperature", metavar="T", callback=_check_above_zero, help=_TEMPERATURE),
     ] = None
     lam: Annotated[
         float | None,
         typer.Option(
-            "--lambda", min=0, max=1, metavar="L", help="Weight of retrieval: 0 is the model alone."
+            "--lambda",
+            min=0,
+            max=1,
+            metavar="L",
+            help="Weight of retrieval in the mixture; 0 is the model alone.",
         ),
     ] = None
     cache: Annotated[
         int | None,
-        typer.Option(min=0, metavar="M", help="Look back M tokens in the text itself; 0 is not at all."),
+        typer.Option(
+            min=0,
+            metavar="M",
+            help="Also retrieve from the last M tokens of the text itself (continuous cache); 0 does not.",
+        ),
     ] = None
     cache_temperature: Annotated[
         float | None,
         typer.Option(
-            metavar="T", callback=_above_zero, help="Divides the distances to tokens of the text itself."
+            metavar="T",
+            callback=_check_above_zero,
+            help="Temperature of --cache: divides the distances to tokens of the text itself.",
         ),
     ] = None
     cache_lambda: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="L", help="Weight of the text itself."),
+        typer.Option(min=0, max=1, metavar="L", help="Weight of --cache: of retrieval from the text itself."),
     ] = None
     ngrams: Annotated[
         int | None,
@@ -96,7 +110,7 @@ class Query:
     ] = None
     ngram_lambda: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="L", help="Weight of the n-grams."),
+        typer.Option(min=0, max=1, metavar="L", help="Weight of the n-grams in the mixture."),
     ] = None
     others: Annotated[
         list[str] | None,
@@ -104,14 +118,15 @@ class Query:
             "--component",
             metavar="NAME=JSON",
             help="Settings of a component of another package, e.g. title='{\"lam\": 0.2}'; NAME=null leaves "
-            "it out. May be given several times.",
+            "the component out. Repeatable.",
         ),
     ] = None
 
-    def settings(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
-        """Resolve the settings of this call; see `knnstore.lm.resolve`.
+    def resolve_settings(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
+        """Return the retrieval settings of this call: options first, then saved settings, then defaults.
 
-        Also prints notes if calibrated settings are used, if they are stale, and if nothing is retrieved.
+        Also prints messages on stderr if calibrated settings are used, if they are stale, if a component is
+        outdated, and if nothing is retrieved.
 
         Raises:
             ConfigError: if a value is out of range, or k is given with probes.
@@ -120,16 +135,16 @@ class Query:
 
         settings = resolve(store, self._overrides(selection))
         for name in find_outdated_components(store, selection) if self.lam is None else ():
-            note(
+            print_message(
                 f"warning: the component {printable(name)} in these settings was trained on documents that "
                 "were removed or replaced since, and is left out: train it again"
             )
         if None in (self.k, self.temperature, self.lam):
-            self._name_calibration(store, settings)
-        if not _reached(store, settings):
-            why = why_nothing(store, settings.selection)
+            self._print_calibration(store, settings)
+        if not _count_retrievable(store, settings):
+            why = explain_empty_selection(store, settings.selection)
             alone = "" if settings.cache else ", the model is alone"
-            note(f"warning: nothing is retrieved{alone}: {why}")
+            print_message(f"warning: nothing is retrieved{alone}: {why}")
         return settings
 
     def _overrides(self, selection: "Selection") -> "Overrides":
@@ -163,47 +178,51 @@ class Query:
             ConfigError: if the value is not a JSON object or null.
         """
         others: dict[str, Any] = {}
-        for given in self.others or ():
-            name, _, values = given.partition("=")
+        for option in self.others or ():
+            name, _, values = option.partition("=")
             try:
                 others[name] = json.loads(values)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"--component {given}: what follows the = is not JSON: {error}") from error
+                raise ConfigError(f"--component {option}: what follows the = is not JSON: {error}") from error
             if others[name] is not None and not isinstance(others[name], dict):
-                raise ConfigError(f"--component {given}: give an object of JSON, as in {name}='{{}}'")
+                raise ConfigError(f"--component {option}: give an object of JSON, as in {name}='{{}}'")
         return others
 
     def is_default(self, store: "KNNStore", selection: "Selection") -> bool:
         """Check whether retrieval uses default settings: no option was given, and nothing was calibrated.
 
-        Returns False if the selection has no records.
+        Returns False if the selection has no records, because nothing is retrieved then.
         """
         from knnstore.lm import CalibrationRecord
 
-        given = any(value is not None for value in vars(self).values())
+        has_option = any(value is not None for value in vars(self).values())
         return (
-            not given and CalibrationRecord.of(store, selection) is None and store.record_count(selection) > 0
+            not has_option
+            and CalibrationRecord.of(store, selection) is None
+            and store.record_count(selection) > 0
         )
 
-    def _name_calibration(self, store: "KNNStore", settings: "KNNSettings") -> None:
-        """Print a note about the calibration in use, and a warning if it is stale; nothing without one."""
+    def _print_calibration(self, store: "KNNStore", settings: "KNNSettings") -> None:
+        """Print which calibration is in use, and a warning if it is stale; nothing without a calibration."""
         from knnstore.lm import CalibrationRecord
 
         record = CalibrationRecord.of(store, settings.selection)
         if record is None:
             return
-        of = printable(", ".join(record.domains)) or "the whole store"
+        scope = printable(", ".join(record.domains)) or "the whole store"
         mixer = record.mixer if self.lam is None else f"lambda={self.lam:g}, without what else was found"
-        apart = ", ".join(settings.scoring_only) if self.lam is None else ""  # else nothing of it counts
-        reach = f"k={settings.k:,}" if settings.probes is None else f"{settings.probes:,} probes"
-        note(
-            f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
-            f"{reach}, T={settings.temperature:.4g}"
-            + (f"; in scoring only: {apart}" if apart else "")
+        scoring_only = (
+            ", ".join(settings.scoring_only) if self.lam is None else ""
+        )  # else nothing of it counts
+        search_setting = f"k={settings.k:,}" if settings.probes is None else f"{settings.probes:,} probes"
+        print_message(
+            f"settings calibrated for {scope} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
+            f"{search_setting}, T={settings.temperature:.4g}"
+            + (f"; in scoring only: {scoring_only}" if scoring_only else "")
             + ("; so text is written by the model alone" if settings.writes_alone else "")
         )
         if record.is_stale(store):
-            note(
+            print_message(
                 f"warning: these settings are stale, there are {record.growth(store):.2f} times as many "
                 f"records as they were found for, and {record.gone(store):.0%} of the documents are gone; "
                 "run knnstore calibrate again"
@@ -220,37 +239,40 @@ class ScoringQuery(Query):
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--knn-temperature", "--temperature", metavar="T", callback=_above_zero, help=_TEMPERATURE
+            "--knn-temperature", "--temperature", metavar="T", callback=_check_above_zero, help=_TEMPERATURE
         ),
     ] = None
 
 
-def say_if_nothing(store: "KNNStore", selection: "Selection") -> None:
-    """Print the reason why a selection is empty; print nothing if it has documents."""
+def print_if_empty(store: "KNNStore", selection: "Selection") -> None:
+    """Print on stderr why a selection has no documents; print nothing if it has documents."""
     if not store.lengths(selection):
-        note(f"nothing is found: {why_nothing(store, selection)}")
+        print_message(f"nothing is found: {explain_empty_selection(store, selection)}")
 
 
-def why_nothing(store: "KNNStore", selection: "Selection") -> str:
-    """Return the reason why a selection has no documents, as text."""
+def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
+    """Return the reason why a selection has no documents, as text for a message."""
     if selection.where is not None:
         from knnstore.catalog import list_condition_fields
 
-        having = {
+        selections_by_field = {
             field: replace(selection, where=f"{field} exists")
             for field in list_condition_fields(selection.where)
         }
-        unknown = ", ".join(field for field, chosen in having.items() if not store.lengths(chosen))
-        none_has = f", none has {unknown}" if unknown else ""
-        return f"no document selected meets {selection.where!r}{none_has}"
+        unknown = ", ".join(
+            field for field, with_field in selections_by_field.items() if not store.lengths(with_field)
+        )
+        missing_fields = f", none has {unknown}" if unknown else ""
+        return f"no document selected meets {selection.where!r}{missing_fields}"
     tags = ", ".join(map(repr, selection.tags or ()))
     return f"no document selected has the tag {tags}" if tags else "no document is stored"
 
 
-def _reached(store: "KNNStore", settings: "KNNSettings") -> int:
-    """Return the number of records that can be retrieved.
+def _count_retrievable(store: "KNNStore", settings: "KNNSettings") -> int:
+    """Return the number of records that the settings can retrieve; 0 means that nothing is retrieved.
 
-    Without retrieval of records it is the number of tokens for n-grams; 1 if the settings use neither.
+    Settings that retrieve no records give the number of stored tokens for their n-grams, and 1 if they use
+    neither records nor n-grams.
     """
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection)

@@ -19,13 +19,13 @@ from typer.core import TyperGroup
 import knnstore
 from knnstore.cli.command_groups import load_command_groups
 from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS, KEY_COMMANDS
-from knnstore.cli.interrupts import INTERRUPTED, SAID, interruptible, was_interrupted
+from knnstore.cli.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE, interruptible, was_interrupted
 from knnstore.cli.logs import LOG, Form, LogFormatOption, VerboseOption
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
-from knnstore.cli.output import Lines, echo, note, one_line
+from knnstore.cli.output import MessageHandler, echo, format_error, print_message
 from knnstore.errors import KnnstoreError
 
-_OTHER_WORDS = {
+_OTHER_NAMES = {
     **dict.fromkeys(("list", "ls"), "'domains' or 'documents'"),
     **dict.fromkeys(("delete", "rm", "del"), "'remove'"),
     **dict.fromkeys(("ingest", "import", "insert", "index", "load", "store"), "'add'"),
@@ -41,12 +41,12 @@ _OTHER_WORDS = {
 """Names of commands in other programs, and the name of the same command here."""
 
 
-class _Commands(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Command group that prints an error as one line on stderr, and suggests the name of a wrong command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in _OTHER_WORDS and args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}. It is {_OTHER_WORDS[args[0]]} here.")
+        if args and args[0] in _OTHER_NAMES and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. It is {_OTHER_NAMES[args[0]]} here.")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -58,22 +58,22 @@ class _Commands(TyperGroup):
                 raise typer.Exit(1) from None
             except (Exception, KeyboardInterrupt) as error:
                 if isinstance(error, KeyboardInterrupt) or was_interrupted():
-                    note(SAID)
+                    print_message(INTERRUPTED_MESSAGE)
                     raise typer.Exit(INTERRUPTED) from None
                 if not isinstance(error, KnnstoreError | OSError | MemoryError):
                     raise
-                note(f"error: {one_line(error)}")
+                print_message(f"error: {format_error(error)}")
                 raise typer.Exit(1) from error
 
 
-_MESSAGES = [
+_MESSAGE_OPTIONS = [
     inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption),
     inspect.Parameter("log_format", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LogFormatOption),
 ]
 """Message options that each command gets."""
 
 
-def _register(group: typer.Typer, command: Callable[..., None], name: str) -> None:
+def _register_command(group: typer.Typer, command: Callable[..., None], name: str) -> None:
     """Add a function as a command. Its help is its docstring; the section "Examples:" comes last.
 
     Args:
@@ -83,11 +83,11 @@ def _register(group: typer.Typer, command: Callable[..., None], name: str) -> No
     """
     text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     verbatim = f"\b\nExamples:\n{examples}"  # \b: lines are not joined
-    group.command(name, help=text, epilog=verbatim)(_flattened(command))
+    group.command(name, help=text, epilog=verbatim)(_expand_dataclasses(command))
 
 
-def _flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that each field of a dataclass parameter becomes an option.
+def _expand_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command so that each field of a dataclass parameter becomes an option of its own.
 
     The wrapper also has the message options, and applies them to `LOG`.
     """
@@ -96,24 +96,24 @@ def _flattened(command: Callable[..., None]) -> Callable[..., None]:
         name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)
     }
     options = {name: inspect.signature(group).parameters for name, group in groups.items()}
-    spread = [
+    flat_options = [
         option.replace(kind=option.KEYWORD_ONLY)
         for name, parameter in parameters.items()
         for option in options.get(name, {name: parameter}).values()
     ]
 
-    def call(verbose: bool, log_format: Form | None, **given: Any) -> None:
-        LOG.ask(verbose, log_format)
+    def run_command(verbose: bool, log_format: Form | None, **values: Any) -> None:
+        LOG.apply_options(verbose, log_format)
         for name, group in groups.items():
-            given[name] = group(**{option: given.pop(option) for option in options[name]})
-        command(**given)
+            values[name] = group(**{option: values.pop(option) for option in options[name]})
+        command(**values)
 
-    call.__signature__ = inspect.Signature([*spread, *_MESSAGES])  # type: ignore[attr-defined]
-    return call
+    run_command.__signature__ = inspect.Signature([*flat_options, *_MESSAGE_OPTIONS])  # type: ignore[attr-defined]
+    return run_command
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=_CommandGroup,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -123,17 +123,17 @@ database = typer.Typer(help="Look after the catalog's database.", no_args_is_hel
 keys = typer.Typer(help="Look after the keys of the store's server.", no_args_is_help=True)
 
 for _name, _command in COMMANDS.items():
-    _register(app, _command, _name)
+    _register_command(app, _command, _name)
 for _name, _command in DATABASE_COMMANDS.items():
-    _register(database, _command, _name)
+    _register_command(database, _command, _name)
 for _name, _command in KEY_COMMANDS.items():
-    _register(keys, _command, _name)
+    _register_command(keys, _command, _name)
 app.add_typer(keys, name="key")
 app.add_typer(database, name="db")
 
 
-def _version(wanted: bool) -> None:
-    """Print the version and exit, if wanted."""
+def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if `wanted`. Callback of the option ``--version``."""
     if wanted:
         echo(f"knnstore {knnstore.__version__}")
         raise typer.Exit
@@ -142,10 +142,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     home: Annotated[
-        Path, typer.Option("--home", envvar=HOME_VARIABLE, metavar="DIR", help="Where the store is.")
+        Path, typer.Option("--home", envvar=HOME_VARIABLE, metavar="DIR", help="Folder of the store.")
     ] = DEFAULT_HOME,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
     verbose: VerboseOption = False,
     log_format: LogFormatOption = None,
@@ -155,16 +155,16 @@ def _root(
     Make a store for a model with `init`, add documents to a domain with `add`; then `eval`,
     `generate` and `explain` use them. Nothing is trained, and what is removed is gone.
     """
-    LOG.begin()
-    LOG.ask(verbose, log_format)
+    LOG.reset()
+    LOG.apply_options(verbose, log_format)
 
 
 def add_installed_groups() -> None:
-    """Add the command groups of other packages to `app`."""
+    """Add the command groups of other installed packages to `app`."""
     for name, (text, commands) in load_command_groups():
         group = typer.Typer(help=text, no_args_is_help=True)
         for command_name, command in commands.items():
-            _register(group, command, command_name)
+            _register_command(group, command, command_name)
         app.add_typer(group, name=name)
 
 
@@ -173,11 +173,11 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for terminals whose encoding lacks λ
-    logging.getLogger("knnstore").addHandler(Lines())
+    logging.getLogger("knnstore").addHandler(MessageHandler())
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # hides a warning for each failed connection
     add_installed_groups()
     try:
         app(prog_name="knnstore")
     except OSError as error:  # help and version are printed before any command runs, perhaps to a full disk
-        note(f"error: {one_line(error)}")
+        print_message(f"error: {format_error(error)}")
         sys.exit(1)

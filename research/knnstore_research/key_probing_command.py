@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.fits import figures, table_of_fits
+from knnstore.cli.fits import build_fit_row, format_fits_table
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import JsonOption, MaxLengthOption
-from knnstore.cli.output import Bar, note, print_result
+from knnstore.cli.output import Bar, print_message, print_result
 from knnstore.errors import ConfigError
 from knnstore.model_names import check_model
 
@@ -73,7 +73,7 @@ def probe_keys(
       knnstore research probe-keys --model examples/tiny-lm articles.jsonl
       knnstore research probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --dim 8 --json
     """
-    documents.check()
+    documents.check_files()
     check_model(model)
     quiet_transformers()
     from knnstore.lm import load_model
@@ -84,14 +84,14 @@ def probe_keys(
         found = probe(
             base,
             tokenizer,
-            documents.read(bar),
+            documents.read_documents(bar),
             keys=keys or None,
             metrics=metrics or ["l2", "ip"],
             states=states or (2, 3),
             dims=dims or (),
             tokens=tokens,
             max_length=max_length,
-            on_bad=documents.skipping(bar),
+            on_bad=documents.make_skip_function(bar),
             progress=bar,
         )
     rows = [_row(candidate) for candidate in found.candidates]
@@ -105,17 +105,19 @@ def probe_keys(
         **documents.left_out,
     }
     documents.report()
-    print_result(result, table_of_fits(rows, ["key", "states", "metric", "dim"]), as_json=as_json)
-    note(
+    print_result(result, format_fits_table(rows, ["key", "states", "metric", "dim"]), as_json=as_json)
+    print_message(
         f"the model alone: {found.base.ppl:,.2f}; {found.held_out:,} held-out tokens, {found.stored:,} stored"
     )
     for joined in sorted(found.candidates, key=lambda candidate: candidate.states):
         if joined.change is not None:
             ratio, low, high = joined.change
-            note(f"{joined.states} states: {ratio:.3f} times the perplexity of one ({low:.3f} to {high:.3f})")
+            print_message(
+                f"{joined.states} states: {ratio:.3f} times the perplexity of one ({low:.3f} to {high:.3f})"
+            )
     if found.best is None:
         raise ConfigError("no place beats the model alone beyond chance: give more text (--tokens), or other")
-    note(
+    print_message(
         f"best here: knnstore init --key {found.best.key} --states {found.best.states} --metric "
         f"{found.best.metric}; a location, which --key takes as well: {found.best.location}"
     )
@@ -130,5 +132,5 @@ def _row(probed: "Probed") -> dict[str, Any]:
         "dim": probed.dim,
         "states": probed.states,
         "ratio_to_one_state": None if probed.change is None else probed.change._asdict(),
-        **figures(fitted.settings, fitted.lam, fitted.held_out, fitted.change),
+        **build_fit_row(fitted.settings, fitted.lam, fitted.held_out, fitted.change),
     }

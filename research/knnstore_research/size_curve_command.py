@@ -3,7 +3,7 @@
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption
-from knnstore.cli.output import Bar, print_result, table
+from knnstore.cli.output import Bar, format_table, print_result
 from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 
 
@@ -25,17 +25,21 @@ def size_curve(
       knnstore research size-curve held-out.jsonl
       knnstore research size-curve held-out.jsonl --domain news --json
     """
-    documents.check()
+    documents.check_files()
     with Bar() as bar, runtime.open_model("r", domains=selected.domains) as lm:
         from knnstore_research.size_curve import measure_size_curve
 
-        settings = query.settings(lm.store, selected.selection())
+        settings = query.resolve_settings(lm.store, selected.make_selection())
         points = measure_size_curve(
-            lm, documents.read(bar), settings, on_bad=documents.skipping(bar), progress=bar
+            lm,
+            documents.read_documents(bar),
+            settings,
+            on_bad=documents.make_skip_function(bar),
+            progress=bar,
         )
     documents.report()
     rows = [
         {"documents": one.documents, "records": one.records, **one.perplexity._asdict()} for one in points
     ]
-    shown = table(rows, ["documents", "records", "ppl", "low", "high"])
+    shown = format_table(rows, ["documents", "records", "ppl", "low", "high"])
     print_result({"points": rows, **documents.left_out}, shown, as_json=as_json)

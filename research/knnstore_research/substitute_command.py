@@ -8,7 +8,7 @@ import typer
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import Bar, note, pairs, print_result
+from knnstore.cli.output import Bar, format_pairs, print_message, print_result
 from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 
 
@@ -61,9 +61,11 @@ def substitute(
         )
     found = asdict(trained)
     found["lambda"] = found.pop("substitute")["lam"]
-    print_result(found, pairs(found), as_json=as_json)
+    print_result(found, format_pairs(found), as_json=as_json)
     if trained.epochs == 0:
-        note("warning: training made nothing better than the model's own rows; try a lower --learning-rate")
+        print_message(
+            "warning: training made nothing better than the model's own rows; try a lower --learning-rate"
+        )
 
 
 def eval_substitute(
@@ -83,14 +85,18 @@ def eval_substitute(
       knnstore research eval-substitute held-out.jsonl
       knnstore research eval-substitute held-out.jsonl --domain news --json
     """
-    documents.check()
+    documents.check_files()
     with Bar() as bar, runtime.open_model("r", domains=selected.domains) as lm:
         from knnstore_research.substitute import evaluate_substitute
 
-        settings = query.settings(lm.store, selected.selection())
+        settings = query.resolve_settings(lm.store, selected.make_selection())
         found = evaluate_substitute(
-            lm, documents.read(bar), settings, on_bad=documents.skipping(bar), progress=bar
+            lm,
+            documents.read_documents(bar),
+            settings,
+            on_bad=documents.make_skip_function(bar),
+            progress=bar,
         )
     documents.report()
     values = found._asdict()
-    print_result({**values, **documents.left_out}, pairs(values), as_json=as_json)
+    print_result({**values, **documents.left_out}, format_pairs(values), as_json=as_json)

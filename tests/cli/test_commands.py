@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from knnstore.cli.commands.calibrating import _of_writing
-from knnstore.cli.commands.generating import credits_of
+from knnstore.cli.commands.calibrating import _describe_generation
+from knnstore.cli.commands.generating import credit_documents
 from knnstore.lm import KNNLMForCausalLM, Source, TokenExplanation
 
 
@@ -178,11 +178,11 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
 
 def test_it_is_said_what_text_is_written_with():
     rows = [{"of": of, "repeated_4grams": 0.5} for of in ("model", "all", "all but cache")]
-    assert _of_writing((), rows).startswith("everything counts in writing too (repeated 4-grams of ")
-    assert _of_writing(("cache",), rows).startswith("counts in scoring only: cache (repeated")
-    every = _of_writing(("cache", "keys"), rows)
+    assert _describe_generation((), rows).startswith("everything counts in writing too (repeated 4-grams of ")
+    assert _describe_generation(("cache",), rows).startswith("counts in scoring only: cache (repeated")
+    every = _describe_generation(("cache", "keys"), rows)
     assert every.startswith("the model writes alone, counts in scoring only: cache, keys (repeated")
-    assert "writes alone" not in _of_writing(("cache",), ())
+    assert "writes alone" not in _describe_generation(("cache",), ())
 
 
 def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
@@ -274,7 +274,7 @@ def test_credit_goes_to_the_very_token_and_not_to_one_that_looks_like_it():
         for token, document in ((7, "wrong"), (8, "right"))
     )
     token = TokenExplanation(0, 8, "�", p_lm=0.1, p_knn=0.5, lam=0.5, p=0.3, neighbors=(wrong, right))
-    assert [source["document"] for source in credits_of([token])] == ["right"]
+    assert [source["document"] for source in credit_documents([token])] == ["right"]
 
 
 def test_search_shows_the_nearest_passages(knnstore, store):

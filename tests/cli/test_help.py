@@ -8,9 +8,13 @@ import pytest
 
 from knnstore import KNNLMForCausalLM, create
 from knnstore.cli import commands
-from knnstore.cli.reference import helps, page
+from knnstore.cli.reference import format_reference_page, iterate_help_texts
 
-COMMANDS = {name: text for name, text in helps() if name not in ("knnstore", "knnstore db", "knnstore key")}
+COMMANDS = {
+    name: text
+    for name, text in iterate_help_texts()
+    if name not in ("knnstore", "knnstore db", "knnstore key")
+}
 OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke")
 EXAMPLES = [
     line.strip()
@@ -49,7 +53,7 @@ def defaults(function):
 
 def test_the_reference_page_is_up_to_date():
     file = Path(__file__).parents[2] / "docs" / "cli.md"
-    assert file.read_text() == page(), "run: python -m knnstore.cli.reference > docs/cli.md"
+    assert file.read_text() == format_reference_page(), "run: python -m knnstore.cli.reference > docs/cli.md"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from knnstore.cli.logs import LOG
-from knnstore.cli.output import Bar, table
+from knnstore.cli.output import Bar, format_table
 
 KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
@@ -109,9 +109,9 @@ def test_progress_is_said_now_and_then_without_a_terminal(capsys, monkeypatch):
 
 def test_tables_fit_the_terminal():
     rows = [{"id": "x" * 60, "tokens": 1234567, "domain": "y" * 40, "tags": "short"}] * 2
-    whole = table(rows, ["id", "tokens", "domain", "tags"])
+    whole = format_table(rows, ["id", "tokens", "domain", "tags"])
     assert "x" * 60 in whole
-    fitted = table(rows, ["id", "tokens", "domain", "tags"], width=80).splitlines()
+    fitted = format_table(rows, ["id", "tokens", "domain", "tags"], width=80).splitlines()
     assert max(map(len, fitted)) == 80
     assert all("1,234,567" in line and "short" in line for line in fitted[1:])
     assert fitted[1].count("…") == 2

@@ -21,7 +21,7 @@ def cache_of(store):
         def find(saved=SAVED, **given):
             query = {"temperature": 20.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": saved}
             opened.save_settings(SavedSettings(query))
-            return Query(**given).settings(opened, Selection()).cache
+            return Query(**given).resolve_settings(opened, Selection()).cache
 
         yield find
 
@@ -43,7 +43,7 @@ def test_a_weight_by_hand_counts_in_place_of_the_gate(store):
         save_settings(opened, KNNSettings(gate=gate, ngrams=NGramSettings(), cache=CacheSettings()))
 
         def find(**given):
-            return Query(**given).settings(opened, Selection()).gate
+            return Query(**given).resolve_settings(opened, Selection()).gate
 
         assert find() == find(ngrams=0) == find(cache=0) == gate
         assert find(ngram_lambda=0.1) is find(cache_lambda=0.1) is find(lam=0.1) is None
@@ -57,7 +57,7 @@ def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(sto
         opened.save_settings(SavedSettings(saved))
 
         def written(**given):
-            return Query(**given).settings(opened, Selection()).for_writing.components
+            return Query(**given).resolve_settings(opened, Selection()).for_writing.components
 
         assert written() == ()
         alone = "warning: the model writes alone, because with the store text repeats itself more"
@@ -67,14 +67,14 @@ def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(sto
         assert written(ngrams=3) == written(ngram_lambda=0.1) == ("n-grams",)
         assert written(k=3) == written(temperature=3.0) == written(lam=0.1) == ("keys",)
         assert written(cache=0, ngrams=0) == ()
-        assert Query().settings(opened, Selection()).components == ("cache", "n-grams", "keys")
+        assert Query().resolve_settings(opened, Selection()).components == ("cache", "n-grams", "keys")
 
 
 def test_saved_n_grams_are_used_and_changed_by_what_is_given(store):
     with library.open(store, "a") as opened:
 
         def find(**given):
-            return Query(**given).settings(opened, Selection()).ngrams
+            return Query(**given).resolve_settings(opened, Selection()).ngrams
 
         assert find() is None
         assert find(ngrams=3) == NGramSettings(3)

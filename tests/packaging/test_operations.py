@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from knnstore.cli.reference import helps
+from knnstore.cli.reference import iterate_help_texts
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {page.stem: page.read_text() for page in sorted((REPOSITORY / "docs" / "how-to").glob("*.md"))}
@@ -31,7 +31,7 @@ def test_the_shell_reads_them(script: str) -> None:
 
 
 def test_the_commands_of_knnstore_exist() -> None:
-    known = dict(helps())
+    known = dict(iterate_help_texts())
     calls = [call for call in commands("knnstore") if re.match(r"[a-z]", call[0])]  # not what docker is told
     assert {"init", "add", "move", "verify", "domains"} <= {call[0] for call in calls}
     for first, *rest in calls:

@@ -20,7 +20,7 @@ from knnstore.cli.options import (
     YesOption,
     confirm,
 )
-from knnstore.cli.output import Bar, note, pairs, print_result, working
+from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
 from knnstore.documents import STDIN, size_of
 from knnstore.errors import InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
@@ -33,7 +33,7 @@ def init(
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="The causal language model to make the store for; also a GGUF file.",
+            help="Causal language model that the store is made for; may be a GGUF file.",
         ),
     ],
     *,
@@ -45,7 +45,9 @@ def init(
     catalog: Annotated[
         str | None,
         typer.Option(
-            metavar="SQLALCHEMY_URL", show_default="SQLite in the home", help="The catalog's database."
+            metavar="SQLALCHEMY_URL",
+            show_default="SQLite in the home",
+            help="Database of the catalog, which lists domains and documents.",
         ),
     ] = None,
     key: Annotated[
@@ -63,8 +65,8 @@ def init(
         typer.Option(
             min=1,
             metavar="N",
-            help="Make a key of N states: that of its token, and those of the N-1 tokens before it. It is "
-            "no wider than one.",
+            help="Build each key from N hidden states: the state of its token and the states of the N-1 "
+            "tokens before. The key is as wide as one state.",
         ),
     ] = 3,
     discounts: Annotated[
@@ -73,8 +75,8 @@ def init(
             "--discount",
             metavar="A",
             show_default="0.5, 0.35, ...",
-            help="With --states: how much the state before counts, then the one before that; repeatable, "
-            "N-1 times.",
+            help="With --states: weight of the previous token's state, then of the state before, and so on; "
+            "give it N-1 times.",
         ),
     ] = None,
     metric: Annotated[
@@ -86,15 +88,15 @@ def init(
             min=1,
             metavar="N",
             show_default="all",
-            help="Project the keys to so many components, the principal ones of a sample's keys (PCA).",
+            help="Project the keys to the N principal components of a sample's keys (PCA).",
         ),
     ] = None,
     sample: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Text of the kind to be stored, for --dim: 30 tokens for each component at least; as `add` "
-            "reads it; repeatable.",
+            help="Sample for --dim: text of the kind that will be stored, at least 30 tokens for each "
+            "component; the same kinds of files as for `add`; repeatable.",
         ),
     ] = None,
     codes: Annotated[
@@ -102,7 +104,7 @@ def init(
         typer.Option(
             metavar="KIND",
             show_default="by the model's width",
-            help="With cells: what the keys of large domains are kept as: pq32 or pq64 (about so many "
+            help="With cells: how the keys of large domains are compressed: pq32 or pq64 (about 32 or 64 "
             "bytes a token), int8, or none (half precision).",
         ),
     ] = None,
@@ -110,7 +112,10 @@ def init(
     stride: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="TOKENS", show_default="half a window", help="How far a window moves on."
+            min=1,
+            metavar="TOKENS",
+            show_default="half a window",
+            help="Number of tokens between the starts of two windows.",
         ),
     ] = None,
     runtime: Runtime,
@@ -119,7 +124,7 @@ def init(
 ) -> None:
     """Make an empty store for a model.
 
-    The store saves which model and tokenizer it is for, and refuses any other.
+    The store saves the identity of its model and tokenizer, and refuses any other model or tokenizer.
 
     Examples:
       knnstore init --model examples/tiny-lm
@@ -132,8 +137,8 @@ def init(
     check_new(home, store, codes)
     check_model(model)
     samples = Documents(sample or [])
-    samples.check()
-    with working("loading transformers"):
+    samples.check_files()
+    with show_activity("loading transformers"):
         quiet_transformers()
         import knnstore
     with (
@@ -150,39 +155,43 @@ def init(
             discounts=discounts,
             metric=metric,
             dim=dim,
-            sample=samples.read(bar) if sample else None,
-            on_bad=samples.skipping(bar),
+            sample=samples.read_documents(bar) if sample else None,
+            on_bad=samples.make_skip_function(bar),
             max_length=max_length,
             stride=stride,
             device=runtime.device,
             dtype=runtime.dtype,
             progress=bar,
-        ).store as made,
+        ).store as new_store,
     ):
-        found = made.info()
-        if made.is_keyless:
-            note("no keys are kept: of the text that is added its n-grams are all that is retrieved")
-        if found["codes"] is not None:
-            note(
-                f"keys are kept as codes ({found['codes']}) in domains of {found['coded_from']:,} tokens; "
-                "--codes none keeps them in half precision"
+        store_info = new_store.info()
+        if new_store.is_keyless:
+            print_message("no keys are kept: of the text that is added its n-grams are all that is retrieved")
+        if store_info["codes"] is not None:
+            print_message(
+                f"keys are kept as codes ({store_info['codes']}) in domains of "
+                f"{store_info['coded_from']:,} tokens; --codes none keeps them in half precision"
             )
-        if made.identity.projection is not None:
-            fitted = made.load_weights(made.identity.projection).metadata
-            kept, of = f"{fitted['kept']:.1%}", f"{fitted['keys']:,} keys"
-            note(f"{found['dim']} components keep {kept} of the variance of {of}")
-    shown = {name: found[name] for name in ("home", "model", "key", "dim", "metric", "store")}
-    print_result(found, pairs(shown), as_json=as_json)
+        if new_store.identity.projection is not None:
+            projection_info = new_store.load_weights(new_store.identity.projection).metadata
+            kept_variance, key_count = f"{projection_info['kept']:.1%}", f"{projection_info['keys']:,} keys"
+            print_message(
+                f"{store_info['dim']} components keep {kept_variance} of the variance of {key_count}"
+            )
+    printed_info = {name: store_info[name] for name in ("home", "model", "key", "dim", "metric", "store")}
+    print_result(store_info, format_pairs(printed_info), as_json=as_json)
     if not as_json:
-        note("next: `knnstore add FOLDER --domain NAME` stores text")
+        print_message("next: `knnstore add FOLDER --domain NAME` stores text")
 
 
-_MOST_NAMED = 10
+_MAX_LISTED_IDS = 10
 """Number of documents of each kind that `sync` lists without ``-v``."""
 
 
 def add(
-    domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
+    domain: Annotated[
+        str, typer.Option(metavar="NAME", help="Domain of the documents; created if it does not exist.")
+    ],
     *,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
@@ -193,43 +202,47 @@ def add(
 ) -> None:
     """Add documents to a domain.
 
-    One pass of the model, no training. A document that is there already is left alone when its
-    text is the same, else replaced. The command may be interrupted and run again: it goes on where
-    it was.
+    The model reads each text once; nothing is trained. A stored document of the same id is left unchanged if
+    its text is the same, and replaced otherwise. If the command is interrupted, run it again: it continues
+    where it was.
 
     Examples:
       knnstore add letters news.jsonl --domain letters --tag final
       cat news.jsonl | knnstore add - --domain news --skip-bad
     """
-    documents.check()
+    documents.check_files()
     with Bar() as bar, runtime.open_for_adding() as lm:
         is_first = not lm.store.domains()
         total_bytes = size_of(documents.files)
         added = lm.add(
-            documents.read(bar),
+            documents.read_documents(bar),
             domain=domain,
             tags=tags or (),
-            on_bad=documents.skipping(bar),
+            on_bad=documents.make_skip_function(bar),
             total_bytes=total_bytes,
             progress=bar,
         )
     documents.report()
-    done = {**asdict(added), "tokens_per_s": added.tokens_per_s, **documents.left_out}
-    print_result(done, pairs(_without_names(done)), as_json=as_json)
+    result = {**asdict(added), "tokens_per_s": added.tokens_per_s, **documents.left_out}
+    print_result(result, format_pairs(_drop_left_out_names(result)), as_json=as_json)
     if documents.skipped and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")
     if is_first and not as_json:
-        note("next: `knnstore eval FILE`, of text that is not stored, measures what that is worth")
+        print_message("next: `knnstore eval FILE`, of text that is not stored, measures what that is worth")
 
 
 def sync(
-    domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
+    domain: Annotated[
+        str, typer.Option(metavar="NAME", help="Domain of the documents; created if it does not exist.")
+    ],
     *,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
     ] = None,
     documents: Documents,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the changes, and make none.")
+    ] = False,
     yes: YesOption = False,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
@@ -246,80 +259,91 @@ def sync(
     """
     if STDIN in documents.files:
         raise typer.BadParameter("what is to be compared first is read twice: give files or a folder")
-    documents.check()
+    documents.check_files()
     import knnstore
 
     with Bar() as bar:
         with knnstore.open(runtime.home) as store:
-            found = store.difference(domain, documents.read(bar), tags or ())
+            difference = store.difference(domain, documents.read_documents(bar), tags or ())
             is_settled = not store.has_unsettled_documents()
         documents.report()
-        if not found.added + found.replaced + found.described + found.unchanged:
+        if not difference.added + difference.replaced + difference.described + difference.unchanged:
             raise InputError(f"no document could be used: {domain} stays as it is")
-        gone = [] if documents.unknown else [id for id in found.removed if id not in documents.kept]
-        moved = {id: found.renamed[id] for id in gone if id in found.renamed}
-        gone = [id for id in gone if id not in moved]
-        places = {*moved.values()}
-        is_there = [*found.replaced, *found.described, *found.unchanged, *moved]
+        removed_ids = (
+            []
+            if documents.skipped_without_id
+            else [id for id in difference.removed if id not in documents.skipped_ids]
+        )
+        moved = {id: difference.renamed[id] for id in removed_ids if id in difference.renamed}
+        removed_ids = [id for id in removed_ids if id not in moved]
+        rename_targets = {*moved.values()}
+        remaining_ids = [*difference.replaced, *difference.described, *difference.unchanged, *moved]
         plan = {
-            "added": [id for id in found.added if id not in places],
+            "added": [id for id in difference.added if id not in rename_targets],
             "renamed": [f"{old} to {new}" for old, new in moved.items()],
-            "replaced": found.replaced,
-            "described": found.described,
-            "removed": gone,
+            "replaced": difference.replaced,
+            "described": difference.described,
+            "removed": removed_ids,
         }
         result = {
             "domain": domain,
             **{name: len(ids) for name, ids in plan.items()},
-            "unchanged": len(found.unchanged),
+            "unchanged": len(difference.unchanged),
             **documents.left_out,
         }
-        if documents.unknown and found.removed:
-            note(
-                f"warning: nothing is removed: {documents.unknown:,} rows cannot be read, and any of "
-                f"{len(found.removed):,} documents may be theirs"
+        if documents.skipped_without_id and difference.removed:
+            print_message(
+                f"warning: nothing is removed: {documents.skipped_without_id:,} rows cannot be read, and "
+                f"any of {len(difference.removed):,} documents may be theirs"
             )
         if dry_run:
-            lines = [f"{name} {id}" for name, ids in plan.items() for id in _some(ids)]
+            lines = [f"{name} {id}" for name, ids in plan.items() for id in _shorten_ids(ids)]
             differ = [f"{count:,} {name}" for name, count in result.items() if name in plan and count]
             lines.append(", ".join(differ) or f"{result['unchanged']:,} unchanged")
             print_result(
                 {**result, "dry_run": True, "ids": plan}, "\n".join(map(printable, lines)), as_json=as_json
             )
             return
-        if len(gone) > len(is_there):
-            confirm(f"{len(gone):,} of {len(gone) + len(is_there):,} documents of {domain} go", yes)
+        if len(removed_ids) > len(remaining_ids):
+            confirm(
+                f"{len(removed_ids):,} of {len(removed_ids) + len(remaining_ids):,} documents of {domain} go",
+                yes,
+            )
         if moved:
             with knnstore.open(runtime.home, "a") as store:
                 store.rename(domain, moved)
-                found = store.difference(domain, replace(documents).read(bar), tags or ())
+                difference = store.difference(domain, replace(documents).read_documents(bar), tags or ())
         tokens = 0
-        if found.added or found.replaced or found.described:
+        if difference.added or difference.replaced or difference.described:
             with runtime.open_for_adding() as lm:
-                again = replace(documents)
-                done = lm.add(
-                    again.read(bar), domain=domain, tags=tags or (), on_bad=again.skipping(bar), progress=bar
+                reread_documents = replace(documents)
+                added = lm.add(
+                    reread_documents.read_documents(bar),
+                    domain=domain,
+                    tags=tags or (),
+                    on_bad=reread_documents.make_skip_function(bar),
+                    progress=bar,
                 )
-            tokens = done.tokens
-            result |= {"added": done.added, "replaced": done.replaced, **again.left_out}
-            if again.skipped > documents.skipped:  # texts with tokens that the model lacks
-                again.report()
-        if gone:
+            tokens = added.tokens
+            result |= {"added": added.added, "replaced": added.replaced, **reread_documents.left_out}
+            if reread_documents.skipped > documents.skipped:  # texts with tokens that the model lacks
+                reread_documents.report()
+        if removed_ids:
             with knnstore.open(runtime.home, "a") as store:
-                store.remove_selected(knnstore.Selection((domain,), documents=tuple(gone)))
+                store.remove_selected(knnstore.Selection((domain,), documents=tuple(removed_ids)))
         elif not is_settled:  # opening for writing completes the changes of a killed writer
             with suppress(LockedError, ReadOnlyError):  # a running writer completes its changes itself
                 knnstore.open(runtime.home, "a").close()
     result |= {"tokens": tokens}
-    print_result(result, pairs(_without_names(result)), as_json=as_json)
+    print_result(result, format_pairs(_drop_left_out_names(result)), as_json=as_json)
 
 
-def _without_names(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result without the names of left-out documents, which `Documents.report` prints."""
+def _drop_left_out_names(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a result without the field `left_out`, whose names `Documents.report` prints."""
     return {name: value for name, value in result.items() if name != "left_out"}
 
 
-def _some(ids: Sequence[str]) -> list[str]:
-    """Return the ids to print: the first `_MOST_NAMED` and the number of the others; all with ``-v``."""
-    most = len(ids) if LOG.verbose else _MOST_NAMED
-    return [*ids[:most], *([f"{len(ids) - most:,} more (-v names them)"] if len(ids) > most else [])]
+def _shorten_ids(ids: Sequence[str]) -> list[str]:
+    """Return the ids to print: the first `_MAX_LISTED_IDS` and the number of all others; all with ``-v``."""
+    limit = len(ids) if LOG.verbose else _MAX_LISTED_IDS
+    return [*ids[:limit], *([f"{len(ids) - limit:,} more (-v names them)"] if len(ids) > limit else [])]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 import knnstore
-from knnstore.cli.commands.generating import credits_of, table_of_sources
+from knnstore.cli.commands.generating import credit_documents, format_sources_table
 from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import JsonOption
-from knnstore.cli.output import Bar, note, print_result, table
+from knnstore.cli.output import Bar, format_table, print_message, print_result
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ REFERENCE = "python-reference"
 LIBRARY = "library-docs"
 _MODULES = ("numpy", "numpy.linalg", "numpy.fft", "numpy.random")
 _LIBRARY_DOCUMENTS = 66
-_SHORTEST, _LONGEST = 500, 4_000
+_MIN_CHARACTERS, _MAX_CHARACTERS = 500, 4_000
 """Length of a document in characters. Shorter documents are left out and longer ones cut, to save time."""
 _HELD_OUT_EVERY = 14
 """Every 14th document is held out."""
@@ -58,30 +58,30 @@ def demo(
     runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the main job on text that Python itself brings.
+    """Demonstrate the library on documentation that is installed with Python and numpy.
 
-    Adds two domains, measures perplexity on documents that were held out, takes one domain away
-    again and continues a text, naming its sources. The store is temporary.
+    Adds two domains, measures perplexity on held-out documents, removes one domain again, and continues a
+    text with its sources. The store is temporary.
 
     Examples:
       knnstore demo
     """
     started = time.perf_counter()
-    name = model or _default_model()
+    name = model or _find_default_model()
     quiet_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
         lm = knnstore.create(Path(folder) / "demo.knn", name, device=runtime.device, dtype=runtime.dtype)
         with lm.store:
             result = demonstrate(lm, [reference(), library()], bar)
-    print_result(result, _text(result), as_json=as_json)
+    print_result(result, _format_demo(result), as_json=as_json)
     if not as_json:
-        note(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
+        print_message(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
     if not result["restored"]:
         raise KnnstoreError(f"removing {LIBRARY} did not restore the perplexities to the last digit")
 
 
 def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
-    """Add two domains to an empty store, then remove the second again.
+    """Add two domains to an empty store, evaluate and generate, then remove the second domain again.
 
     Args:
         lm: the model with its empty store. It keeps the first domain.
@@ -111,10 +111,10 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     added.append(lm.add(second.stored, domain=second.domain, progress=bar))
     measure(f"with {second.domain} as well")
     # 2) Continue a text without and with the store.
-    alone, strong = replace(lm.knn, lam=0.0), replace(lm.knn, lam=_LAMBDA_OF_TEXT)
-    without = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=alone)
-    continuation = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=strong)
-    sources = credits_of(lm.explain(continuation, strong, after=_PROMPT, neighbors=32))
+    model_settings, store_settings = replace(lm.knn, lam=0.0), replace(lm.knn, lam=_LAMBDA_OF_TEXT)
+    model_continuation = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=model_settings)
+    continuation = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=store_settings)
+    sources = credit_documents(lm.explain(continuation, store_settings, after=_PROMPT, neighbors=32))
     # 3) Remove the second domain: the perplexities must be the same as before it.
     lm.store.remove_domain(second.domain)
     after = measure(f"after removing {second.domain}")
@@ -128,18 +128,19 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
         "scored_tokens_per_s": sum(one.tokens for one in evaluations)
         / sum(one.tokens / one.tokens_per_s for one in evaluations),
         "prompt": _PROMPT,
-        "continuation_of_the_model_alone": without,
+        "continuation_of_the_model_alone": model_continuation,
         "continuation": continuation,
         "sources": sources,
     }
 
 
-def _text(result: dict[str, Any]) -> str:
+def _format_demo(result: dict[str, Any]) -> str:
+    """Format the result of `demonstrate` for people."""
     perplexities = [{"": state["state"], **state} for state in result["perplexity"]]
     return f"""\
 Perplexity on documents that were held out (lower is better):
 
-{table(perplexities, ["", REFERENCE, LIBRARY])}
+{format_table(perplexities, ["", REFERENCE, LIBRARY])}
 
 equal to before the second domain was added, to the last digit: {"yes" if result["restored"] else "NO"}
 stored {result["stored_tokens"]:,} tokens at {result["stored_tokens_per_s"]:,.0f} tokens/s, \
@@ -150,10 +151,11 @@ A continuation of {result["prompt"]!r}:
 the model alone  {result["continuation_of_the_model_alone"]!r}
 with the store   {result["continuation"]!r}, from:
 
-{table_of_sources(result["sources"])}"""
+{format_sources_table(result["sources"])}"""
 
 
-def _default_model() -> str:
+def _find_default_model() -> str:
+    """Return the folder ``examples/tiny-lm`` of a checkout. Raises ConfigError if it does not exist."""
     folder = Path(knnstore.__file__).parent.parent / "examples" / "tiny-lm"
     if not (folder / "config.json").is_file():
         raise ConfigError("examples/tiny-lm is only in a checkout of the repository; give --model")
@@ -164,7 +166,7 @@ def reference() -> Corpus:
     """Return Python's language reference, as `help()` shows it. Each topic is a document."""
     from pydoc_data.topics import topics
 
-    return _split(REFERENCE, sorted(topics.items()))
+    return _split_corpus(REFERENCE, sorted(topics.items()))
 
 
 def library() -> Corpus:
@@ -174,21 +176,22 @@ def library() -> Corpus:
         module = import_module(name)
         for attribute in sorted(dir(module)):
             text = getattr(getattr(module, attribute), "__doc__", None)
-            if not attribute.startswith("_") and isinstance(text, str) and len(text) >= _SHORTEST:
+            if not attribute.startswith("_") and isinstance(text, str) and len(text) >= _MIN_CHARACTERS:
                 documented.setdefault(f"{name}.{attribute}", inspect.cleandoc(text))
     every = max(1, len(documented) // _LIBRARY_DOCUMENTS)
-    return _split(LIBRARY, list(documented.items())[::every])
+    return _split_corpus(LIBRARY, list(documented.items())[::every])
 
 
-def _split(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
+def _split_corpus(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
+    """Make documents of pairs of id and text, and hold out every 14th document."""
     from knnstore import TextDocument
 
-    documents = [TextDocument(id, text[:_LONGEST]) for id, text in _unrepeated(texts)]
+    documents = [TextDocument(id, text[:_MAX_CHARACTERS]) for id, text in _remove_repeated_paragraphs(texts)]
     held_out = documents[::_HELD_OUT_EVERY]
     return Corpus(domain, [document for document in documents if document not in held_out], held_out)
 
 
-def _unrepeated(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _remove_repeated_paragraphs(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield texts with one line for each paragraph, without ruled lines and repeated paragraphs.
 
     A paragraph stays only in the first text that contains it, so that no held-out paragraph is stored.
@@ -196,12 +199,12 @@ def _unrepeated(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """
     seen: set[str] = set()
     for id, text in texts:
-        kept = []
+        lines = []
         for paragraph in text.split("\n\n"):
             words = (word for word in paragraph.split() if word.strip("-=*~^."))
             line = " ".join(words)
             if line and line not in seen:
                 seen.add(line)
-                kept.append(line)
-        if sum(map(len, kept)) >= _SHORTEST:
-            yield id, "\n".join(kept)
+                lines.append(line)
+        if sum(map(len, lines)) >= _MIN_CHARACTERS:
+            yield id, "\n".join(lines)

@@ -11,8 +11,7 @@ import typer
 from knnstore.cli.inputs import Documents, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, note, pairs, plain, print_result
-from knnstore.cli.output import table as table_of
+from knnstore.cli.output import Bar, convert_to_dict, format_pairs, format_table, print_message, print_result
 from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 from knnstore.documents import TextDocument, is_among
 from knnstore.errors import ConfigError, KnnstoreError
@@ -39,9 +38,9 @@ def evaluate(
         bool,
         typer.Option(
             "--audit",
-            help="Also check the figures on a sample: that the mixture sums to 1 and is what was scored, "
-            "that no token saw itself or a later one, that no text is in the store, that both were scored on "
-            "the same tokens. Exit status 1 if a check fails.",
+            help="Also check the figures on a sample: the mixture sums to 1 and equals the scored "
+            "probabilities, no token is predicted from itself or later tokens, no text is in the store, and "
+            "the model and the mixture are scored on the same tokens. Exit status 1 if a check fails.",
         ),
     ] = False,
     params: Annotated[
@@ -49,15 +48,15 @@ def evaluate(
         typer.Option(
             "--param",
             metavar="NAME=VALUE",
-            help="A parameter of the engine in place of the store's, this time; repeatable.",
+            help="Parameter of the vector engine for this run, in place of the store's; repeatable.",
         ),
     ] = None,
     details: Annotated[
         bool,
         typer.Option(
             "--details",
-            help="Print also every other figure, and perplexity by how often a token is stored and by how "
-            "near its nearest neighbor is.",
+            help="Also print all other figures, and perplexity by how often a token is stored and by the "
+            "distance of its nearest neighbor.",
         ),
     ] = False,
     runtime: StoreRuntime,
@@ -84,7 +83,7 @@ def evaluate(
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
-    documents.check()
+    documents.check_files()
     if per_token is not None:
         check_writable(per_token)
     with Bar() as bar, ExitStack() as opened:
@@ -95,94 +94,115 @@ def evaluate(
 
         table = None if per_token is None else TokenTable()
         file = None if per_token is None else opened.enter_context(replacing(per_token))
-        selection = selected.selection()
-        settings = query.settings(lm.store, selection)
-        texts: Iterable[TextDocument] = documents.read(bar)
+        selection = selected.make_selection()
+        settings = query.resolve_settings(lm.store, selection)
+        texts: Iterable[TextDocument] = documents.read_documents(bar)
         if audited:  # the audit reads the documents a second time
-            texts = list(usable_documents(lm.reader, texts, documents.skipping(bar)))
-        found = lm.evaluate(
+            texts = list(usable_documents(lm.reader, texts, documents.make_skip_function(bar)))
+        evaluation = lm.evaluate(
             texts,
             knn=settings,
             leave_out=leave_out,
             table=table,
-            on_bad=documents.skipping(bar),
+            on_bad=documents.make_skip_function(bar),
             progress=bar,
         )
         is_default = query.is_default(lm.store, selection)
         if file is not None and table is not None and per_token is not None and lm.tokenizer is not None:
             table.write(file, lm.tokenizer, as_json=per_token.suffix == ".jsonl")
         report = lm.audit(texts, settings) if audited else None
-    if found.stored and not leave_out:
-        note(
-            f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
-            f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
+    if evaluation.stored and not leave_out:
+        print_message(
+            f"warning: {len(evaluation.stored):,} of these documents are among those retrieved from, "
+            f"{evaluation.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents "
+            "it"
         )
-    if found.fitted and query.lam is None:
-        note(
-            f"warning: to {len(found.fitted):,} of these documents the settings were fitted, "
-            f"{found.fitted[0]!r} for one: on other text expect a higher perplexity"
+    if evaluation.fitted and query.lam is None:
+        print_message(
+            f"warning: to {len(evaluation.fitted):,} of these documents the settings were fitted, "
+            f"{evaluation.fitted[0]!r} for one: on other text expect a higher perplexity"
         )
     documents.report()
-    result = {**plain(found), **documents.left_out, "intervals": intervals_of(found)}
+    result = {**convert_to_dict(evaluation), **documents.left_out, "intervals": convert_intervals(evaluation)}
     del result["by_document"]
     if report is not None:
-        result["audit"] = {"passed": report.passed, **plain(report)}
-    shown = [summary(result), *(["\n\n", details_of(result)] if details else [])]
-    print_result(result, shown, as_json=as_json)
+        result["audit"] = {"passed": report.passed, **convert_to_dict(report)}
+    parts = [format_summary(result), *(["\n\n", format_details(result)] if details else [])]
+    print_result(result, parts, as_json=as_json)
     if is_default and not as_json:
-        note("these are default settings: `knnstore calibrate` fits them, to other text or the store's")
+        print_message(
+            "these are default settings: `knnstore calibrate` fits them, to other text or the store's"
+        )
     if report is not None:
         for check in report.checks:
-            note(f"{'passed' if check.passed else 'FAILED'}: {check.name} ({check.found})")
+            print_message(f"{'passed' if check.passed else 'FAILED'}: {check.name} ({check.found})")
         if not report.passed:
             raise KnnstoreError("the audit found what makes these figures doubtful, see above")
 
 
-def summary(result: Mapping[str, Any]) -> str:
+def format_summary(result: Mapping[str, Any]) -> str:
     """Format the main figures of an evaluation in about ten lines."""
-    sides = {"model alone": "base", "with the store": "knn"}
+    columns = {"model alone": "base", "with the store": "knn"}
     perplexities = [
-        {"": name, **{title: result[f"{side}_{unit}ppl"] for title, side in sides.items()}}
+        {"": name, **{title: result[f"{side}_{unit}ppl"] for title, side in columns.items()}}
         for name, unit in (("perplexity", ""), ("of a word", "word_"), ("of a byte", "byte_"))
     ]
     lam, temperature = result["lambda"], result["temperature"]
     reach = f"k {result['k']:,}" if result["probes"] is None else f"{result['probes']:,} probes"
-    parts = {"store": "the store", "cache": "the cache", "ngram": "n-grams"}
-    alone = {f"{name} alone": result[f"{part}_ppl"] for part, name in parts.items()}
-    rest = {
-        **{name: ppl for name, ppl in alone.items() if ppl is not None},
+    components = {"store": "the store", "cache": "the cache", "ngram": "n-grams"}
+    component_perplexities = {
+        f"{name} alone": result[f"{component}_ppl"] for component, name in components.items()
+    }
+    values = {
+        **{name: ppl for name, ppl in component_perplexities.items() if ppl is not None},
         "documents": result["documents"],
         "tokens": result["tokens"],
         "helped": f"{result['helped']:.1%}",
         "settings": f"{result['mixer']}, lambda {lam:.3g}, T {temperature:.4g}, {reach}",
         "speed": f"{result['tokens_per_s']:,.0f} tokens/s",
     }
-    return f"{table_of(perplexities, ['', *sides])}\n\n{pairs(rest)}"
+    return f"{format_table(perplexities, ['', *columns])}\n\n{format_pairs(values)}"
 
 
-def details_of(result: Mapping[str, Any]) -> str:
-    """Format the figures that `summary` leaves out, and tables of perplexities by groups of tokens."""
-    said = {"documents", "tokens", "tokens_per_s", "k", "probes", "temperature", "lambda", "mixer", "helped"}
+def format_details(result: Mapping[str, Any]) -> str:
+    """Format the figures that `format_summary` leaves out, and tables of perplexities by groups of tokens."""
+    summarized = {
+        "documents",
+        "tokens",
+        "tokens_per_s",
+        "k",
+        "probes",
+        "temperature",
+        "lambda",
+        "mixer",
+        "helped",
+    }
     plain_values = {
         name: value
         for name, value in result.items()
         if not (
-            value is None or isinstance(value, list | tuple | dict) or name in said or name.endswith("ppl")
+            value is None
+            or isinstance(value, list | tuple | dict)
+            or name in summarized
+            or name.endswith("ppl")
         )
     }
-    slices = {
+    groups = {
         "times stored": result["by_frequency"],
         "distance to the nearest": result["by_distance"],
     }
-    return "\n\n".join([pairs(plain_values), *(_sliced(name, rows) for name, rows in slices.items())])
+    return "\n\n".join(
+        [format_pairs(plain_values), *(_format_groups(name, rows) for name, rows in groups.items())]
+    )
 
 
-def _sliced(name: str, rows: Any) -> str:
+def _format_groups(name: str, rows: Any) -> str:
+    """Format a table of perplexities by groups of tokens; `name` heads the column of the ranges."""
     columns = ["tokens", "base_ppl", "knn_ppl", "helped"]
     shown = [
         {**row, name: f"{row['low']:g} - {row['high']:g}", "helped": f"{row['helped']:.1%}"} for row in rows
     ]
-    return table_of(shown, [name, *columns])
+    return format_table(shown, [name, *columns])
 
 
 def check_writable(file: Path) -> None:
@@ -196,6 +216,6 @@ def check_writable(file: Path) -> None:
         raise ConfigError(f"{file} cannot be written: {folder} is not there, or cannot be written")
 
 
-def intervals_of(found: "Evaluation") -> dict[str, dict[str, float]]:
+def convert_intervals(found: "Evaluation") -> dict[str, dict[str, float]]:
     """Return the confidence intervals of an evaluation by name, as dicts."""
     return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}

@@ -10,8 +10,16 @@ from knnstore.checks import printable
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import Verbatim, echo, note, plain, print_result, row_of, table
-from knnstore.cli.retrieval_options import Query, ScoringQuery, SelectionOptions, why_nothing
+from knnstore.cli.output import (
+    Verbatim,
+    convert_to_dict,
+    echo,
+    format_table,
+    get_fields,
+    print_message,
+    print_result,
+)
+from knnstore.cli.retrieval_options import Query, ScoringQuery, SelectionOptions, explain_empty_selection
 from knnstore.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 
 _NEIGHBORS_CREDITED = 32  # neighbors of each token that get credit; further ones hardly weigh
 _SOURCES_SHOWN = 5
-_LEAST_SAMPLED = 1e-6  # smallest temperature; smaller ones would overflow the logits
+_MIN_TEMPERATURE = 1e-6  # smallest temperature; smaller ones would overflow the logits
 
 
 def generate(
@@ -30,38 +38,47 @@ def generate(
     ],
     *,
     selected: SelectionOptions,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Largest number of tokens to generate.")
+    ] = 64,
     sampling_temperature: Annotated[
         float,
         typer.Option(
             "--temperature",
             min=0,
             metavar="X",
-            help="Of sampling; 0 takes the most probable token each time.",
+            help="Temperature of sampling; 0 takes the most probable token each time.",
         ),
     ] = 0.0,
     top_p: Annotated[
         float,
         typer.Option(
-            min=0, max=1, metavar="P", help="Sample from the most probable tokens that make up this much."
+            min=0,
+            max=1,
+            metavar="P",
+            help="Sample from the most probable tokens whose probabilities add up to P.",
         ),
     ] = 1.0,
-    seed: Annotated[int | None, seed_option("Makes sampling repeatable.")] = None,
-    beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
+    seed: Annotated[
+        int | None, seed_option("Seed of the random numbers, so that sampling can be repeated.")
+    ] = None,
+    beams: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of beams of beam search; 1 is no beam search.")
+    ] = 1,
     draft: Annotated[
         bool | None,
         typer.Option(
             "--draft/--no-draft",
-            help="Check several tokens in one pass, which stood after the same words in the store or the "
-            "text. The text stays the same; all that is stored is sorted first, as n-grams need it too: by "
-            "default where these are in use and one beam searches. One line says so where drafts are "
-            "impossible, as with a model that has a recurrent state.",
+            help="Speculative decoding: check several draft tokens in one pass. Drafts are tokens that "
+            "follow the same words in the store or the text. The generated text stays the same. Drafts "
+            "need the stored text sorted, as n-grams do: so the default is on with n-grams and one beam. A "
+            "message says if the model cannot use drafts, for example because it has a recurrent state.",
             show_default=False,
         ),
     ] = None,
     query: Query,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Name the documents that the text came from.")
+        bool, typer.Option("--explain", help="List the documents that the generated text comes from.")
     ] = False,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
@@ -72,17 +89,19 @@ def generate(
       knnstore generate "The harbour was" --max-new-tokens 20
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
-    if 0 < sampling_temperature < _LEAST_SAMPLED:
-        raise ConfigError(f"--temperature must be 0 or at least {_LEAST_SAMPLED}, got {sampling_temperature}")
+    if 0 < sampling_temperature < _MIN_TEMPERATURE:
+        raise ConfigError(
+            f"--temperature must be 0 or at least {_MIN_TEMPERATURE}, got {sampling_temperature}"
+        )
     with runtime.open_model("r", domains=selected.domains) as lm:
         from knnstore.lm import Purpose, resolve
 
-        settings = query.settings(lm.store, selected.selection())
+        settings = query.resolve_settings(lm.store, selected.make_selection())
         generating = resolve(lm.store, settings, Purpose.GENERATION)
         prompt = read_text(prompt)
         if settings.writes_alone:
             weight = "--ngram-lambda" if lm.store.is_keyless else "--lambda"
-            note(
+            print_message(
                 "warning: the model writes alone, because with the store text repeats itself more "
                 f"(knnstore calibrate --show); {weight} 0.5 lets the store count"
             )
@@ -101,12 +120,12 @@ def generate(
         )
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
         if not as_json:
-            shown.finish(continuation)
+            shown.print_rest(continuation)
         if explain:
             explained = lm.explain(continuation, generating, neighbors=_NEIGHBORS_CREDITED, after=prompt)
-            result["sources"] = credits_of(explained)
+            result["sources"] = credit_documents(explained)
             if not as_json:
-                echo("\n", table_of_sources(result["sources"]))
+                echo("\n", format_sources_table(result["sources"]))
     if as_json:
         print_result(result, "", as_json=True)
 
@@ -122,7 +141,7 @@ class PromptAndContinuation:
         self._reader = reader
         self._prompt = prompt
         self._detokenizer: Detokenizer | None = None
-        self._printed = ""
+        self._printed_text = ""
 
     def put(self, tokens: "Tensor") -> None:
         """Print new text. The first call gets the tokens of the prompt, later calls the generated tokens."""
@@ -135,22 +154,27 @@ class PromptAndContinuation:
             return
         text = "".join(piece.text for token in ids for piece in self._detokenizer.take(token))
         echo(Verbatim(text), end="")
-        self._printed += text
+        self._printed_text += text
 
     def end(self) -> None:
-        """Do nothing; `finish` prints the rest of the text."""
+        """Do nothing; `print_rest` prints the rest of the text."""
 
-    def finish(self, continuation: str) -> None:
-        """Print the part of the continuation that is not printed yet, and a line break."""
+    def print_rest(self, continuation: str) -> None:
+        """Print the part of the continuation that is not printed yet, and a line break.
+
+        Also prints the prompt if `put` was never called.
+        """
         if self._detokenizer is None:
             echo(Verbatim(self._prompt), end="")
-        echo(Verbatim(continuation.removeprefix(self._printed)))
+        echo(Verbatim(continuation.removeprefix(self._printed_text)))
 
 
 def explain(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
     *,
-    neighbors: Annotated[int, typer.Option(min=0, metavar="N", help="Neighbors to name for each token.")] = 3,
+    neighbors: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of neighbors to list for each token.")
+    ] = 3,
     selected: SelectionOptions,
     query: ScoringQuery,
     runtime: StoreRuntime,
@@ -168,19 +192,19 @@ def explain(
       knnstore explain "The harbour was quiet" --domain letters --json
     """
     with runtime.open_model("r", domains=selected.domains) as lm:
-        settings = query.settings(lm.store, selected.selection())
+        settings = query.resolve_settings(lm.store, selected.make_selection())
         text = read_text(text)
         if not text:
             raise InputError("the text is empty")
         explained = lm.explain(text, settings, neighbors=neighbors)
-    shown = "\n".join(line for token in explained for line in _lines(token))
-    print_result([plain(token) for token in explained], shown, as_json=as_json)
+    shown = "\n".join(line for token in explained for line in _format_token_lines(token))
+    print_result([convert_to_dict(token) for token in explained], shown, as_json=as_json)
 
 
 def search(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
     *,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Passages to show.")] = 5,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of passages to show.")] = 5,
     selected: SelectionOptions,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
@@ -197,48 +221,49 @@ def search(
     with runtime.open_model("r", domains=selected.domains) as lm:
         from knnstore import KNNSettings
 
-        selection = selected.selection()
+        selection = selected.make_selection()
         passages = lm.search(read_text(text), KNNSettings(selection=selection), limit=limit)
         if not passages:
-            note(f"nothing is found: {why_nothing(lm.store, selection)}")
-    shown = "\n".join(line for passage in passages for line in _lines_of(passage))
-    print_result([row_of(passage) for passage in passages], shown, as_json=as_json)
+            print_message(f"nothing is found: {explain_empty_selection(lm.store, selection)}")
+    shown = "\n".join(line for passage in passages for line in _format_passage_lines(passage))
+    print_result([get_fields(passage) for passage in passages], shown, as_json=as_json)
 
 
-def _lines_of(passage: "Passage") -> Iterator[str]:
+def _format_passage_lines(passage: "Passage") -> Iterator[str]:
     """Yield the output lines of a passage: its share and place, then its wrapped text."""
     yield f"{passage.share:6.1%}  {printable(f'{passage.domain}/{passage.document}:{passage.position}')}"
     text = printable(" ".join(passage.text.split()))
     yield from textwrap.wrap(text, 79, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
-def _lines(token: "TokenExplanation") -> Iterator[str]:
+def _format_token_lines(token: "TokenExplanation") -> Iterator[str]:
     """Yield the output lines of a token: its probabilities, then one line for each neighbor."""
-    apart = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
-    shares = f" ({', '.join(apart)})" if len(apart) > 1 else ""
+    component_shares = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
+    shares = f" ({', '.join(component_shares)})" if len(component_shares) > 1 else ""
     yield (
-        f"{printable(token.text)!r:<20} p_LM {_probability(token.p_lm)}  p_kNN {_probability(token.p_knn)}  "
-        f"λ {token.lam:.2f}{shares}  p {_probability(token.p)}"
+        f"{printable(token.text)!r:<20} p_LM {_format_probability(token.p_lm)}  "
+        f"p_kNN {_format_probability(token.p_knn)}  λ {token.lam:.2f}{shares}  "
+        f"p {_format_probability(token.p)}"
     )
     for source in token.neighbors:
         place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
         how = f"{source.matched} tokens" if source.distance is None else f"{source.distance:.1f}"
-        yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_passage(source)}"
+        yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_format_context(source)}"
 
 
-def _probability(p: float) -> str:
+def _format_probability(p: float) -> str:
     """Format a probability with four decimals; one below 0.001 in scientific notation."""
     return f"{p:.4f}" if p >= 0.001 or p == 0 else f"{p:.1e}"
 
 
-def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:
-    """Format the first sources of `credits_of`, which have the largest shares, as a table."""
-    most = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
-    return table(most, ["share", "domain", "document", "passage"])
+def format_sources_table(sources: Sequence[Mapping[str, Any]]) -> str:
+    """Format the first sources of `credit_documents`, which have the largest shares, as a table."""
+    rows = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
+    return format_table(rows, ["share", "domain", "document", "passage"])
 
 
-def credits_of(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
-    """Sum up for each document its part of the probability of a text's tokens.
+def credit_documents(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
+    """Sum for each document the share of the text's probability that comes from its records.
 
     Returns:
         Objects with share (averaged over all tokens), domain, document and passage (the text around the
@@ -249,7 +274,9 @@ def credits_of(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
         for source in token.neighbors:
             if source.token == token.token and token.p > 0:
                 given = token.lam * source.share / token.p
-                credits.setdefault((source.domain, source.document), []).append((given, _passage(source)))
+                credits.setdefault((source.domain, source.document), []).append(
+                    (given, _format_context(source))
+                )
     found: list[dict[str, Any]] = [
         {
             "share": sum(share for share, _ in given) / len(tokens),
@@ -262,5 +289,6 @@ def credits_of(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda credit: -credit["share"])
 
 
-def _passage(source: "Source") -> str:
+def _format_context(source: "Source") -> str:
+    """Return the text around a retrieved token, with the token in brackets."""
     return printable(f"{source.context}[{source.text}]{source.continuation}".strip())

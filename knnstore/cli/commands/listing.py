@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import knnstore
-from knnstore.cli.models import load_tokenizer, place_of_model
+from knnstore.cli.models import load_tokenizer, resolve_model_location
 from knnstore.cli.options import (
     DEFAULT_HOME,
     HomeOption,
@@ -15,8 +15,8 @@ from knnstore.cli.options import (
     ModelAtOption,
     WhereOption,
 )
-from knnstore.cli.output import Verbatim, note, pairs, print_result, row_of, table
-from knnstore.cli.retrieval_options import say_if_nothing
+from knnstore.cli.output import Verbatim, format_pairs, format_table, get_fields, print_message, print_result
+from knnstore.cli.retrieval_options import print_if_empty
 
 if TYPE_CHECKING:
     from knnstore.datastore import Capabilities
@@ -31,15 +31,19 @@ def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> Non
     """
     with knnstore.open(home) as store:
         rows = [asdict(domain) for domain in store.domains()]
-    named = [{"domain": row["name"], **row} for row in rows]
-    print_result(rows, table(named, ["domain", "documents", "tokens", "records"]), as_json=as_json)
+    printed_rows = [{"domain": row["name"], **row} for row in rows]
+    print_result(
+        rows, format_table(printed_rows, ["domain", "documents", "tokens", "records"]), as_json=as_json
+    )
 
 
 def documents(
-    domain: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this domain.")] = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only those with this tag.")] = None,
+    domain: Annotated[str | None, typer.Option(metavar="NAME", help="Only documents of this domain.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only documents with this tag.")] = None,
     where: WhereOption = None,
-    count: Annotated[bool, typer.Option("--count", help="Only how many these are.")] = False,
+    count: Annotated[
+        bool, typer.Option("--count", help="Only print the number of documents and tokens.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,25 +54,30 @@ def documents(
       knnstore documents --domain letters --tag draft --json
       knnstore documents --where "year >= 2020 and author = 'Ida'" --count
     """
-    domains, tags = (None if one is None else (one,) for one in (domain, tag))
+    domains, tags = (None if value is None else (value,) for value in (domain, tag))
     selection = knnstore.Selection(domains, tags, where=where)
     with knnstore.open(home) as store:
-        say_if_nothing(store, selection)
+        print_if_empty(store, selection)
         if count:
             lengths = store.lengths(selection).values()
-            found = {"documents": len(lengths), "tokens": sum(lengths)}
-            print_result(found, f"{len(lengths):,} documents, {sum(lengths):,} tokens", as_json=as_json)
+            counts = {"documents": len(lengths), "tokens": sum(lengths)}
+            print_result(counts, f"{len(lengths):,} documents, {sum(lengths):,} tokens", as_json=as_json)
             return
-        rows = [row_of(document) for document in store.select(selection)]
-    shown = [{**row, "added": row["added_at"][:16].replace("T", " ")} for row in rows]
-    print_result(rows, table(shown, ["id", "domain", "tokens", "tags", "added"]), as_json=as_json)
+        rows = [get_fields(document) for document in store.select(selection)]
+    printed_rows = [{**row, "added": row["added_at"][:16].replace("T", " ")} for row in rows]
+    print_result(
+        rows, format_table(printed_rows, ["id", "domain", "tokens", "tags", "added"]), as_json=as_json
+    )
 
 
 def show(
     document: Annotated[str, typer.Argument(metavar="DOCUMENT", help="The document's id.")],
     domain: InDomainOption = None,
     text: Annotated[
-        bool, typer.Option("--text", help="The text as well, from its tokens; loads the model's tokenizer.")
+        bool,
+        typer.Option(
+            "--text", help="Also show the text, decoded from its tokens; loads the model's tokenizer."
+        ),
     ] = False,
     model_at: ModelAtOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -81,17 +90,17 @@ def show(
       knnstore show n-17 --domain news --json
     """
     with knnstore.open(home) as store:
-        found = row_of(store.document(document, domain=domain))
+        fields = get_fields(store.document(document, domain=domain))
         if text:
             tokens = store.tokens(document, domain=domain).tolist()
-            tokenizer = load_tokenizer(place_of_model(store, model_at))
+            tokenizer = load_tokenizer(resolve_model_location(store, model_at))
             from knnstore.lm import decode_tokens
 
-            found["text"] = decode_tokens(tokenizer, tokens)
-    shown = pairs({name: value for name, value in found.items() if name != "text"})
+            fields["text"] = decode_tokens(tokenizer, tokens)
+    printed_fields = format_pairs({name: value for name, value in fields.items() if name != "text"})
     if text:
-        shown += "\n\n"
-    print_result(found, [shown, Verbatim(found.get("text", ""))], as_json=as_json)
+        printed_fields += "\n\n"
+    print_result(fields, [printed_fields, Verbatim(fields.get("text", ""))], as_json=as_json)
 
 
 def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -102,8 +111,8 @@ def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
       knnstore --home other.knn info --json
     """
     with knnstore.open(home) as store:
-        found = store.info()
-    print_result(found, pairs(found), as_json=as_json)
+        store_info = store.info()
+    print_result(store_info, format_pairs(store_info), as_json=as_json)
 
 
 def adapters(as_json: JsonOption = False) -> None:
@@ -118,24 +127,25 @@ def adapters(as_json: JsonOption = False) -> None:
     """
     from knnstore.datastore import registry
 
-    found = registry.describe()
+    descriptions = registry.describe()
     rows = [
         {
             "name": adapter.name,
             "engine": [f"{name} {version or '(missing)'}" for name, version in adapter.libraries.items()],
             "adapter": f"{adapter.distribution} {adapter.version}",
-            "status": adapter.problem or ", ".join(["ready", *_abilities(adapter.capabilities)]),
+            "status": adapter.problem or ", ".join(["ready", *_describe_capabilities(adapter.capabilities)]),
         }
-        for adapter in found
+        for adapter in descriptions
     ]
-    shown = table(rows, ["name", "engine", "adapter", "status"])
-    print_result([asdict(adapter) for adapter in found], shown, as_json=as_json)
-    for adapter in found:
+    shown = format_table(rows, ["name", "engine", "adapter", "status"])
+    print_result([asdict(adapter) for adapter in descriptions], shown, as_json=as_json)
+    for adapter in descriptions:
         if adapter.note and not as_json:
-            note(f"{adapter.name} cannot be used in a folder: {adapter.note}")
+            print_message(f"{adapter.name} cannot be used in a folder: {adapter.note}")
 
 
-def _abilities(capabilities: "Capabilities | None") -> list[str]:
+def _describe_capabilities(capabilities: "Capabilities | None") -> list[str]:
+    """Return the properties of an engine as words; empty if the engine cannot be used."""
     if capabilities is None:
         return []
     return [

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from knnstore.checks import printable
-from knnstore.cli.models import StoreRuntime, place_of_model, quiet_transformers
+from knnstore.cli.models import StoreRuntime, quiet_transformers, resolve_model_location
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption
-from knnstore.cli.output import Lines, note, print_result, table
+from knnstore.cli.output import MessageHandler, format_table, print_message, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore.catalog import AccessKey, Catalog
 
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_COLUMNS = ["id", "name", "rights", "domains", "created", "expires", "requests", "tokens"]
+_KEY_COLUMNS = ["id", "name", "rights", "domains", "created", "expires", "requests", "tokens"]
 
 
 def serve(
@@ -36,31 +36,38 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            metavar="ADDRESS", help="Where to listen. Any address but this machine's own needs keys."
+            metavar="ADDRESS",
+            help="Address to listen at. Other addresses than this machine's loopback need API keys.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="0 takes any that is free.")
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen at; 0 takes any free port.")
     ] = 8000,
     require_keys: Annotated[
-        bool, typer.Option("--require-keys", help="Ask for keys on this machine's own addresses too.")
+        bool, typer.Option("--require-keys", help="Require API keys also at loopback addresses.")
     ] = False,
     read_only: Annotated[
         bool,
-        typer.Option("--read-only", help="Only read the store, beside whoever writes to it."),
+        typer.Option("--read-only", help="Only read the store, so that another process can write to it."),
     ] = False,
-    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are written at once.")] = 16,
+    max_batch: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Largest number of texts that are generated at once.")
+    ] = 16,
     max_queue: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests that may wait; more are told to come back.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Largest number of waiting requests; further requests get status 429."
+        ),
     ] = 64,
-    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Of a request.")] = 4 << 20,
+    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Largest size of a request.")] = 4
+    << 20,
     max_k: Annotated[
         int,
         typer.Option(
             min=1,
             max=65_536,
             metavar="N",
-            help="Neighbors of each token that a request may ask for.",
+            help="Largest number of neighbors of each token that a request may ask for.",
         ),
     ] = 16_384,
     max_probes: Annotated[
@@ -69,14 +76,17 @@ def serve(
             min=1,
             max=65_536,
             metavar="N",
-            help="Cells of each token that a request may ask for.",
+            help="Largest number of cells of each token that a request may ask for.",
         ),
     ] = 128,
     max_answer: Annotated[
-        int, typer.Option(min=1, metavar="BYTES", help="Size of an answer that is not a stream.")
+        int, typer.Option(min=1, metavar="BYTES", help="Largest size of an answer that is not a stream.")
     ] = 32 << 20,
     drain: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="What runs may take to end after SIGTERM.")
+        int,
+        typer.Option(
+            min=1, metavar="SECONDS", help="Time that running requests may take to end after SIGTERM."
+        ),
     ] = 30,
     public_metrics: Annotated[
         bool, typer.Option("--public-metrics", help="Show /metrics without a key.")
@@ -95,28 +105,28 @@ def serve(
     """
     from knnstore.store import Home, KNNStore
 
-    lacking = [name for name in _NEEDED if find_spec(name) is None]
-    if lacking:
+    missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            f"serving needs {', '.join(lacking)}: install it with pip install 'knnstore[server]'"
+            f"serving needs {', '.join(missing)}: install it with pip install 'knnstore[server]'"
         )
     Home.open(runtime.home)
     mode: Literal["r", "a"] = "r" if read_only else "a"
     with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, to report errors early
         name = model or Path(store.identity.model).name
-        place = place_of_model(store, runtime.model_at)
-    _log()
+        model_location = resolve_model_location(store, runtime.model_at)
+    _configure_logging()
     quiet_transformers()
     from knnstore import KNNLMForCausalLM, KNNSettings, load
     from knnstore.server import Config, Limits
-    from knnstore.server import serve as run
+    from knnstore.server import serve as run_server
 
-    def opened() -> KNNLMForCausalLM:
+    def load_model() -> KNNLMForCausalLM:
         return load(
             runtime.home,
             mode,
             knn=KNNSettings(lam=0.0),
-            model=place,
+            model=model_location,
             device=runtime.device,
             dtype=runtime.dtype,
         )
@@ -138,7 +148,7 @@ def serve(
             answer_bytes=max_answer,
         ),
     )
-    run(config, opened)
+    run_server(config, load_model)
 
 
 def key_add(
@@ -148,18 +158,25 @@ def key_add(
     ],
     domains: Annotated[
         list[str] | None,
-        typer.Option("--domain", metavar="NAME", help="The only domain that there is for it; repeatable."),
+        typer.Option(
+            "--domain",
+            metavar="NAME",
+            help="Domain that the key may see; repeatable. Without this option the key sees all domains.",
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(metavar="TEXT", help="What to know it by.")] = "",
+    name: Annotated[str, typer.Option(metavar="TEXT", help="Name of the key, for your own use.")] = "",
     expires: Annotated[
         str | None, typer.Option(metavar="TIME", help="30m, 12h, 90d or 4w from now; default is never.")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Requests at once; default is any number.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Largest number of requests at once; default is no limit."),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens a minute, read and written; default is any number."),
+        typer.Option(
+            min=1, metavar="N", help="Tokens a minute, of prompts and generated text; default is no limit."
+        ),
     ] = None,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
@@ -178,19 +195,19 @@ def key_add(
     from knnstore.catalog import AccessKeys, Right
 
     try:
-        given = [Right(right) for right in rights]
+        parsed_rights = [Right(right) for right in rights]
     except ValueError as error:
         raise typer.BadParameter(f"a right is one of {', '.join(Right)}", param_hint="'--right'") from error
-    ends = None if expires is None else datetime.now(UTC) + _duration(expires)
-    with _catalog(home) as catalog:
-        made, secret = AccessKeys(catalog).add(
-            given, name=name, domains=domains, expires_at=ends, requests=requests, tokens=tokens
+    expires_at = None if expires is None else datetime.now(UTC) + _parse_duration(expires)
+    with _open_catalog(home) as catalog:
+        key, secret = AccessKeys(catalog).add(
+            parsed_rights, name=name, domains=domains, expires_at=expires_at, requests=requests, tokens=tokens
         )
         missing = set(domains or ()) - {domain.name for domain in catalog.domains()}
     if missing:
-        note(printable(f"warning: there is no domain {', '.join(sorted(missing))} yet"))
-    note("the key is printed only now; whoever has it has its rights")
-    print_result({**_row(made), "key": secret}, secret, as_json=as_json)
+        print_message(printable(f"warning: there is no domain {', '.join(sorted(missing))} yet"))
+    print_message("the key is printed only now; whoever has it has its rights")
+    print_result({**_key_fields(key), "key": secret}, secret, as_json=as_json)
 
 
 def key_list(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -201,13 +218,13 @@ def key_list(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
     """
     from knnstore.catalog import AccessKeys
 
-    with _catalog(home) as catalog:
-        rows = [_row(key) for key in AccessKeys(catalog).all()]
-    print_result(rows, table(rows, _COLUMNS), as_json=as_json)
+    with _open_catalog(home) as catalog:
+        rows = [_key_fields(key) for key in AccessKeys(catalog).all()]
+    print_result(rows, format_table(rows, _KEY_COLUMNS), as_json=as_json)
 
 
 def key_revoke(
-    id: Annotated[str, typer.Argument(metavar="ID", help="As `knnstore key list` shows it.")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `knnstore key list` shows it.")],
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -218,15 +235,17 @@ def key_revoke(
     """
     from knnstore.catalog import AccessKeys
 
-    with _catalog(home) as catalog:
-        gone = AccessKeys(catalog).revoke(id)
+    with _open_catalog(home) as catalog:
+        revoked = AccessKeys(catalog).revoke(id)
     print_result(
-        {"revoked": _row(gone)}, printable(f"revoked {gone.id} {gone.name}".strip()), as_json=as_json
+        {"revoked": _key_fields(revoked)},
+        printable(f"revoked {revoked.id} {revoked.name}".strip()),
+        as_json=as_json,
     )
 
 
 @contextmanager
-def _catalog(home: Path) -> Iterator["Catalog"]:
+def _open_catalog(home: Path) -> Iterator["Catalog"]:
     """Open the catalog of a store while the context is open. Other processes may use the store meanwhile."""
     from knnstore.catalog import Catalog
     from knnstore.store import Home
@@ -238,17 +257,17 @@ def _catalog(home: Path) -> Iterator["Catalog"]:
         catalog.close()
 
 
-def _duration(given: str) -> timedelta:
+def _parse_duration(text: str) -> timedelta:
     """Parse a duration such as 30m, 12h, 90d or 4w. Raises typer.BadParameter for any other text."""
-    found = re.fullmatch(r"(\d{1,6})([mhdw])", given)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
+    if match is None:
         raise typer.BadParameter(
-            f"{given!r} is not a time such as 30m, 12h, 90d or 4w", param_hint="'--expires'"
+            f"{text!r} is not a time such as 30m, 12h, 90d or 4w", param_hint="'--expires'"
         )
-    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-def _row(key: "AccessKey") -> dict[str, Any]:
+def _key_fields(key: "AccessKey") -> dict[str, Any]:
     """Return the printed fields of an API key."""
     return {
         "id": key.id,
@@ -262,10 +281,10 @@ def _row(key: "AccessKey") -> dict[str, Any]:
     }
 
 
-def _log() -> None:
+def _configure_logging() -> None:
     """Print the log records of knnstore, from INFO, and of uvicorn, from WARNING, as the server's log."""
     for name in ("knnstore", "uvicorn"):
         logger = logging.getLogger(name)
-        logger.handlers = [Lines(timed=True)]
+        logger.handlers = [MessageHandler(timed=True)]
         logger.setLevel(logging.INFO if name == "knnstore" else logging.WARNING)
         logger.propagate = False

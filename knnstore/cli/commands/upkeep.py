@@ -20,8 +20,8 @@ from knnstore.cli.options import (
     YesOption,
     confirm,
 )
-from knnstore.cli.output import Bar, note, print_result, row_of
-from knnstore.cli.retrieval_options import say_if_nothing, why_nothing
+from knnstore.cli.output import Bar, get_fields, print_message, print_result
+from knnstore.cli.retrieval_options import explain_empty_selection, print_if_empty
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def tag(
     ] = None,
     add: Annotated[list[str] | None, typer.Option(metavar="TAG", help="Add this tag; repeatable.")] = None,
     remove: Annotated[
-        list[str] | None, typer.Option(metavar="TAG", help="Take this tag away; repeatable.")
+        list[str] | None, typer.Option(metavar="TAG", help="Remove this tag; repeatable.")
     ] = None,
     domain: InDomainOption = None,
     where: WhereOption = None,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Change the tags of a document, or of all whose metadata meet a condition.
+    """Change the tags of one document, or of all documents whose metadata meet a condition.
 
     Examples:
       knnstore tag first.txt --add draft --remove final
@@ -52,30 +52,35 @@ def tag(
     if (document is None) == (where is None):
         raise typer.BadParameter("give one of DOCUMENT and --where CONDITION")
     if document is None:
-        chosen = knnstore.Selection(None if domain is None else (domain,), where=where)
+        selection = knnstore.Selection(None if domain is None else (domain,), where=where)
         with knnstore.open(home, "a") as store:
-            changed = store.retag_selected(chosen, add=add or (), remove=remove or ())
-            say_if_nothing(store, chosen)
+            changed = store.retag_selected(selection, add=add or (), remove=remove or ())
+            print_if_empty(store, selection)
         print_result({"documents": changed}, f"tags of {changed:,} documents changed", as_json=as_json)
         return
     with knnstore.open(home, "a") as store:
         store.retag(document, domain=domain, add=add or (), remove=remove or ())
-        found = store.document(document, domain=domain)
-    sentence = f"tags of {found.id} in {found.domain}: {', '.join(found.tags) or 'none'}"
-    print_result(row_of(found), printable(sentence), as_json=as_json)
+        document_after = store.document(document, domain=domain)
+    sentence = (
+        f"tags of {document_after.id} in {document_after.domain}: {', '.join(document_after.tags) or 'none'}"
+    )
+    print_result(get_fields(document_after), printable(sentence), as_json=as_json)
 
 
 def remove(
     ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Documents to remove.")] = None,
     domain: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Where they are; without IDs and tag the whole domain is removed."),
+        typer.Option(
+            metavar="NAME",
+            help="Domain of the documents; without IDs, tag and condition the whole domain is removed.",
+        ),
     ] = None,
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Remove documents with this tag.")] = None,
     where: WhereOption = None,
     document: Annotated[str | None, typer.Option(hidden=True)] = None,
     within: Annotated[str | None, typer.Option("--in", hidden=True)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     yes: YesOption = False,
     erase: Annotated[
         bool, typer.Option("--erase", help="Erase the bytes too, as `knnstore erase` does.")
@@ -101,25 +106,29 @@ def remove(
     if (ids and by_kind) or not (ids or by_kind or domain):
         raise typer.BadParameter("give IDs, --tag TAG, --where CONDITION or --domain NAME")
     with knnstore.open(home, "r" if dry_run else "a") as store:
-        chosen = _chosen(store, ids, domain, tag, where)
-        gone = store.select(chosen) if ids or by_kind else []
+        selection = _select_for_removal(store, ids, domain, tag, where)
+        removed = store.select(selection) if ids or by_kind else []
         if ids or by_kind:
-            tokens = sum(one.tokens for one in gone)
-            result = {"documents": len(gone), "tokens": tokens, "ids": [one.id for one in gone]}
-            which = f"{gone[0].id} of {gone[0].domain}" if len(gone) == 1 else f"{len(gone):,} documents"
-            sentence = f"{which}: {tokens:,} tokens"
-            if document and len(gone) == 1:
-                result = row_of(gone[0])
+            tokens = sum(match.tokens for match in removed)
+            result = {"documents": len(removed), "tokens": tokens, "ids": [match.id for match in removed]}
+            subject = (
+                f"{removed[0].id} of {removed[0].domain}"
+                if len(removed) == 1
+                else f"{len(removed):,} documents"
+            )
+            sentence = f"{subject}: {tokens:,} tokens"
+            if document and len(removed) == 1:
+                result = get_fields(removed[0])
         else:
-            result = asdict(next(one for one in store.domains() if one.name == domain))
+            result = asdict(next(match for match in store.domains() if match.name == domain))
             sentence = f"{domain}: {result['documents']:,} documents, {result['tokens']:,} tokens"
         if dry_run:
-            lines = [f"{one.id} of {one.domain}" for one in gone if len(gone) > 1]
+            lines = [f"{match.id} of {match.domain}" for match in removed if len(removed) > 1]
             text = "\n".join(map(printable, [*lines, f"would remove {sentence}"]))
             print_result({"would_remove": result}, text, as_json=as_json)
             return
         if ids or by_kind:
-            store.remove_selected(chosen)
+            store.remove_selected(selection)
         else:
             confirm(f"all of {domain} goes, {result['documents']:,} documents", yes)
             store.remove_domain(str(domain))
@@ -127,15 +136,15 @@ def remove(
         try:
             erased = store.erase() if erase else None
         except KnnstoreError:
-            note(printable(f"{sentence}; not erased, `knnstore erase` does that"))
+            print_message(printable(f"{sentence}; not erased, `knnstore erase` does that"))
             raise
     for line in erased.unreached if erased else ():
-        note(printable(f"not reached: {line}"))
-    found = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
-    print_result(found, printable(sentence) + (", and erased" if erased else ""), as_json=as_json)
+        print_message(printable(f"not reached: {line}"))
+    output = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
+    print_result(output, printable(sentence) + (", and erased" if erased else ""), as_json=as_json)
 
 
-def _chosen(
+def _select_for_removal(
     store: "KNNStore", ids: Sequence[str], domain: str | None, tag: str | None, where: str | None
 ) -> "Selection":
     """Return the selection of documents to remove.
@@ -146,15 +155,15 @@ def _chosen(
         DocumentNotFoundError, DomainNotFoundError: if an id, a tag or a domain does not exist.
     """
     if ids:
-        found = [store.document(id, domain=domain) for id in ids]
-        return knnstore.Selection(tuple({one.domain for one in found}), documents=tuple(ids))
-    domains, tags = (None if one is None else (one,) for one in (domain, tag))
-    chosen = knnstore.Selection(domains, tags=tags, where=where)
+        documents = [store.document(id, domain=domain) for id in ids]
+        return knnstore.Selection(tuple({document.domain for document in documents}), documents=tuple(ids))
+    domains, tags = (None if document is None else (document,) for document in (domain, tag))
+    selection = knnstore.Selection(domains, tags=tags, where=where)
     if where is not None:
-        say_if_nothing(store, chosen)  # no error: a condition on dates may often meet no document
-    elif not store.lengths(chosen):
-        raise DocumentNotFoundError(why_nothing(store, chosen))
-    return chosen
+        print_if_empty(store, selection)  # no error: a condition on dates may often meet no document
+    elif not store.lengths(selection):
+        raise DocumentNotFoundError(explain_empty_selection(store, selection))
+    return selection
 
 
 def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -171,7 +180,7 @@ def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     with knnstore.open(home, "a") as store, Bar() as bar:
         erased = store.erase(progress=bar)
     for line in erased.unreached:
-        note(printable(f"not reached: {line}"))
+        print_message(printable(f"not reached: {line}"))
     sentence = f"erased what was removed in {erased.seconds:.1f} s; {erased.records:,} records are there"
     print_result(asdict(erased), sentence, as_json=as_json)
 
@@ -219,11 +228,11 @@ def move(
     if moved.recall is not None:
         sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
     if moved.codes is not None:
-        note(
+        print_message(
             f"keys are kept as codes ({moved.codes}) where there are many: what these lose does not come back"
         )
     if moved.left:
-        note(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
+        print_message(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
     print_result(result, sentence, as_json=as_json)
 
 
@@ -255,7 +264,7 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     """
     with knnstore.open(home) as store:
         records, problems = store.datastore.count(), store.verify()
-    _report(records, problems, f"found wrong in {home}", as_json=as_json)
+    _print_check_result(records, problems, f"found wrong in {home}", as_json=as_json)
 
 
 def repair(
@@ -263,8 +272,8 @@ def repair(
         bool,
         typer.Option(
             "--take-over",
-            help="Make the keys this home's, after it was moved or restored. The home that wrote them "
-            "before can write no more.",
+            help="Take the keys over for this store's folder, after it was moved or restored. The folder "
+            "that wrote the keys before can no longer write.",
         ),
     ] = False,
     home: HomeOption = DEFAULT_HOME,
@@ -282,19 +291,19 @@ def repair(
     """
     with knnstore.open(home, "a", copied=take_over) as store:
         problems, records = store.repair(take_over=take_over), store.datastore.count()
-    _report(records, problems, f"cannot be repaired in {home}", as_json=as_json)
+    _print_check_result(records, problems, f"cannot be repaired in {home}", as_json=as_json)
 
 
-def _report(records: int, problems: list[str], which: str, *, as_json: bool) -> None:
-    """Print the result of a check.
+def _print_check_result(records: int, problems: list[str], outcome: str, *, as_json: bool) -> None:
+    """Print the number of records and the problems that a check has found.
 
     Raises:
-        KnnstoreError: if there are problems; `which` says in the message which problems.
+        KnnstoreError: if there are problems. Its message is their number and `outcome`.
     """
     sentence = "\n".join(problems) or f"sound: {records:,} records"
     print_result({"records": records, "problems": problems}, sentence, as_json=as_json)
     if problems:
-        raise KnnstoreError(f"{len(problems)} {which}")
+        raise KnnstoreError(f"{len(problems)} {outcome}")
 
 
 def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
@@ -307,4 +316,4 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     from knnstore.store import Home
 
     upgrade_catalog(Home.open(home, writing=True).catalog_url)
-    note("the catalog has the newest schema")
+    print_message("the catalog has the newest schema")
