@@ -17,44 +17,45 @@ from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)
 
-_KEPT = 4
-"""Selections, and sets of domains, that are kept in any case; each takes 10 bytes a token at most."""
-_KEPT_BYTES = 256 << 20
-"""More selections are kept while the counts of all of them take no more memory than this."""
+_MIN_CACHED = 4
+"""Number of selections, and of sets of domains, that are cached in any case. Each takes at most 10 bytes a
+token."""
+_MAX_CACHED_BYTES = 256 << 20
+"""More selections are cached while all counts together take at most this memory."""
 
 Domains = tuple[str, ...] | None
 Rows = NDArray[np.int64]
 
 
-class _Documents(NamedTuple):
-    """Some documents in order."""
+class _SortedDocuments(NamedTuple):
+    """Documents of some domains, sorted by their n-grams, so that they need not be sorted again."""
 
     rows: Rows
     """Primary keys, in the order of their positions."""
     text: SortedText
 
-    def among(self, rows: Rows) -> "_Documents":
-        """Return those that are among some others."""
-        chosen = np.isin(self.rows, rows)
-        return _Documents(self.rows[chosen], self.text.only(chosen))
+    def keep_rows(self, rows: Rows) -> "_SortedDocuments":
+        """Return only the documents with these primary keys. Nothing is sorted again."""
+        is_kept = np.isin(self.rows, rows)
+        return _SortedDocuments(self.rows[is_kept], self.text.only(is_kept))
 
 
-class _Counted(NamedTuple):
-    """The counts of a selection, with its documents."""
+class _CachedCounts(NamedTuple):
+    """Cached n-gram counts of a selection, with the documents that were counted."""
 
     revision: int
-    """The latest revision at which all of the counted documents were found to be selected."""
+    """Latest revision at which all counted documents were still selected."""
     is_whole: bool
-    """True if these were all of the selected documents at that revision."""
+    """True if no document that was selected at this revision is missing in the counts."""
     rows: Rows
     """Primary keys of the counted documents, in the order of their positions."""
     counts: NGramCounts
 
 
 class Counting:
-    """Counts of n-grams by selection, remembering the latest.
+    """Counts n-grams of selections, and caches the latest counts.
 
-    Several threads may ask. Looking counts up never waits for a thread that counts.
+    Threads may share the object. A look-up in the cache never waits for a thread that counts.
 
     Args:
         vocabulary: number of tokens of the vocabulary.
@@ -63,103 +64,116 @@ class Counting:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._revision = -1
-        self._counted: OrderedDict[Selection, _Counted] = OrderedDict()
-        self._sorted: OrderedDict[Domains, _Documents] = OrderedDict()
-        self._remembering = threading.Lock()
-        """Held for a moment, while the two dictionaries are used."""
-        self._making = threading.Lock()
-        """Held while documents are sorted or counted."""
+        self._cache: OrderedDict[Selection, _CachedCounts] = OrderedDict()
+        self._sorted: OrderedDict[Domains, _SortedDocuments] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        """Lock of the two dictionaries; held for a moment only."""
+        self._count_lock = threading.Lock()
+        """Lock that is held while documents are sorted or counted."""
         self._background: ThreadPoolExecutor | None = None
         self._queued: set[Selection] = set()
 
-    def of(self, view: View, selection: Selection) -> NGramCounts | None:
-        """Count the n-grams of the selected documents; None where one of them was removed since.
+    def get_exact(self, view: View, selection: Selection) -> NGramCounts | None:
+        """Return the n-gram counts of a selection in a view, cached while its documents stay the same.
 
-        Counts that were made are looked up as long as the selected documents are the same.
+        Returns None if a selected document was removed after the view's revision.
 
         Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `View.scope`.
-            ConfigError: there is too much text.
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+            ConfigError: if the domains have more text than can be sorted together.
         """
-        found = self._look_up(view, selection)
-        if found is not None and found.is_whole and found.revision == view.snapshot.revision:
-            return found.counts
-        rows = _rows_of(view, selection)
-        with self._making:
-            found = self._look_up(view, selection)  # which another thread may have made meanwhile
-            if found is None or not np.array_equal(found.rows, rows):
-                return self._count(view, selection, rows)
-            self._remember(selection, found._replace(revision=view.snapshot.revision, is_whole=True))
-            return found.counts
+        cached = self._get_cached(view, selection)
+        if cached is not None and cached.is_whole and cached.revision == view.snapshot.revision:
+            return cached.counts
+        rows = _select_rows(view, selection)
+        with self._count_lock:
+            cached = self._get_cached(view, selection)  # which another thread may have made meanwhile
+            if cached is None or not np.array_equal(cached.rows, rows):
+                return self._count_and_cache(view, selection, rows)
+            self._cache_counts(selection, cached._replace(revision=view.snapshot.revision, is_whole=True))
+            return cached.counts
 
     def count_in_background(self) -> None:
-        """From now on let `latest` leave the counting of added documents to a thread of its own."""
+        """Start a background thread, in which `get_latest` counts added documents from now on."""
         self._background = ThreadPoolExecutor(1, "knnstore-counting")
 
     def stop_background(self) -> None:
-        """End the thread of `count_in_background`; counts that are being made are finished first."""
+        """End the background thread, if one runs. A count that is being made is finished first."""
         background, self._background = self._background, None
         if background is not None:
             background.shutdown(cancel_futures=True)
 
     def catch_up(self, view: Callable[[], View]) -> None:
-        """Count anew, in the caller's thread, each remembered selection to which documents were added."""
-        with self._remembering:
-            selections = list(self._counted)
+        """Count cached selections with changed documents again, in this thread. Errors are logged."""
+        with self._cache_lock:
+            selections = list(self._cache)
         for selection in selections:
             try:
-                self.of(view(), selection)
+                self.get_exact(view(), selection)
             except KnnstoreError:  # whoever asks for it is told
                 _logger.debug("n-grams could not be counted anew", exc_info=True)
 
-    def latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
-        """Count as `of` does until nothing of it was removed meanwhile; None after so many attempts.
+    def get_latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
+        """Return the n-gram counts of a selection at the latest revision.
 
-        After `count_in_background`, counts in which only added documents are missing are returned at once,
-        while another thread counts anew. Removed documents are never counted.
+        Counts again if a document was removed meanwhile; returns None after `attempts` attempts. After
+        `count_in_background`, counts that lack only added documents are returned at once, while the
+        background thread counts again. Removed documents are never in the counts.
+
+        Args:
+            view: returns the view of the latest revision.
+            selection: the documents to count.
+            attempts: largest number of attempts.
         """
         for _ in range(attempts):
-            seen = view()
-            counts = self._without_added(seen, view, selection) if self._background else None
+            first_view = view()
+            counts = self._get_stale_counts(first_view, view, selection) if self._background else None
             if counts is not None:
                 return counts
-            counts = self.of(seen, selection)
+            counts = self.get_exact(first_view, selection)
             if counts is None:
                 continue
             # Counting takes longer than most commits: what was added meanwhile can wait for the next call.
-            now = view()
-            if now is seen or np.isin(_rows_of(seen, selection), now.snapshot.rows).all():
+            current_view = view()
+            if (
+                current_view is first_view
+                or np.isin(_select_rows(first_view, selection), current_view.snapshot.rows).all()
+            ):
                 return counts
         return None
 
-    def _without_added(
-        self, seen: View, view: Callable[[], View], selection: Selection
+    def _get_stale_counts(
+        self, current_view: View, view: Callable[[], View], selection: Selection
     ) -> NGramCounts | None:
-        """Return counts without some added documents, and have these counted; None where there are none."""
-        found, revision = self._look_up(seen, selection), seen.snapshot.revision
-        if found is None or found.revision == revision:
-            return None if found is None else found.counts
-        rows = _rows_of(seen, selection)
-        counted, counts = found.rows, found.counts
-        if not np.isin(counted, rows).all():  # what is left of the order is in order: nothing is sorted
-            left = _Documents(counted, counts.text).among(rows)
-            counted, counts = left.rows, NGramCounts(left.text, self._vocabulary)
-        is_whole = np.array_equal(counted, rows)
-        self._remember(selection, _Counted(revision, is_whole, counted, counts))
+        """Return cached counts, without removed and perhaps without added documents; None if none.
+
+        If added documents are missing, the background thread counts again.
+        """
+        cached, revision = self._get_cached(current_view, selection), current_view.snapshot.revision
+        if cached is None or cached.revision == revision:
+            return None if cached is None else cached.counts
+        rows = _select_rows(current_view, selection)
+        counted_rows, counts = cached.rows, cached.counts
+        if not np.isin(counted_rows, rows).all():  # what is left of the order is in order: nothing is sorted
+            remaining = _SortedDocuments(counted_rows, counts.text).keep_rows(rows)
+            counted_rows, counts = remaining.rows, NGramCounts(remaining.text, self._vocabulary)
+        is_whole = np.array_equal(counted_rows, rows)
+        self._cache_counts(selection, _CachedCounts(revision, is_whole, counted_rows, counts))
         if not is_whole:
-            self._count_later(view, selection)
+            self._count_in_background_thread(view, selection)
         return counts
 
-    def _count_later(self, view: Callable[[], View], selection: Selection) -> None:
-        """Count a selection in the background, unless that is already queued.
+    def _count_in_background_thread(self, view: Callable[[], View], selection: Selection) -> None:
+        """Queue a selection for the background thread, unless the selection is queued already.
 
-        Without a background thread nothing happens. Errors are logged.
+        Without a background thread nothing happens. Errors of the thread are logged.
         """
 
         def count() -> None:
             self._queued.discard(selection)
             try:
-                self.of(view(), selection)
+                self.get_exact(view(), selection)
             except Exception:
                 _logger.warning("n-grams could not be counted anew", exc_info=True)
 
@@ -168,56 +182,62 @@ class Counting:
             self._queued.add(selection)
             background.submit(count)
 
-    def _look_up(self, view: View, selection: Selection) -> _Counted | None:
-        """Return what is remembered of a selection, after forgetting what was removed up to this view."""
-        with self._remembering:
+    def _get_cached(self, view: View, selection: Selection) -> _CachedCounts | None:
+        """Return the cached counts of a selection; None if there are none.
+
+        If the view is newer than the cache, removed documents are first dropped from the sorted documents.
+        """
+        with self._cache_lock:
             if view.snapshot.revision > self._revision:
                 for domains, documents in self._sorted.items():  # of what was removed nothing is kept
-                    self._sorted[domains] = documents.among(view.snapshot.rows)
+                    self._sorted[domains] = documents.keep_rows(view.snapshot.rows)
                 self._revision = view.snapshot.revision
-            return self._counted.get(selection)
+            return self._cache.get(selection)
 
-    def _count(self, view: View, selection: Selection, rows: Rows) -> NGramCounts | None:
-        """Count what is selected, and remember it; None where a document was removed since."""
-        every = self._in_order(view, selection.domains)
-        if every is None:
+    def _count_and_cache(self, view: View, selection: Selection, rows: Rows) -> NGramCounts | None:
+        """Count the selected documents and cache the counts; None if one was removed since the view."""
+        domain_documents = self._get_sorted_documents(view, selection.domains)
+        if domain_documents is None:
             return None
-        counts = NGramCounts(every.among(rows).text, self._vocabulary)
-        self._remember(selection, _Counted(view.snapshot.revision, True, rows, counts))
+        counts = NGramCounts(domain_documents.keep_rows(rows).text, self._vocabulary)
+        self._cache_counts(selection, _CachedCounts(view.snapshot.revision, True, rows, counts))
         return counts
 
-    def _remember(self, selection: Selection, found: _Counted) -> None:
-        """Keep counts as the latest, and forget the oldest beyond the limits."""
-        with self._remembering:
-            self._counted[selection] = found
-            self._counted.move_to_end(selection)
-            size = sum(one.counts.nbytes for one in self._counted.values())
-            while len(self._counted) > _KEPT and size > _KEPT_BYTES:
-                size -= self._counted.popitem(last=False)[1].counts.nbytes
+    def _cache_counts(self, selection: Selection, counts_entry: _CachedCounts) -> None:
+        """Cache counts as the latest, and drop the oldest counts beyond the limits."""
+        with self._cache_lock:
+            self._cache[selection] = counts_entry
+            self._cache.move_to_end(selection)
+            size = sum(one.counts.nbytes for one in self._cache.values())
+            while len(self._cache) > _MIN_CACHED and size > _MAX_CACHED_BYTES:
+                size -= self._cache.popitem(last=False)[1].counts.nbytes
 
-    def _in_order(self, view: View, domains: Domains) -> _Documents | None:
-        """Return all documents of some domains, sorted; None where one was removed since."""
-        chosen = view.chosen(Selection(domains=domains))
-        rows = view.snapshot.rows[chosen]
-        with self._remembering:
+    def _get_sorted_documents(self, view: View, domains: Domains) -> _SortedDocuments | None:
+        """Return all documents of some domains, sorted and cached; None if one was removed since the view.
+
+        Raises ConfigError if the documents have too much text to be sorted together.
+        """
+        is_selected = view.chosen(Selection(domains=domains))
+        rows = view.snapshot.rows[is_selected]
+        with self._cache_lock:
             documents = self._sorted.get(domains)
         if documents is None or not np.array_equal(documents.rows, rows):
-            texts = view.texts(chosen)
+            texts = view.texts(is_selected)
             if texts is None:
                 return None
             if sum(map(len, texts)) + 2 * len(texts) >= MOST:
                 raise ConfigError(f"n-grams are counted of {MOST:,} tokens at most: select fewer domains")
-            starts = view.snapshot.starts[chosen]
-            documents = _Documents(rows, SortedText.of(texts, starts, self._vocabulary + 1))
-        with self._remembering:
+            starts = view.snapshot.starts[is_selected]
+            documents = _SortedDocuments(rows, SortedText.of(texts, starts, self._vocabulary + 1))
+        with self._cache_lock:
             self._sorted[domains] = documents
             self._sorted.move_to_end(domains)
-            if len(self._sorted) > _KEPT:
+            if len(self._sorted) > _MIN_CACHED:
                 self._sorted.popitem(last=False)
         return documents
 
 
-def _rows_of(view: View, selection: Selection) -> Rows:
+def _select_rows(view: View, selection: Selection) -> Rows:
     """Return the primary keys of the selected documents, in the order of their positions."""
     rows: Rows = view.snapshot.rows[view.chosen(selection)]
     return rows

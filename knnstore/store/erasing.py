@@ -1,8 +1,8 @@
-"""Erasing: no file of a store holds anything of what was removed.
+"""Erasing: afterwards no file of a store holds text or keys of removed documents.
 
-Removing takes documents away from every reader at once, and leaves bytes: a segment keeps its dead rows,
-whose ids are the text, and a database its free pages and its log. Each step here may be interrupted, and
-the same call does the rest.
+Removing hides documents from every reader at once, but leaves bytes: a segment keeps its removed rows, whose
+ids reveal the text, and a database keeps free pages and its log. Each step here may be interrupted; the same
+call then does the rest.
 """
 
 import time
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from knnstore.datastore import SupportsErase, SupportsVacuum
 from knnstore.progress import Progress
 from knnstore.store.relocation import Relocation
-from knnstore.store.soundness import damaged_parts
-from knnstore.store.store_writer import Writing
+from knnstore.store.soundness import list_damaged_parts
+from knnstore.store.store_writer import StoreChanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,29 @@ class Erased:
     """Places that may still hold removed text or keys, with the reason, one line each; never backups."""
 
 
-def erase(writing: Writing, relocation: Relocation, progress: Progress) -> Erased:
-    """Rewrite whatever holds removed text or keys; see `KNNStore.erase`."""
+def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> Erased:
+    """Rewrite all files that still hold removed text or keys. The caller holds the writer's lock.
+
+    Returns:
+        The number of records, the duration, and the places that could not be rewritten.
+    """
     started = time.perf_counter()
-    writing.writer.check_room_to_vacuum()
+    changes.writer.check_room_to_vacuum()
     unreached = relocation.clear(progress)
-    writing.purge()  # what found no room when it was removed
-    writing.remove_orphans()
-    datastore, engine = writing.current.datastore, writing.current.engine
+    changes.purge()  # what found no room when it was removed
+    changes.remove_orphans()
+    datastore, engine = changes.current.datastore, changes.current.engine
     if isinstance(datastore, SupportsVacuum):
         datastore.vacuum()
-        unreached += [f"a damaged file of keys: {part.problem}" for part in damaged_parts(datastore)]
+        unreached += [f"a damaged file of keys: {part.problem}" for part in list_damaged_parts(datastore)]
     elif isinstance(datastore, SupportsErase):
-        unreached += relocation.rewrite(writing.writer, progress)
+        unreached += relocation.rewrite(changes.writer, progress)
     else:
         unreached.append(f"the keys: the adapter {engine.adapter} can neither rewrite nor erase them")
     if "://" in engine.location:
         unreached.append(f"snapshots and backups that the server at {engine.location} keeps")
-    unreached += writing.writer.vacuum()
-    if writing.writer.catalog.identity.projection is not None:
+    unreached += changes.writer.vacuum()
+    if changes.writer.catalog.identity.projection is not None:
         unreached.append("the projection of the keys, a summary of the text that it was fitted on")
-    records = writing.current.datastore.count()
+    records = changes.current.datastore.count()
     return Erased(records, time.perf_counter() - started, tuple(unreached))

@@ -25,64 +25,77 @@ from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
 from knnstore.errors import DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
-from knnstore.store.fitted import drop_traces
-from knnstore.store.soundness import abandon_unneeded, checksum, precision_of, sums_of
+from knnstore.store.fitted import drop_settings_of_removed
+from knnstore.store.soundness import abandon_unneeded, checksum, compute_key_crcs, get_checksum_precision
 
-_FEW = 64  # documents, each of which takes some pages of a database's log
-_FORGOTTEN_AT_ONCE = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
+_BATCH_DOCUMENTS = 64  # documents, each of which takes some pages of a database's log
+_BATCH_TOKENS = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
-    """Remove documents that are not live, first from the datastore and then from the catalog.
+    """Delete documents that are not live, first from the datastore and then from the catalog.
 
-    What is damaged of the datastore goes when no live document needs it.
+    Also deletes settings and weights that were fitted on removed documents, and damaged parts of the
+    datastore that no live document needs.
     """
     if not documents:
         abandon_unneeded(catalog.catalog, datastore)
         return
     bounds = np.array([(document.start, document.stop) for document in documents], np.int64)
     failpoint("purge.before")
-    drop_traces(catalog)
+    drop_settings_of_removed(catalog)
     failpoint("purge.fitted")
     datastore.delete(ranges_of(bounds[:, 0], bounds[:, 1]))
     failpoint("purge.deleted")
     datastore.flush()
     failpoint("purge.flushed")
     abandon_unneeded(catalog.catalog, datastore)
-    for some in _parts(documents):  # each frees, in the database, what the next one needs for its log
-        as_it_fits(catalog, catalog.forget, [document.row for document in some])
+    for group in _group_by_tokens(
+        documents
+    ):  # each frees, in the database, what the next one needs for its log
+        change_in_batches_if_full(catalog, catalog.forget, [document.row for document in group])
 
 
-def as_it_fits(catalog: CatalogWriter, change: Callable[[Sequence[int]], None], rows: Sequence[int]) -> None:
-    """Make a change of documents, by primary key: of a few at a time where the disk has no room for all.
+def change_in_batches_if_full(
+    catalog: CatalogWriter, change: Callable[[Sequence[int]], None], rows: Sequence[int]
+) -> None:
+    """Call `change` with all rows; if the disk is full, with at most `_BATCH_DOCUMENTS` rows at a time.
+
+    Args:
+        catalog: writer of the catalog; its log is emptied before the second try.
+        change: changes documents by their primary keys, in one transaction.
+        rows: primary keys of the documents.
 
     Raises:
-        DiskFullError: it has none for a few either; those before them are changed.
+        DiskFullError: if the disk has no room for a batch either. The earlier batches stay changed.
     """
     try:
         change(rows)
     except DiskFullError:
         catalog.catalog.take_in_log()  # it has grown by what was tried, as far as the disk went
-        for start in range(0, len(rows), _FEW):
-            change(rows[start : start + _FEW])
+        for start in range(0, len(rows), _BATCH_DOCUMENTS):
+            change(rows[start : start + _BATCH_DOCUMENTS])
 
 
-def _parts(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:
+def _group_by_tokens(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:
     """Yield the documents in groups; a group ends with the document that fills its number of tokens."""
-    part: list[PlacedDocument] = []
+    group: list[PlacedDocument] = []
     tokens = 0
     for document in documents:
-        part.append(document)
+        group.append(document)
         tokens += document.stop - document.start
-        if tokens >= _FORGOTTEN_AT_ONCE:
-            yield part
-            part, tokens = [], 0
-    if part:
-        yield part
+        if tokens >= _BATCH_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 class Ingest:
-    """A group of documents that becomes live at once; made, committed and abandoned by `KNNStore.ingest`."""
+    """A group of new documents that become live together.
+
+    `KNNStore.ingest` creates, commits and abandons it. The constructor saves the documents as pending.
+    """
 
     def __init__(
         self, catalog: CatalogWriter, datastore: Datastore, documents: Sequence[NewDocument]
@@ -92,7 +105,7 @@ class Ingest:
         self._placed = catalog.begin(documents)
         self._starts = np.array([placed.start for placed in self._placed], np.int64)
         self._groups = np.array([placed.group for placed in self._placed], np.int32)
-        self._precision = precision_of(datastore.capabilities)
+        self._precision = get_checksum_precision(datastore.capabilities)
         lengths = [placed.stop - placed.start if self._precision else 0 for placed in self._placed]
         self._sums = [np.zeros(length, np.uint32) for length in lengths]
         failpoint("ingest.begun")
@@ -110,19 +123,19 @@ class Ingest:
             documents: index of each token's document in the group, shape (n,).
             positions: index of each token in its document, shape (n,).
             tokens: the tokens, shape (n,).
-            keys: float32, shape (n, dim): the model's state that predicts each token.
+            keys: key of each token: the model's state that predicts the token, float32, shape (n, dim).
         """
         ids = record_ids(self._starts[documents] + positions, tokens)
         self._datastore.add(ids, keys, self._groups[documents])
         if self._precision:
-            sums = sums_of(keys, self._precision)
+            sums = compute_key_crcs(keys, self._precision)
             for document in np.unique(documents).tolist():
-                mine = documents == document
-                self._sums[document][positions[mine]] = sums[mine]
+                is_of_document = documents == document
+                self._sums[document][positions[is_of_document]] = sums[is_of_document]
         failpoint("ingest.added")
 
     def commit(self) -> None:
-        """Make the group durable, then live, then remove what it replaced."""
+        """Write the group durably, make its documents live, then delete the versions that they replace."""
         self._datastore.flush()
         failpoint("ingest.flushed")
         checksums = {
@@ -134,12 +147,12 @@ class Ingest:
         purge(self._catalog, self._datastore, self._catalog.unsettled())
 
     def abandon(self) -> None:
-        """Take back what was stored of the group; what fails here is left to recovery.
+        """Delete the documents of the group that are not live. Errors are ignored: recovery deletes the rest.
 
-        The catalog is asked again what is live: a commit whose answer was lost stands. What is not
-        goes, also where another writer took over and has forgotten the documents already.
+        The catalog is read again, because a commit may have succeeded although its answer was lost. Also
+        works if another writer took over and has deleted the documents already.
         """
         with contextlib.suppress(KnnstoreError, OSError):
             live = self._catalog.catalog.labels(placed.row for placed in self._placed)
-            gone = [placed for placed in self._placed if placed.row not in live]
-            purge(self._catalog, self._datastore, gone)
+            dead = [placed for placed in self._placed if placed.row not in live]
+            purge(self._catalog, self._datastore, dead)

@@ -13,7 +13,7 @@ from knnstore.datastore import Ids, positions_of, tokens_of
 if TYPE_CHECKING:
     from knnstore.catalog import Catalog
 
-_DOCUMENTS_KEPT = 1024
+_MAX_CACHED = 1024
 
 Tokens = NDArray[np.uint32]
 
@@ -34,34 +34,39 @@ class Provenance:
     """The token that the record predicts."""
 
     context: Tokens
-    """The tokens before it, the nearest last, shape (<= before,)."""
+    """Up to `before` tokens before the token, in the order of the text."""
 
     continuation: Tokens
-    """The tokens after it, shape (<= after,)."""
+    """Up to `after` tokens after the token."""
 
 
 class Tracer:
-    """Finds the provenance of records; remembers the documents read last."""
+    """Finds the document and the surrounding text of records; caches the documents read last."""
 
     def __init__(self, catalog: "Catalog") -> None:
         self._catalog = catalog
-        self._kept: dict[int, tuple[str, str, Tokens]] = {}
+        self._cached: dict[int, tuple[str, str, Tokens]] = {}
 
     def trace(self, ids: Ids, snapshot: Snapshot, *, before: int, after: int) -> list[Provenance | None]:
-        """Return the document and place of each record in a snapshot; see `StoreReader.provenance`."""
+        """Return the document and place of each record in a snapshot.
+
+        None for the id -1 and for records of documents that are not in the snapshot or were just removed.
+        """
         positions = positions_of(ids)
-        found = snapshot.documents_at(positions)
-        documents = self._read(np.unique(snapshot.rows[found[found >= 0]]).tolist())
+        document_indices = snapshot.documents_at(positions)
+        documents = self._read_documents(
+            np.unique(snapshot.rows[document_indices[document_indices >= 0]]).tolist()
+        )
         places: list[Provenance | None] = []
-        for position, token, at in zip(
-            positions.tolist(), tokens_of(ids).tolist(), found.tolist(), strict=True
+        for position, token, index in zip(
+            positions.tolist(), tokens_of(ids).tolist(), document_indices.tolist(), strict=True
         ):
-            document = None if at < 0 else documents.get(int(snapshot.rows[at]))
+            document = None if index < 0 else documents.get(int(snapshot.rows[index]))
             if document is None:
                 places.append(None)
                 continue
             id, domain, tokens = document
-            offset = position - int(snapshot.starts[at])
+            offset = position - int(snapshot.starts[index])
             places.append(
                 Provenance(
                     document=id,
@@ -74,13 +79,13 @@ class Tracer:
             )
         return places
 
-    def _read(self, rows: Sequence[int]) -> dict[int, tuple[str, str, Tokens]]:
-        """Ids, domains and tokens of those documents that are still there."""
-        kept = self._kept
-        missing = [row for row in rows if row not in kept]
+    def _read_documents(self, rows: Sequence[int]) -> dict[int, tuple[str, str, Tokens]]:
+        """Return id, domain and tokens of documents by primary key; removed documents are left out."""
+        cached = self._cached
+        missing = [row for row in rows if row not in cached]
         labels, texts = self._catalog.labels(missing), dict(self._catalog.texts(missing))
         read = {row: (*labels[row], texts[row]) for row in missing if row in labels and row in texts}
-        found = {row: kept.get(row) or read[row] for row in rows if row in kept or row in read}
-        others = {row: document for row, document in kept.items() if row not in found}
-        self._kept = dict(list({**others, **found}.items())[-_DOCUMENTS_KEPT:])
-        return found
+        documents = {row: cached.get(row) or read[row] for row in rows if row in cached or row in read}
+        others = {row: document for row, document in cached.items() if row not in documents}
+        self._cached = dict(list({**others, **documents}.items())[-_MAX_CACHED:])
+        return documents

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Records(NamedTuple):
-    """Some records as they are stored."""
+    """Stored records: ids and keys."""
 
     ids: Ids
     """Shape (n,), ascending."""
@@ -27,7 +27,7 @@ class Records(NamedTuple):
 
 
 class Reader(Protocol):
-    """A store as it is read; `KNNStore` says more of each method."""
+    """Reading methods of a store. `StoreReader` describes the arguments and exceptions of each method."""
 
     home: "Home"
     identity: Identity
@@ -44,19 +44,19 @@ class Reader(Protocol):
         """True if the engine has cells, so that `visit` works."""
 
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
-        """Measure each query against every live record of the cells that are nearest to it."""
+        """Compute the distances of each query to all live records of the cells nearest to the query."""
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
         """Count the n-grams of the selected documents."""
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
-        """Say where retrieved records come from."""
+        """Return document, position and surrounding tokens of records; None for removed documents."""
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the number of each record's document; -1 if it has none."""
+        """Return the document number of each record, shaped as `ids`; -1 if the document is not live."""
 
     def revision(self) -> int:
-        """Return the revision, which grows with every change."""
+        """Return the revision, a number that grows with every change that readers can see."""
 
     def domains(self) -> list[Domain]:
         """Return every domain with its numbers of documents and tokens, by name."""
@@ -68,12 +68,12 @@ class Reader(Protocol):
         """Return the content hashes of documents by their numbers; removed documents are left out."""
 
     def text(self, number: int) -> Tokens:
-        """Return the tokens of a document by its number."""
+        """Return the tokens of a document by its number. Raises DocumentNotFoundError if it was removed."""
 
     def records(
         self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
     ) -> Iterator[Records]:
-        """Read the records of the selected documents in batches."""
+        """Yield the records of the selected documents in batches, without some documents."""
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
         """Return the number of live records that a search in the selected documents can find."""
@@ -90,13 +90,13 @@ class Reader(Protocol):
         """Return the parts of each text that selected documents contain word for word."""
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """Return the documents that some domains hold now, as a `Lineage`."""
+        """Return a `Lineage` of the documents that domains hold now, to detect later that one is removed."""
 
     def gone(self, lineage: Lineage) -> float:
-        """Return the share of these documents that were removed or replaced since."""
+        """Return the share of a lineage's documents that were removed or replaced since, 0 to 1."""
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
         """Return the settings that are saved for exactly this set of domains; None if there are none."""
 
     def load_weights(self, name: str) -> Weights:
-        """Read fitted weights that settings name."""
+        """Read fitted weights by the file name in saved settings."""

@@ -1,4 +1,4 @@
-"""Which part of a store to retrieve from."""
+"""Selection of the documents to retrieve from."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -8,12 +8,12 @@ from knnstore.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Selection:
-    """A choice of documents: those that meet every condition given. The default is all.
+    """Selects the documents that meet all given conditions. The default selects all documents.
 
-    Names may be given as a list or another iterable; they are kept as a tuple.
+    Names may be a list or another iterable of strings; they are converted to a tuple.
 
     Raises:
-        ConfigError: something is given as another type, or `where` cannot be read.
+        ConfigError: if names are not an iterable of strings, or the condition `where` cannot be parsed.
 
     Example:
         >>> Selection(domains=["law"], tags=("2025", "2026"))  # law, and tagged with either year
@@ -23,34 +23,34 @@ class Selection:
     """
 
     domains: tuple[str, ...] | None = None
-    """Documents of any of these domains."""
+    """Select documents in one of these domains."""
 
     tags: tuple[str, ...] | None = None
-    """Documents that carry any of these tags."""
+    """Select documents with at least one of these tags."""
 
     documents: tuple[str, ...] | None = None
-    """Documents with any of these ids."""
+    """Select documents with one of these ids."""
 
     exclude: tuple[str, ...] = ()
-    """Not the documents with these content hashes (see `TextDocument.content_hash`)."""
+    """Leave out documents with these content hashes (see `TextDocument.content_hash`)."""
 
     where: str | None = None
-    """Documents whose metadata meet this condition; docs/python.md says what it may be."""
+    """Select documents whose metadata meet this condition; docs/python.md describes the syntax."""
 
     def __post_init__(self) -> None:
         for name in ("domains", "tags", "documents", "exclude"):
-            object.__setattr__(self, name, _names(getattr(self, name), name))
+            object.__setattr__(self, name, _convert_names(getattr(self, name), name))
         if self.where is not None:
             from knnstore.catalog import check_condition  # its parser is loaded only if a condition is given
 
             check_condition(self.where)
 
     def __repr__(self) -> str:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = [
-            f"{field.name}={given[field.name]!r}"
+            f"{field.name}={values[field.name]!r}"
             for field in fields(self)
-            if given[field.name] != field.default
+            if values[field.name] != field.default
         ]
         return f"Selection({', '.join(changed)})"
 
@@ -59,23 +59,28 @@ class Selection:
         return replace(self, exclude=(*self.exclude, *content_hashes))
 
 
-def _names(given: object, what: str) -> tuple[str, ...] | None:
-    """Convert names to a tuple. Raises ConfigError for None where a selection needs names."""
-    if given is None and what != "exclude":
+def _convert_names(value: object, field_name: str) -> tuple[str, ...] | None:
+    """Convert names to a tuple. None stays None, except for `exclude`.
+
+    Raises ConfigError for a single string, for items that are no strings, and for values that are no
+    iterable.
+    """
+    if value is None and field_name != "exclude":
         return None
-    if isinstance(given, str | bytes):
+    if isinstance(value, str | bytes):
         raise ConfigError(
-            f"{what} of a selection are several: write {what}=({given!r},), not {what}={given!r}"
+            f"{field_name} of a selection are several: "
+            f"write {field_name}=({value!r},), not {field_name}={value!r}"
         )
     try:
-        names: tuple[Any, ...] = tuple(given)  # type: ignore[arg-type]
+        names: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(
-            f"{what} of a selection are a tuple of strings, not {type(given).__name__}"
+            f"{field_name} of a selection are a tuple of strings, not {type(value).__name__}"
         ) from None
     for name in names:
         if not isinstance(name, str):
-            raise ConfigError(f"{what} of a selection are strings, not {type(name).__name__}: {name!r}")
+            raise ConfigError(f"{field_name} of a selection are strings, not {type(name).__name__}: {name!r}")
     return names
 
 

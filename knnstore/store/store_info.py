@@ -3,16 +3,19 @@
 from typing import Any
 
 from knnstore.catalog import Catalog, Engine, Identity, mask_password
-from knnstore.store.fitted import Lineage, SavedSettings, all_saved, settings_are_sound
+from knnstore.store.fitted import Lineage, SavedSettings, convert_damage_errors, load_all_settings
 from knnstore.store.home import Home
 from knnstore.store.view import View
 
 
-def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
-    """Return a store's identity and contents as JSON values."""
-    domains, saved = catalog.domains(), list(all_saved(catalog).values())
-    with settings_are_sound():
-        fitted = {"trained": _describe_trained(saved, view), "calibrated": _calibrated(saved)}
+def describe_store(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
+    """Return a store's identity, engine, counts, and trained and calibrated settings, as JSON values.
+
+    Raises CatalogError if saved settings are damaged.
+    """
+    domains, saved = catalog.domains(), list(load_all_settings(catalog).values())
+    with convert_damage_errors():
+        fitted = {"trained": _describe_trained(saved, view), "calibrated": _describe_calibrations(saved)}
     identity, engine = catalog.identity, view.snapshot.engine
     return {
         "home": str(home.path),
@@ -38,23 +41,26 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
 def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
     """Describe each component that was trained on stored documents: its name, the domains, and its state."""
     described = dict[tuple[str, str], str]()
-    for one in saved:
-        trained = [(name, record.get(name) or {}) for name, record in one.trained.items()]
-        for name, part in (*one.trained_components().items(), *trained):
-            if "weights" in part and "traces" in part:
-                lineage = Lineage.from_dict(part["traces"])
+    for settings in saved:
+        trained = [(name, record.get(name) or {}) for name, record in settings.trained.items()]
+        for name, component in (*settings.trained_components().items(), *trained):
+            if "weights" in component and "traces" in component:
+                lineage = Lineage.from_dict(component["traces"])
                 state = "outdated, documents of it are gone" if lineage.gone(view.snapshot) else "ready"
                 where = ", ".join(lineage.domains) or "the whole store"
-                described[name, part["weights"]] = f"{name} of {where}: {state}"
+                described[name, component["weights"]] = f"{name} of {where}: {state}"
     return list(described.values())
 
 
-def _calibrated(saved: list[SavedSettings]) -> list[str]:
+def _describe_calibrations(saved: list[SavedSettings]) -> list[str]:
+    """Describe each calibration in one line: its domains, mixer, perplexities, text, date and revision."""
     return [
-        f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "
-        f"{found['base_ppl']:,.2f} -> {found['knn_ppl']:,.2f} on {found['tokens']:,} tokens (SHA-256 "
-        f"{found['text_hash'][:12]}), {found['date'][:10]}, revision {found['revision']}"
-        + (f"; in scoring only: {', '.join(left)}" if left else "")
-        for found, left in ((one.calibration, one.query.get("scoring_only")) for one in saved)
-        if found
+        f"for {', '.join(record['domains']) or 'the whole store'}: {record['mixer']}, perplexity "
+        f"{record['base_ppl']:,.2f} -> {record['knn_ppl']:,.2f} on {record['tokens']:,} tokens (SHA-256 "
+        f"{record['text_hash'][:12]}), {record['date'][:10]}, revision {record['revision']}"
+        + (f"; in scoring only: {', '.join(scoring_only)}" if scoring_only else "")
+        for record, scoring_only in (
+            (settings.calibration, settings.query.get("scoring_only")) for settings in saved
+        )
+        if record
     ]

@@ -30,25 +30,31 @@ Found = TypeVar("Found")
 
 
 class StoreReader:
-    """Reading methods of a store. `view` has the documents that are live."""
+    """Reading methods of a store.
+
+    Args:
+        home: folder of the store.
+        catalog: the open catalog.
+        view: returns the view of the latest revision, with the live documents.
+    """
 
     def __init__(self, home: Home, catalog: Catalog, view: Callable[[], View]) -> None:
         self.home = home
         self.identity: Identity = catalog.identity
         self._catalog = catalog
         self._current_view = view
-        self._latest: View | None = None
+        self._last_view: View | None = None
         self._tracer = Tracer(catalog)
         self._counting = Counting(self.identity.vocab_size)
 
     def view(self) -> View:
         """Return the view of the latest revision."""
-        self._latest = view = self._current_view()
+        self._last_view = view = self._current_view()
         return view
 
     @property
     def datastore(self) -> Datastore:
-        """The datastore; another object after a move."""
+        """The open datastore. After a move it is another object."""
         return self.view().datastore
 
     @property
@@ -62,13 +68,19 @@ class StoreReader:
         Args:
             queries: float32, shape (q, dim).
             k: number of neighbors, >= 1.
-            selection: among which documents.
+            selection: documents whose records are searched.
 
         Returns:
-            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first; id -1 at
-            distance +inf where fewer records match.
+            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first. If a query has fewer
+            matching records, the rest has id -1 and distance +inf.
+
+        Raises:
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+            CorruptDatastoreError: if the datastore has lost its records.
+            StoreUnavailableError: if other processes commit again and again during the search.
         """
-        return self._at_one_revision(lambda view: view.search(queries, k, selection))
+        return self._read_at_one_revision(lambda view: view.search(queries, k, selection))
 
     @property
     def has_cells(self) -> bool:
@@ -76,27 +88,29 @@ class StoreReader:
         return self.view().has_cells
 
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
-        """Measure each query against every live record of its nearest cells.
+        """Compute the distance of each query to every live record of its nearest cells. Raises as `search`.
 
         Args:
             queries: float32, shape (q, dim).
-            probes: cells of each query, >= 1; see `SupportsCells.visit`.
-            selection: among which documents.
+            probes: number of cells that are read for each query, >= 1; see `SupportsCells.visit`.
+            selection: documents whose records are read.
 
         Returns:
-            Visits in which a query and a record meet once at most.
+            Visits: arrays of record ids and distances for groups of queries. Each pair of a query and a
+                record occurs at most once.
         """
-        return self._at_one_revision(lambda view: view.visit(queries, probes, selection))
+        return self._read_at_one_revision(lambda view: view.visit(queries, probes, selection))
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
-        """Count the n-grams of the selected documents, or look up what was counted at this revision.
+        """Count the n-grams of the selected documents, or return the cached counts.
 
         Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `search`.
-            ConfigError: there is more text than can be counted together.
-            StoreUnavailableError: documents were removed again and again meanwhile.
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+            ConfigError: if the domains have more text than can be counted together.
+            StoreUnavailableError: if selected documents are removed again and again meanwhile.
         """
-        counts = self._counting.latest(self.view, selection, _SEARCH_ATTEMPTS)
+        counts = self._counting.get_latest(self.view, selection, _SEARCH_ATTEMPTS)
         if counts is None:
             raise StoreUnavailableError(
                 f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
@@ -104,16 +118,16 @@ class StoreReader:
         return counts
 
     def count_ngrams_in_background(self) -> None:
-        """From now on let `ngrams` answer at once where documents were only added to the selected ones.
+        """Start a background thread that counts the n-grams of added documents.
 
-        The counts lack the added documents until another thread has counted them, or `catch_up_ngrams` was
-        called. Removed documents are never counted. For servers, whose other requests would wait; `close`
-        ends the thread.
+        From now on `ngrams` returns cached counts at once, also if they lack documents that were added since.
+        The thread, or `catch_up_ngrams`, then counts again. Removed documents are never in the counts. This
+        is for servers, whose other requests would wait. `close` ends the thread.
         """
         self._counting.count_in_background()
 
     def catch_up_ngrams(self) -> None:
-        """Count the n-grams anew, in this thread, of each remembered selection that has changed."""
+        """Count the n-grams of each cached selection with changed documents again, in this thread."""
         self._counting.catch_up(self.view)
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
@@ -121,16 +135,16 @@ class StoreReader:
 
         Args:
             ids: record ids of any search, shape (n,).
-            before: tokens of context to give.
-            after: tokens of continuation to give.
+            before: largest number of tokens before each record's token.
+            after: largest number of tokens after each record's token.
 
         Returns:
-            n entries; None for id -1 and for records whose document was removed since.
+            A list of n entries; None for the id -1 and for records whose document was removed since.
         """
         return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the number (see `lengths`) of each record's document; -1 if that is not live."""
+        """Return the number of each record's document, as in `lengths`; -1 if the document is not live."""
         return self.view().holders(ids)
 
     def domains(self) -> list[Domain]:
@@ -162,32 +176,36 @@ class StoreReader:
         )
 
     def select(self, selection: Selection) -> list[Document]:
-        """Return the selected documents in the order in which they were added."""
+        """Return descriptions of the selected documents, in the order in which they were added."""
         return list(self._catalog.documents_of(self.view().rows(selection)).values())
 
     def document(self, id: str, *, domain: str | None = None) -> Document:
-        """One document.
+        """Return the description of one document.
+
+        Args:
+            id: id of the document.
+            domain: domain of the document; None searches all domains.
 
         Raises:
-            DocumentNotFoundError: there is none.
-            AmbiguousDocumentError: several domains have one of this id and none was named.
+            DocumentNotFoundError: if no live document has this id.
+            AmbiguousDocumentError: if several domains have a document with this id, and `domain` is None.
         """
-        found = self._catalog.documents(id=id, domain=domain)
-        if not found:
+        matches = self._catalog.documents(id=id, domain=domain)
+        if not matches:
             where = "" if domain is None else f" in domain {domain!r}"
-            there = sorted(self.view().snapshot.domains)
-            if domain not in (None, *there):
-                where += f", which is not there; there are: {', '.join(there) or 'none'}"
+            domain_names = sorted(self.view().snapshot.domains)
+            if domain not in (None, *domain_names):
+                where += f", which is not there; there are: {', '.join(domain_names) or 'none'}"
             raise DocumentNotFoundError(f"no document {id!r}{where}")
-        if len(found) > 1:
-            names = ", ".join(document.domain for document in found)
+        if len(matches) > 1:
+            names = ", ".join(document.domain for document in matches)
             raise AmbiguousDocumentError(f"document {id!r} is in several domains, name one: {names}")
-        return found[0]
+        return matches[0]
 
     def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
         """Return the tokens of a document, uint32, shape (n,). Raises the errors of `document`."""
-        found = self.document(id, domain=domain)
-        for row in self._catalog.rows(id=id, domain=found.domain):
+        document = self.document(id, domain=domain)
+        for row in self._catalog.rows(id=id, domain=document.domain):
             return self.text(row)
         raise DocumentNotFoundError(f"document {id!r} was just removed")
 
@@ -203,9 +221,14 @@ class StoreReader:
         return Difference.of(self._catalog, domain, documents, frozenset(tags))
 
     def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-        """Return texts that a domain has under other ids.
+        """Find documents whose text a domain has stored under another id.
 
-        Takes ids by content hash; returns the stored ids by these ids.
+        Args:
+            domain: domain to search.
+            ids: ids of the documents by their content hash.
+
+        Returns:
+            The stored id by the id in `ids`, for each document that was found.
         """
         return find_other_ids(self._catalog, domain, ids)
 
@@ -219,9 +242,9 @@ class StoreReader:
         """Return the parts of each text that selected documents contain word for word, at any place.
 
         Args:
-            texts: the tokens of each, uint32, shape (n,).
-            selection: the documents to compare with; all their tokens are read.
-            letters: letters of each token, which are compared in place of the tokens.
+            texts: tokens of each text, uint32, shape (n,).
+            selection: documents to compare with; all their tokens are read.
+            letters: letters of each token. If given, letters are compared and not tokens.
         """
         return self.view().overlaps(texts, selection, letters)
 
@@ -230,7 +253,7 @@ class StoreReader:
         return self.view().token_counts(selection, self.identity.vocab_size)
 
     def has_unsettled_documents(self) -> bool:
-        """Check whether documents are half added or half removed: a writer is at work, or was killed."""
+        """Check whether documents are partly added or removed, because a writer runs or was killed."""
         return bool(self._catalog.unsettled())
 
     def revision(self) -> int:
@@ -249,7 +272,7 @@ class StoreReader:
         """Return the tokens of a document by its number, uint32, shape (n,).
 
         Raises:
-            DocumentNotFoundError: it was removed.
+            DocumentNotFoundError: if the document was removed.
         """
         tokens = self._catalog.tokens(number)
         if tokens is None:
@@ -259,7 +282,7 @@ class StoreReader:
     def records(
         self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
     ) -> Iterator[Records]:
-        """Read the records of the selected documents, by ascending id, in batches; raises as `search`.
+        """Yield the records of the selected documents in batches, by ascending id. Raises as `search`.
 
         Args:
             selection: the documents.
@@ -269,11 +292,11 @@ class StoreReader:
         return self.view().records(selection, without, batch_size)
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """Return the documents that these domains (the whole store if none is named) hold now; see `gone`."""
+        """Return a `Lineage` of all documents that domains, or the whole store, hold now; see `gone`."""
         return Lineage.of(self.view().snapshot, domains)
 
     def gone(self, lineage: Lineage) -> float:
-        """Return the share of these documents that were removed or replaced since; 0 if all are unchanged."""
+        """Return the share of a lineage's documents that were removed or replaced since; 0 if none was."""
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
@@ -289,24 +312,27 @@ class StoreReader:
         """Read fitted weights that settings name.
 
         Raises:
-            ConfigError: this is not the name of a file of weights.
-            CorruptWeightsError: the file is missing or damaged.
+            ConfigError: if this is not the name of a file of weights.
+            CorruptWeightsError: if the file is missing or damaged.
         """
         return load_weights(self.home.weights, name)
 
-    def _at_one_revision(self, look: Callable[[View], Found]) -> Found:
-        """Look at the keys and the catalog together, again if a commit came before the end."""
-        view = self._latest or self.view()  # asked once, afterwards, whether it is the latest
+    def _read_at_one_revision(self, read: Callable[[View], Found]) -> Found:
+        """Call `read` with a view, and again if a commit came meanwhile; return the result.
+
+        Raises StoreUnavailableError if each of `_SEARCH_ATTEMPTS` calls was overtaken by a commit.
+        """
+        view = self._last_view or self.view()  # asked once, afterwards, whether it is the latest
         for _ in range(_SEARCH_ATTEMPTS):
             try:
-                found = look(view)
+                result = read(view)
             except KnnstoreError:
                 if self._catalog.revision() == view.snapshot.revision:
                     raise
             else:
                 # A commit may have removed what the view still counts on.
                 if self._catalog.revision() == view.snapshot.revision:
-                    return found
+                    return result
             view = self.view()
         raise StoreUnavailableError(
             f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"

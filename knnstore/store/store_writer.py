@@ -18,21 +18,26 @@ from knnstore.store.fitted import (
     SavedSettings,
     Weights,
     drop_damaged_settings,
-    files_in_use,
+    find_files_in_use,
+    remove_unused_files,
     save_weights,
-    sweep,
 )
 from knnstore.store.home import Home
-from knnstore.store.ingest import Ingest, as_it_fits, purge
-from knnstore.store.soundness import abandon_unneeded, precision_of, reading_on, taking
-from knnstore.store.verify import orphans_in
+from knnstore.store.ingest import Ingest, change_in_batches_if_full, purge
+from knnstore.store.soundness import (
+    abandon_unneeded,
+    get_checksum_precision,
+    make_checksum_computer,
+    retry_past_damage,
+)
+from knnstore.store.verify import find_orphans
 
 _CATALOG_BYTES = 12  # of a token: in the database, and before that in its log
 
 _logger = logging.getLogger(__name__)
 
 
-class Writing:
+class StoreChanges:
     """The only writer of a store. The caller of a method holds `lock`."""
 
     def __init__(self, home: Home, writer: CatalogWriter, current: Current) -> None:
@@ -66,7 +71,7 @@ class Writing:
             self.purge_what_fits()
 
     @contextmanager
-    def parting(self) -> Iterator[None]:
+    def finish_copying_keys(self) -> Iterator[None]:
         """In this block a copied home gets keys of its own; then what the other has added since goes."""
         copied = not self.current.owned
         yield
@@ -116,7 +121,7 @@ class Writing:
         """
         self._home.reserve.give_back()
         try:
-            as_it_fits(self.writer, self.writer.retire, rows)
+            change_in_batches_if_full(self.writer, self.writer.retire, rows)
             self.purge_what_fits()
         finally:
             self._home.reserve.keep()
@@ -144,7 +149,7 @@ class Writing:
     def remove_orphans(self) -> None:
         """Remove records that belong to no document."""
         datastore = self.current.datastore
-        orphans = reading_on(datastore, lambda: orphans_in(self.writer.catalog, datastore))
+        orphans = retry_past_damage(datastore, lambda: find_orphans(self.writer.catalog, datastore))
         datastore.delete(IdRanges.of_ids(orphans))
         datastore.flush()
         abandon_unneeded(self.writer.catalog, datastore)
@@ -154,8 +159,8 @@ class Writing:
         catalog, datastore = self.writer.catalog, self.current.datastore
         snapshot = catalog.snapshot()
         lacking = ~np.isin(snapshot.rows, list(catalog.checksums()))
-        if precision_of(datastore.capabilities) is not None and lacking.any():
-            checksums = taking(snapshot, datastore.capabilities)
+        if get_checksum_precision(datastore.capabilities) is not None and lacking.any():
+            checksums = make_checksum_computer(snapshot, datastore.capabilities)
             for ids, keys, _ in datastore.iterate(
                 ids=ranges_of(snapshot.starts[lacking], snapshot.stops[lacking])
             ):
@@ -178,10 +183,10 @@ class Writing:
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():
             try:
-                used = files_in_use(self.writer.catalog, self.current.view().snapshot)
+                used = find_files_in_use(self.writer.catalog, self.current.view().snapshot)
             except CatalogError:  # saved settings are damaged: nobody knows which files they name
                 return
-            sweep(self._home.weights, self._unnamed_weights | used)
+            remove_unused_files(self._home.weights, self._unnamed_weights | used)
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
         """Return the primary keys of live documents of a domain, by id."""

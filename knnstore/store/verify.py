@@ -10,10 +10,10 @@ import numpy as np
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import CatalogError, KnnstoreError
-from knnstore.store.fitted import files_in_use, problem_of
+from knnstore.store.fitted import find_file_problem, find_files_in_use
 from knnstore.store.home import Home
 from knnstore.store.provenance import Tokens
-from knnstore.store.soundness import checking, reading_on
+from knnstore.store.soundness import make_checksum_checker, retry_past_damage
 from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 _NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 
 
-def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
+def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
     """Read all stored data and return its problems, one line each; empty if the store is sound."""
     problems, datastore = catalog.problems(), view.datastore
     exposed = home.exposed()
@@ -38,14 +38,14 @@ def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     if isinstance(datastore, SupportsVerify):
         problems += datastore.verify()
     try:
-        problems += reading_on(datastore, lambda: _compare(catalog, datastore, unsettled))
+        problems += retry_past_damage(datastore, lambda: _compare(catalog, datastore, unsettled))
     except KnnstoreError as error:
         problems.append(str(error))
     fingerprint = _fingerprint_problem(catalog.identity.model_fingerprint)
     problems += [fingerprint] if fingerprint else []
     try:
-        names = sorted(files_in_use(catalog, view.snapshot))
-        damaged = [problem_of(home.weights, name) for name in names]
+        names = sorted(find_files_in_use(catalog, view.snapshot))
+        damaged = [find_file_problem(home.weights, name) for name in names]
     except KnnstoreError as error:  # saved settings cannot be read
         return [*problems, str(error)]
     return problems + [problem for problem in damaged if problem]
@@ -66,7 +66,7 @@ def _fingerprint_problem(fingerprint: str) -> str | None:
     return "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
 
 
-def orphans_in(catalog: Catalog, datastore: Datastore) -> Ids:
+def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
     """Return the records that belong to no live document, ascending."""
     snapshot = catalog.snapshot()
     orphans = [_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
@@ -81,7 +81,7 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     wrong = np.zeros(len(snapshot.rows), bool)
     foreign = [np.zeros(0, np.int64)]
     stored = catalog.checksums()
-    checked = checking(snapshot, stored)
+    checked = make_checksum_checker(snapshot, stored)
     texts: dict[int, Tokens] = {}
     for every_id, every_key, every_group in datastore.iterate():
         checked.add(every_id, every_key)

@@ -152,7 +152,7 @@ def left_over(home: Path, location: str) -> set[str]:
     return files | {path.name for path in home.iterdir() if path.is_dir()} - {location, "weights"}
 
 
-def problem_of(outcome: Outcome, folder: Path, *, again: bool = True) -> str | None:
+def find_file_problem(outcome: Outcome, folder: Path, *, again: bool = True) -> str | None:
     """Open an image as a store, and perhaps run again what was under way; says what is wrong."""
     home, step = folder / "home", min(outcome.step, len(HISTORY) - 1)
     allowed = (STATES[outcome.step], STATES[min(outcome.step + 1, len(HISTORY))])
@@ -231,11 +231,11 @@ def main(folder: Path, count: int, mutants: int) -> None:
     problems = []
     for number, outcome in enumerate(outcomes(events, count)):
         images[outcome.during] += 1
-        problems += filter(None, [problem_of(outcome, folder / "image", again=number % 2 == 0)])
+        problems += filter(None, [find_file_problem(outcome, folder / "image", again=number % 2 == 0)])
     caught = {}
     for mutant in ("files", "folders", "catalog"):
         tried = outcomes(_left_out(events, mutant), abs(mutants))
-        found = (problem for outcome in tried if (problem := problem_of(outcome, folder / "image")))
+        found = (problem for outcome in tried if (problem := find_file_problem(outcome, folder / "image")))
         caught[mutant] = list(itertools.islice(found, 1) if mutants < 0 else found)
     print(json.dumps({"events": len(events), "images": images, "problems": problems, "caught": caught}))
 

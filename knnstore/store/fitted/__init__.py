@@ -8,13 +8,19 @@ if TYPE_CHECKING:
     from knnstore.store.fitted.lineage import Lineage
     from knnstore.store.fitted.saved import (
         SavedSettings,
-        all_saved,
+        convert_damage_errors,
         drop_damaged_settings,
-        drop_traces,
-        files_in_use,
-        settings_are_sound,
+        drop_settings_of_removed,
+        find_files_in_use,
+        load_all_settings,
     )
-    from knnstore.store.fitted.weight_files import Weights, load_weights, problem_of, save_weights, sweep
+    from knnstore.store.fitted.weight_files import (
+        Weights,
+        find_file_problem,
+        load_weights,
+        remove_unused_files,
+        save_weights,
+    )
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
@@ -22,13 +28,13 @@ __all__ = [
     "Lineage",
     "SavedSettings",
     "Weights",
-    "all_saved",
+    "convert_damage_errors",
     "drop_damaged_settings",
-    "drop_traces",
-    "files_in_use",
+    "drop_settings_of_removed",
+    "find_file_problem",
+    "find_files_in_use",
+    "load_all_settings",
     "load_weights",
-    "problem_of",
+    "remove_unused_files",
     "save_weights",
-    "settings_are_sound",
-    "sweep",
 ]

@@ -41,7 +41,7 @@ class SavedSettings:
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Parse the object that `payload` returned."""
-        with settings_are_sound():
+        with convert_damage_errors():
             query = {**payload}
             calibration, derived = (query.pop(name, None) for name in (_CALIBRATION, _DERIVED))
             names = [name for name in query if name.startswith(_TRAINED)]
@@ -57,10 +57,10 @@ class SavedSettings:
     @property
     def fitted_on(self) -> frozenset[str]:
         """The content hashes of the held-out documents that the calibration was fitted on."""
-        with settings_are_sound():
+        with convert_damage_errors():
             return frozenset((self.calibration or {}).get("held_out", ()))
 
-    def without_traces(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
+    def drop_if_outdated(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
         """Return these same settings if no removed document has shaped them; else only `trained` of them.
 
         A document has shaped them if they were calibrated on its text, or derived from its keys.
@@ -69,7 +69,7 @@ class SavedSettings:
             snapshot: the present documents.
             removed: content hashes of the removed documents.
         """
-        with settings_are_sound():
+        with convert_damage_errors():
             derived = self.derived and Lineage.from_dict(self.derived)
             if self.fitted_on.isdisjoint(removed) and not (derived and derived.gone(snapshot)):
                 return self
@@ -77,7 +77,7 @@ class SavedSettings:
 
     def files(self) -> dict[str, Lineage | None]:
         """Return the needed files of weights, each with the documents that it was trained on, if any."""
-        with settings_are_sound():
+        with convert_damage_errors():
             parts = [
                 *(self.query.get(name) for name in ("mixer", "gate")),
                 *self.trained_components().values(),
@@ -95,7 +95,7 @@ class SavedSettings:
 
         Earlier versions saved such a component as a setting of its own, and not in ``others``.
         """
-        with settings_are_sound():
+        with convert_damage_errors():
             components = {**self.query, **(self.query.get("others") or {})}
             return {
                 name: part
@@ -105,7 +105,7 @@ class SavedSettings:
 
 
 @contextmanager
-def settings_are_sound() -> Iterator[None]:
+def convert_damage_errors() -> Iterator[None]:
     """Turn any error of damaged saved settings into one clear line."""
     try:
         yield
@@ -117,17 +117,17 @@ def settings_are_sound() -> Iterator[None]:
         ) from error
 
 
-def all_saved(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
+def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
     """Return the saved settings of every set of domains."""
     found = catalog.all_settings().items()
     return {domains: SavedSettings.of_payload(payload) for domains, payload in found}
 
 
-def files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
+def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
     """Return the files of weights to keep: those that were trained on no removed document."""
     projection = catalog.identity.projection
     named: dict[str, Lineage | None] = {} if projection is None else {projection: None}
-    for saved in all_saved(catalog).values():
+    for saved in load_all_settings(catalog).values():
         named |= saved.files()
     return {name for name, lineage in named.items() if lineage is None or not lineage.gone(snapshot)}
 
@@ -140,16 +140,16 @@ def drop_damaged_settings(writer: "CatalogWriter") -> None:
         _logger.warning("saved settings were damaged, and are dropped: calibrate again")
 
 
-def drop_traces(writer: "CatalogWriter") -> None:
+def drop_settings_of_removed(writer: "CatalogWriter") -> None:
     """Delete settings and weights with traces of documents that are being removed."""
     catalog = writer.catalog
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on
-    saved, snapshot = all_saved(catalog), catalog.snapshot()
+    saved, snapshot = load_all_settings(catalog), catalog.snapshot()
     fitted_on = {content for one in saved.values() for content in one.fitted_on}
     removed = catalog.retired_content() & fitted_on
     removed -= catalog.rows_by_content(removed).keys()  # a duplicate stays
     for domains, one in saved.items():
-        kept = one.without_traces(snapshot, removed)
+        kept = one.drop_if_outdated(snapshot, removed)
         if kept is not one:
             writer.save_settings(domains, kept.payload())
         if one.calibration and not kept.calibration:

@@ -97,7 +97,7 @@ def _write(folder: Path, name: str, content: bytes) -> None:
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_directory(folder.parent)
-    if problem_of(folder, name) is not None:
+    if find_file_problem(folder, name) is not None:
         publish(folder / name, content, "weights")
 
 
@@ -108,13 +108,13 @@ def load_weights(folder: Path, name: str) -> Weights:
         ConfigError: this is not the name of a file of weights.
         CorruptWeightsError: the file is missing or damaged.
     """
-    problem = problem_of(folder, name)
+    problem = find_file_problem(folder, name)
     if problem is not None:
         raise CorruptWeightsError(problem)
     return Weights.read(folder / name)
 
 
-def problem_of(folder: Path, name: str) -> str | None:
+def find_file_problem(folder: Path, name: str) -> str | None:
     """Return in one line what is wrong with a file; None if it is sound.
 
     Raises:
@@ -131,7 +131,7 @@ def problem_of(folder: Path, name: str) -> str | None:
     return f"{folder / name} {why}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
 
 
-def sweep(folder: Path, named: Iterable[str]) -> None:
+def remove_unused_files(folder: Path, named: Iterable[str]) -> None:
     """Remove the files that no settings name, and files that a crash left half written."""
     kept = set(named)
     there = list(folder.iterdir()) if folder.is_dir() else []

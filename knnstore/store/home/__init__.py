@@ -5,7 +5,7 @@ What is outside knows whose it is: see `Owner`.
 
 from knnstore.store.home.home import Home
 from knnstore.store.home.key_owners import KeyOwner, Owner
-from knnstore.store.home.key_places import Place, holds_something
+from knnstore.store.home.key_places import Place, exists_and_is_not_empty
 from knnstore.store.home.store_creation import check_new, make_store
 
-__all__ = ["Home", "KeyOwner", "Owner", "Place", "check_new", "holds_something", "make_store"]
+__all__ = ["Home", "KeyOwner", "Owner", "Place", "check_new", "exists_and_is_not_empty", "make_store"]

@@ -33,7 +33,7 @@ from knnstore.store.home.path_safety import (
     find_home_around,
     find_home_with,
     find_mount,
-    is_part_of,
+    is_physically_inside,
 )
 
 
@@ -69,7 +69,7 @@ class Place:
         """Find out who owns the keys there; see "The owner of the keys" in docs/architecture.md."""
         return self._compare(self._read_claim())
 
-    def check_ours(self, *, copied: bool = False) -> KeyOwner:
+    def check_owner(self, *, copied: bool = False) -> KeyOwner:
         """Refuse keys of another store, and unless `copied` those that a copy of this store may own.
 
         Raises:
@@ -82,7 +82,7 @@ class Place:
         """Write this store's claim beside the keys, which the caller has open for writing.
 
         Raises:
-            NotOwnerError: see `check_ours`; somebody may have claimed them before they were opened.
+            NotOwnerError: see `check_owner`; somebody may have claimed them before they were opened.
         """
         adapter, claim = self._adapter, self._read_claim()
         if claim is not None:
@@ -121,7 +121,7 @@ class Place:
         if claim is not None and self.owner.wrote(claim):
             return KeyOwner.THIS_STORE
         folder = self.folder
-        if folder is not None and is_part_of(
+        if folder is not None and is_physically_inside(
             folder, self.home.path
         ):  # copied with the home, if copied at all
             return KeyOwner.NOBODY if claim is None else KeyOwner.THIS_STORE
@@ -283,6 +283,6 @@ class Place:
         check_folder(self.folder)
 
 
-def holds_something(path: Path) -> bool:
+def exists_and_is_not_empty(path: Path) -> bool:
     """Check whether a path exists and is not an empty folder."""
     return path.exists() and (not path.is_dir() or any(path.iterdir()))

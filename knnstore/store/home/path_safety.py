@@ -79,7 +79,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
                 _check(Path(entry.path), folder)
 
 
-def is_part_of(folder: Path, home: Path) -> bool:
+def is_physically_inside(folder: Path, home: Path) -> bool:
     """Check whether a folder is physically inside a home, so that whoever copies the home copies the folder.
 
     A link that leads out of the home is not inside, and neither is a folder on another device, a mount

@@ -32,7 +32,7 @@ from knnstore.space import medium_errors
 from knnstore.store.fitted import Weights, save_weights
 from knnstore.store.home.home import Home
 from knnstore.store.home.key_owners import KeyOwner, Owner
-from knnstore.store.home.key_places import Place, holds_something
+from knnstore.store.home.key_places import Place, exists_and_is_not_empty
 from knnstore.store.home.path_safety import DESCRIPTION
 
 LOCK = "creation.lock"
@@ -231,7 +231,7 @@ def _check_absent(folder: Path) -> None:
     """Refuse to make a home where something is."""
     if (folder / DESCRIPTION).exists():
         raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
-    if holds_something(folder):
+    if exists_and_is_not_empty(folder):
         raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from knnstore.store.ngrams.ngram_counts import NGramCounts
 from knnstore.store.ngrams.ranked_bits import Places
-from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, laid_out
+from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_texts
 
 _TOGETHER = 1 << 13
 """Places that are looked up at once: what stays in a CPU's cache."""
@@ -110,7 +110,7 @@ class Matches:
             texts: token ids, shapes (n_i,).
             begins: True for texts that begin a document; default is all.
         """
-        return cls(counts, *laid_out(texts, counts.start, begins))
+        return cls(counts, *lay_out_texts(texts, counts.start, begins))
 
     def gold(self, at: Places, order: int) -> NDArray[np.float32]:
         """Return the probability of the target token of each context.

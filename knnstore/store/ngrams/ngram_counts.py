@@ -33,7 +33,7 @@ class NGramCounts:
     def __init__(self, text: SortedText, vocabulary: int) -> None:
         self.text = text
         self.start = vocabulary + 1
-        """The symbol before a document's first token, see `laid_out`."""
+        """The symbol before a document's first token, see `lay_out_texts`."""
         self.discounts: dict[int, Discounts] = {}
         """Discounts of each length from 2 on."""
         singles, short = np.zeros(0, bool), list[Places]()

@@ -25,7 +25,7 @@ Places = NDArray[np.int64]
 _KEY_BITS = 64
 
 
-def laid_out(
+def lay_out_texts(
     texts: Sequence[NDArray[np.integer[Any]]], start: int, begins: Sequence[bool] | None = None
 ) -> tuple[Symbols, Places]:
     """Lay texts out one after another.
@@ -55,7 +55,7 @@ class SortedText:
     """Documents with the suffix array of their positions."""
 
     symbols: NDArray[np.uint16 | np.uint32]
-    """Symbols of all documents, see `laid_out`, shape (s,)."""
+    """Symbols of all documents, see `lay_out_texts`, shape (s,)."""
 
     firsts: Places
     """The place of each document's first token in them, ascending, shape (documents,)."""
@@ -75,7 +75,7 @@ class SortedText:
             positions: positions of their first tokens, shape (texts,).
             start: the largest symbol.
         """
-        symbols, firsts = laid_out(texts, start)
+        symbols, firsts = lay_out_texts(texts, start)
         order = _sorted(symbols, firsts, start.bit_length())
         narrow = np.uint16 if start < np.iinfo(np.uint16).max - 1 else np.uint32
         return cls(symbols.astype(narrow, copy=False), firsts, positions, order)

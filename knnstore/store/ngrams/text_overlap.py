@@ -126,7 +126,7 @@ class _Index:
     """Where the runs of some texts begin, by their hashes; places are numbered text after text."""
 
     def __init__(self, texts: Sequence[Symbols], run: int) -> None:
-        hashes = [hashes_of(one, run) for one in texts]
+        hashes = [hash_runs(one, run) for one in texts]
         self._run = run
         self._starts = np.cumsum([0, *map(len, hashes)])
         self.size = int(self._starts[-1])
@@ -137,7 +137,7 @@ class _Index:
 
     def places_of(self, text: Symbols) -> NDArray[np.int64]:
         """Return the places of runs that another text has, ascending."""
-        hashes = hashes_of(text, self._run) if self.size else np.zeros(0, np.uint64)
+        hashes = hash_runs(text, self._run) if self.size else np.zeros(0, np.uint64)
         hashes = hashes[self._maybe[hashes % _PLACES]] if len(hashes) else hashes
         if not len(hashes):  # most are of none, and searching takes the longest
             return np.zeros(0, np.int64)
@@ -163,7 +163,7 @@ class _Index:
         return self.covered(self.places_of(text))
 
 
-def hashes_of(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
+def hash_runs(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
     """Hash each run of symbols: uint64, shape (n - run + 1,); empty if the text is shorter than a run."""
     count = len(tokens)
     if count < run:

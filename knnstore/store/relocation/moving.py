@@ -91,7 +91,7 @@ class Plan:
         sync_directory(home.path)
 
 
-def engine_beside(home: Home, engine: Engine, *, begun: Engine | None) -> Engine:
+def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> Engine:
     """Choose where a copy in the same engine goes: a free folder of the home, or what the adapter chooses.
 
     Args:

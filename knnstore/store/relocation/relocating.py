@@ -35,10 +35,16 @@ from knnstore.errors import (
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store.current import Current
-from knnstore.store.home import Home, KeyOwner, Place, holds_something
+from knnstore.store.home import Home, KeyOwner, Place, exists_and_is_not_empty
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
-from knnstore.store.relocation.moving import Moved, Plan, engine_beside
-from knnstore.store.soundness import check_undamaged, checking, named, naming_damage, taking
+from knnstore.store.relocation.moving import Moved, Plan, choose_copy_engine
+from knnstore.store.soundness import (
+    check_undamaged,
+    format_document_names,
+    make_checksum_checker,
+    make_checksum_computer,
+    name_damaged_documents,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +103,7 @@ class Relocation:
     def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
         """Copy the records to a new place of the same engine; returns what stays of the old, a line each."""
         before = self._current.place(self._current.engine)
-        target = engine_beside(self._home, self._current.engine, begun=self.unfinished())
+        target = choose_copy_engine(self._home, self._current.engine, begun=self.unfinished())
         self._relocate(writer, target, progress)
         return _lines(before, self.settle())
 
@@ -125,14 +131,17 @@ class Relocation:
         snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
         copy = self._begin(target, source.count(), progress)
         try:
-            read, held = checking(snapshot, stored), taking(snapshot, copy.capabilities)
-            with naming_damage(self._catalog, source, _UNDONE):
+            read, held = (
+                make_checksum_checker(snapshot, stored),
+                make_checksum_computer(snapshot, copy.capabilities),
+            )
+            with name_damaged_documents(self._catalog, source, _UNDONE):
                 done = transfer(source, copy, progress, reads=read.add, holds=held.add)
             altered = read.differing(stored)
             if altered:
                 raise CorruptDatastoreError(
-                    f"keys of {named(self._catalog, altered)} were altered: remove and add again what "
-                    f"`knnstore verify` names; {GIVE_UP}"
+                    f"keys of {format_document_names(self._catalog, altered)} were altered: remove and add "
+                    f"again what `knnstore verify` names; {GIVE_UP}"
                 )
             lacking = int(snapshot.records.sum()) - done.records
             if lacking > 0:
@@ -189,7 +198,7 @@ class Relocation:
         folder, old, problem = place.folder, self._current.place(self._current.engine).folder, None
         if folder is not None and old is not None and folder.is_relative_to(old):
             problem = "is where the keys are now"
-        elif folder is not None and holds_something(folder):
+        elif folder is not None and exists_and_is_not_empty(folder):
             problem = "holds something already"
         if problem is not None:
             raise DatastoreExistsError(f"{place.location} {problem}; choose another --location")

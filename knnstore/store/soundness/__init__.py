@@ -1,26 +1,33 @@
 """Damaged keys and their documents: parts that an engine sets aside, and keys that differ from checksums."""
 
-from knnstore.store.soundness.checksums import Checksums, checking, checksum, precision_of, sums_of, taking
+from knnstore.store.soundness.checksums import (
+    Checksums,
+    checksum,
+    compute_key_crcs,
+    get_checksum_precision,
+    make_checksum_checker,
+    make_checksum_computer,
+)
 from knnstore.store.soundness.damage import (
     abandon_unneeded,
     check_undamaged,
-    damaged_parts,
-    named,
-    naming_damage,
-    reading_on,
+    format_document_names,
+    list_damaged_parts,
+    name_damaged_documents,
+    retry_past_damage,
 )
 
 __all__ = [
     "Checksums",
     "abandon_unneeded",
     "check_undamaged",
-    "checking",
     "checksum",
-    "damaged_parts",
-    "named",
-    "naming_damage",
-    "precision_of",
-    "reading_on",
-    "sums_of",
-    "taking",
+    "compute_key_crcs",
+    "format_document_names",
+    "get_checksum_precision",
+    "list_damaged_parts",
+    "make_checksum_checker",
+    "make_checksum_computer",
+    "name_damaged_documents",
+    "retry_past_damage",
 ]

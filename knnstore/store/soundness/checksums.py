@@ -22,14 +22,14 @@ _PRECISIONS = ("float16", "float32")
 _NONE: Sums = np.zeros(0, np.uint32)
 
 
-def precision_of(engine: Capabilities) -> str | None:
+def get_checksum_precision(engine: Capabilities) -> str | None:
     """Return the precision of the checksums of an engine's keys; None if the engine checks them itself."""
     if engine.checks_keys:
         return None
     return "float32" if engine.exact_keys else "float16"
 
 
-def sums_of(keys: Keys, precision: str) -> Sums:
+def compute_key_crcs(keys: Keys, precision: str) -> Sums:
     """Return the CRC-32 of each key."""
     with np.errstate(over="ignore"):  # what is too large for half precision is infinite, given and read
         rounded = np.ascontiguousarray(keys, np.dtype(precision).newbyteorder("<"))
@@ -73,7 +73,7 @@ class Checksums:
                 self._finish()
                 self._document = document
                 self._sums = np.zeros(int(self._snapshot.stops[document]) - start, np.uint32)
-            self._sums[positions[first:last] - start] = sums_of(keys[first:last], precision)
+            self._sums[positions[first:last] - start] = compute_key_crcs(keys[first:last], precision)
 
     def found(self) -> dict[int, str]:
         """Return the checksum of each document that had a record, by primary key."""
@@ -91,14 +91,14 @@ class Checksums:
         self._document = -1
 
 
-def checking(snapshot: Snapshot, stored: Mapping[int, str]) -> Checksums:
+def make_checksum_checker(snapshot: Snapshot, stored: Mapping[int, str]) -> Checksums:
     """Compute the checksums of documents again."""
     return Checksums(snapshot, {row: _precision_in(found) for row, found in stored.items()})
 
 
-def taking(snapshot: Snapshot, engine: Capabilities) -> Checksums:
+def make_checksum_computer(snapshot: Snapshot, engine: Capabilities) -> Checksums:
     """Compute the checksums of all documents of an engine."""
-    precision = precision_of(engine)
+    precision = get_checksum_precision(engine)
     return Checksums(snapshot, {} if precision is None else dict.fromkeys(snapshot.rows.tolist(), precision))
 
 

@@ -16,29 +16,29 @@ _NAMED = 5  # documents named in one message
 T = TypeVar("T")
 
 
-def damaged_parts(datastore: Datastore) -> list[DamagedPart]:
+def list_damaged_parts(datastore: Datastore) -> list[DamagedPart]:
     """Return the known damaged parts of a datastore; empty if the adapter does not report damage."""
     return datastore.damaged() if isinstance(datastore, SupportsDamage) else []
 
 
-def reading_on(datastore: Datastore, read: Callable[[], T]) -> T:
+def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
     """Call `read` until it finds no new damage, and return its result.
 
     A part that is found damaged is skipped at the next call. Raises CorruptDatastoreError if `read` fails
     without reporting a new damaged part.
     """
     while True:
-        known = len(damaged_parts(datastore))
+        known = len(list_damaged_parts(datastore))
         try:
             return read()
         except CorruptDatastoreError:
-            if len(damaged_parts(datastore)) == known:
+            if len(list_damaged_parts(datastore)) == known:
                 raise
 
 
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
     """Abandon each damaged part that holds no record of a live document."""
-    parts = damaged_parts(datastore)
+    parts = list_damaged_parts(datastore)
     if parts and isinstance(datastore, SupportsDamage):
         snapshot = catalog.snapshot()
         for part in parts:
@@ -57,19 +57,19 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
     Raises:
         CorruptDatastoreError: documents lost records; the error names the documents.
     """
-    parts, snapshot = damaged_parts(datastore), catalog.snapshot()
+    parts, snapshot = list_damaged_parts(datastore), catalog.snapshot()
     lost = [documents_of(part, snapshot, datastore) for part in parts]
     at = np.unique(np.concatenate([np.zeros(0, np.int64), *lost]))
     if len(at):
         raise CorruptDatastoreError(
-            f"{undone}: records of {named(catalog, snapshot.rows[at].tolist())} are lost "
+            f"{undone}: records of {format_document_names(catalog, snapshot.rows[at].tolist())} are lost "
             f"({parts[0].problem.partition(': ')[0]}); remove and add again what `knnstore verify` names, or "
             "restore a backup"
         )
 
 
 @contextmanager
-def naming_damage(catalog: Catalog, datastore: Datastore, undone: str) -> Iterator[None]:
+def name_damaged_documents(catalog: Catalog, datastore: Datastore, undone: str) -> Iterator[None]:
     """Name the affected documents in a CorruptDatastoreError of the block; see `check_undamaged`."""
     try:
         yield
@@ -93,10 +93,10 @@ def documents_of(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) ->
             there += np.bincount(snapshot.documents_at(positions_of(ids)), minlength=len(there))
         return there
 
-    return at[reading_on(datastore, count)[at] < snapshot.records[at]]
+    return at[retry_past_damage(datastore, count)[at] < snapshot.records[at]]
 
 
-def named(catalog: Catalog, rows: Sequence[int]) -> str:
+def format_document_names(catalog: Catalog, rows: Sequence[int]) -> str:
     """Return the sorted ids and domains of documents as one phrase: the first five, and how many more."""
     labels = sorted(catalog.labels(rows).values())
     names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_NAMED])
