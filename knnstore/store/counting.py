@@ -217,7 +217,7 @@ class Counting:
 
         Raises ConfigError if the documents have too much text to be sorted together.
         """
-        is_selected = view.chosen(Selection(domains=domains))
+        is_selected = view.mask_documents(Selection(domains=domains))
         rows = view.snapshot.rows[is_selected]
         with self._cache_lock:
             documents = self._sorted.get(domains)
@@ -239,5 +239,5 @@ class Counting:
 
 def _select_rows(view: View, selection: Selection) -> Rows:
     """Return the primary keys of the selected documents, in the order of their positions."""
-    rows: Rows = view.snapshot.rows[view.chosen(selection)]
+    rows: Rows = view.snapshot.rows[view.mask_documents(selection)]
     return rows

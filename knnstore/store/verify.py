@@ -38,11 +38,11 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
     if isinstance(datastore, SupportsVerify):
         problems += datastore.verify()
     try:
-        problems += retry_past_damage(datastore, lambda: _compare(catalog, datastore, unsettled))
+        problems += retry_past_damage(datastore, lambda: _compare_records(catalog, datastore, unsettled))
     except KnnstoreError as error:
         problems.append(str(error))
-    fingerprint = _fingerprint_problem(catalog.identity.model_fingerprint)
-    problems += [fingerprint] if fingerprint else []
+    fingerprint_problem = _find_fingerprint_problem(catalog.identity.model_fingerprint)
+    problems += [fingerprint_problem] if fingerprint_problem else []
     try:
         names = sorted(find_files_in_use(catalog, view.snapshot))
         damaged = [find_file_problem(home.weights, name) for name in names]
@@ -51,30 +51,42 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
     return problems + [problem for problem in damaged if problem]
 
 
-def _fingerprint_problem(fingerprint: str) -> str | None:
-    """Return what is wrong with a model's fingerprint, see `knnstore.lm.keys.model_fingerprint`."""
+def _find_fingerprint_problem(fingerprint: str) -> str | None:
+    """Return the problem with a model's fingerprint as text; None if it has the right form.
+
+    `knnstore.lm.keys.model_fingerprint` describes the form.
+    """
     digest, *parts = fingerprint.split(":")
     try:
         sample, *config = (base64.b64decode(part, validate=True) for part in parts or [""])
-        sound = not parts or (hashlib.sha256(sample).hexdigest() == digest and len(sample) % 4 == 0)
+        is_sound = not parts or (hashlib.sha256(sample).hexdigest() == digest and len(sample) % 4 == 0)
         for part in config:
             json.loads(part)
     except (ValueError, RecursionError):
-        sound = False
-    if sound:
+        is_sound = False
+    if is_sound:
         return None
     return "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
 
 
 def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
-    """Return the records that belong to no live document, ascending."""
+    """Return the ids of the records that belong to no live document, ascending."""
     snapshot = catalog.snapshot()
-    orphans = [_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
+    orphans = [_select_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
     return np.concatenate([np.zeros(0, np.int64), *orphans])
 
 
-def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:
-    """Compare each record with the token that the catalog has at its position."""
+def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:
+    """Compare each record with the catalog: its token, its domain, and the checksum of its document.
+
+    Args:
+        catalog: the open catalog.
+        datastore: the datastore, all of whose records are read.
+        unsettled: documents that are partly added or removed; their records are no problem.
+
+    Returns:
+        The problems, one line each.
+    """
     snapshot = catalog.snapshot()
     first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
     records = np.zeros(len(snapshot.rows), np.int64)
@@ -83,71 +95,76 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     stored = catalog.checksums()
     checked = make_checksum_checker(snapshot, stored)
     texts: dict[int, Tokens] = {}
-    for every_id, every_key, every_group in datastore.iterate():
-        checked.add(every_id, every_key)
-        every_document = snapshot.documents_at(positions_of(every_id))
-        owned = every_document >= 0
-        foreign.append(every_id[~owned])
-        ids, groups, at = every_id[owned], every_group[owned], every_document[owned]
+    for batch_ids, batch_keys, batch_groups in datastore.iterate():
+        checked.add(batch_ids, batch_keys)
+        batch_documents = snapshot.documents_at(positions_of(batch_ids))
+        has_document = batch_documents >= 0
+        foreign.append(batch_ids[~has_document])
+        ids, groups, at = batch_ids[has_document], batch_groups[has_document], batch_documents[has_document]
         positions = positions_of(ids)
         documents, which, counts = np.unique(at, return_inverse=True, return_counts=True)
         records[documents] += counts
         # Of the documents read last, the last one may go on here.
         texts = {document: texts[document] for document in documents.tolist() if document in texts}
-        texts |= _texts(catalog, snapshot, [at for at in documents.tolist() if at not in texts])
+        texts |= _read_texts(catalog, snapshot, [at for at in documents.tolist() if at not in texts])
         read = [texts.get(document, _NO_TOKENS) for document in documents.tolist()]
         lengths = np.array([len(tokens) for tokens in read], np.int64)
         origins = np.cumsum(lengths) - lengths
         offsets = positions - snapshot.starts[at]
-        there = (first <= offsets) & (offsets < lengths[which])
-        there &= groups == snapshot.groups[at]
+        is_correct = (first <= offsets) & (offsets < lengths[which])
+        is_correct &= groups == snapshot.groups[at]
         tokens = np.concatenate([_NO_TOKENS, *read])
-        there[there] = tokens[(origins[which] + offsets)[there]] == tokens_of(ids[there])
-        wrong[at[~there]] = True
+        is_correct[is_correct] = tokens[(origins[which] + offsets)[is_correct]] == tokens_of(ids[is_correct])
+        wrong[at[~is_correct]] = True
     wrong |= records != snapshot.records
     damaged = catalog.altered(snapshot.rows.tolist())
-    lacking = set(snapshot.rows[wrong].tolist()) - damaged
-    altered = set(checked.differing(stored)) - lacking - damaged
+    incomplete = set(snapshot.rows[wrong].tolist()) - damaged
+    altered = set(checked.find_differing(stored)) - incomplete - damaged
     problems = []
-    for rows, what in (
+    for rows, problem_text in (
         (damaged, "is damaged in the catalog"),
-        (lacking, "has lost records or has wrong ones"),
+        (incomplete, "has lost records or has wrong ones"),
         (altered, "has altered keys"),
     ):
-        problems += [f"{name} {what}: remove it and add it again" for name in _names(catalog, rows)]
+        problems += [
+            f"{name} {problem_text}: remove it and add it again" for name in _name_documents(catalog, rows)
+        ]
     orphans = np.concatenate(foreign)
     if len(orphans):  # a writer may have been at work since
         for placed in (unsettled, catalog.unsettled()):
             bounds = np.array([(d.start, d.stop) for d in placed], np.int64).reshape(-1, 2)
             orphans = orphans[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(orphans)]
-        orphans = _orphans(orphans, catalog.snapshot())
+        orphans = _select_orphans(orphans, catalog.snapshot())
     if len(orphans):
         problems.append(f"{len(orphans)} records belong to no document: run `knnstore repair`")
     return problems
 
 
-def _names(catalog: Catalog, rows: set[int]) -> list[str]:
-    """Name documents by id and domain, but for those that were removed meanwhile; by number if damaged."""
+def _name_documents(catalog: Catalog, rows: set[int]) -> list[str]:
+    """Return a name for each document: its id and domain, or its number if these are damaged.
+
+    Documents that were removed meanwhile are left out.
+    """
     names = []
     for row in sorted(rows):
         try:
-            found = catalog.labels([row])
+            labels = catalog.labels([row])
         except CatalogError:
             names.append(f"document number {row}")
         else:
-            names += [f"document {id!r} of domain {domain!r}" for id, domain in found.values()]
-            if not found and row in catalog.content_hashes([row]):  # of no domain that is there
+            names += [f"document {id!r} of domain {domain!r}" for id, domain in labels.values()]
+            if not labels and row in catalog.content_hashes([row]):  # of no domain that is there
                 names.append(f"document number {row}")
     return names
 
 
-def _texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:
-    """Return the tokens of documents, without the documents whose tokens are damaged."""
+def _read_texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:
+    """Return the tokens of documents by their index in the snapshot. Damaged documents are left out."""
     rows = snapshot.rows[documents].tolist()
     try:
         read = dict(catalog.texts(rows))
     except CatalogError:  # some of them are damaged
-        read = {row: tokens for row in rows if (tokens := _text(catalog, row)) is not None}
+        read = {row: tokens for row in rows if (tokens := _read_text(catalog, row)) is not None}
     lengths = snapshot.stops[documents] - snapshot.starts[documents]
     return {
         document: read[row]
@@ -156,12 +173,14 @@ def _texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[i
     }
 
 
-def _text(catalog: Catalog, row: int) -> Tokens | None:
+def _read_text(catalog: Catalog, row: int) -> Tokens | None:
+    """Return the tokens of a document; None if they are damaged or the document was removed."""
     try:
         return catalog.tokens(row)
     except CatalogError:
         return None
 
 
-def _orphans(ids: Ids, snapshot: Snapshot) -> Ids:
+def _select_orphans(ids: Ids, snapshot: Snapshot) -> Ids:
+    """Return the ids that belong to no document of a snapshot."""
     return ids[snapshot.documents_at(positions_of(ids)) < 0]

@@ -27,24 +27,24 @@ from knnstore.store.provenance import Tokens
 from knnstore.store.reader_protocol import Records
 from knnstore.store.selection import EVERYTHING, Selection
 
-_SCOPES_KEPT = 64
-_LOST = (
+_MAX_CACHED = 64
+_LOST_RECORDS = (
     "the engine has none of the records that the catalog lists: it lost them, or came back without its data; "
     "restore it, or see `knnstore verify`"
 )
 
 
 class Scope(NamedTuple):
-    """A selection resolved to record ids."""
+    """A selection resolved to ids of records, at one revision."""
 
     live: IdRanges
-    """Exactly the records that may be returned."""
+    """Id ranges of the live selected records: no other record may be returned."""
 
     where: Filter | None
-    """The same set for the datastore; None when it is everything that is live."""
+    """Filter of these records for the datastore; None if all live records are selected."""
 
     records: int
-    """Number of records that must exist."""
+    """Number of records that the datastore must have for the selection."""
 
 
 class View:
@@ -62,66 +62,68 @@ class View:
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
-        self._chosen: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
+        self._masks: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the number of each record's document, in the shape of `ids`; -1 if that is not live."""
+        """Return the number of each record's document, in the shape of `ids`; -1 if it is not live."""
         found = self.snapshot.documents_at(positions_of(ids))
         return np.where(found >= 0, self.snapshot.rows[found], -1) if len(self.snapshot.rows) else found
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
-        """Return the k nearest live records of each query in a selection; see `StoreReader.search`.
+        """Return the k nearest live records of each query in a selection.
+
+        Missing records have id -1 and distance +inf; see `StoreReader.search`.
 
         Raises:
-            CorruptDatastoreError: the datastore finds nothing where there must be something.
+            CorruptDatastoreError: if the datastore finds no record, although the catalog lists some.
         """
         live, where, records = self.scope(selection)
-        found = self.datastore.search(queries, k, where=where)
-        orphans = ~live.contains(found.ids) & (found.ids >= 0)
+        neighbors = self.datastore.search(queries, k, where=where)
+        orphans = ~live.contains(neighbors.ids) & (neighbors.ids >= 0)
         if orphans.any():
             # A record that is not live yet, or no more, took a place: search by exact ids.
-            found = self.datastore.search(queries, k, where=Filter(live))
-            orphans = ~live.contains(found.ids) & (found.ids >= 0)
-        if records and (found.ids[:, 0] < 0).any():
-            raise CorruptDatastoreError(_LOST)
+            neighbors = self.datastore.search(queries, k, where=Filter(live))
+            orphans = ~live.contains(neighbors.ids) & (neighbors.ids >= 0)
+        if records and (neighbors.ids[:, 0] < 0).any():
+            raise CorruptDatastoreError(_LOST_RECORDS)
         if orphans.any():
-            found = found.without(orphans).nearest(k)
-        return found
+            neighbors = neighbors.without(orphans).nearest(k)
+        return neighbors
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
-        """Yield all live records of the cells nearest to each query; see `StoreReader.visit`.
+        """Return all live records of the cells nearest to each query; see `StoreReader.visit`.
 
         Raises:
-            CorruptDatastoreError: the datastore finds nothing where there must be something.
+            CorruptDatastoreError: if the datastore finds no record, although the catalog lists some.
         """
         live, where, records = self.scope(selection)
-        visits = self._visits(queries, probes, live, where)
-        all_meet = _all_meet(visits, len(queries))
+        visits = self._visit_cells(queries, probes, live, where)
+        all_meet = _has_record_for_each_query(visits, len(queries))
         if not all_meet:  # what is not live yet, or no more, took all places
-            visits = self._visits(queries, probes, live, Filter(live))
-            all_meet = _all_meet(visits, len(queries))
+            visits = self._visit_cells(queries, probes, live, Filter(live))
+            all_meet = _has_record_for_each_query(visits, len(queries))
         if records and not all_meet:
-            raise CorruptDatastoreError(_LOST)
+            raise CorruptDatastoreError(_LOST_RECORDS)
         return visits
 
     def scope(self, selection: Selection) -> Scope:
-        """Resolve a selection, remembering the latest ones.
+        """Resolve a selection to records. The latest scopes are cached.
 
         Raises:
-            DomainNotFoundError: no live document is in a domain that was named.
-            DocumentNotFoundError: no live document has an id that was named.
+            DomainNotFoundError: if the selection names a domain without live documents.
+            DocumentNotFoundError: if the selection names an id without a live document.
         """
         scope = self._scopes.get(selection)
         if scope is None:
-            scope = self._scopes[selection] = self._resolve(selection)
-            if len(self._scopes) > _SCOPES_KEPT:
+            scope = self._scopes[selection] = self._resolve_scope(selection)
+            if len(self._scopes) > _MAX_CACHED:
                 self._scopes.popitem(last=False)
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return the content hashes among these that belong to a selected document."""
+        """Return the hashes in `hashes` that are content hashes of selected documents."""
         duplicates = self._catalog.rows_by_content(hashes)
-        reached = self.chosen(selection) & self._among(chain(*duplicates.values()))
+        reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
 
@@ -131,7 +133,7 @@ class View:
         """Return the parts of each text that selected documents contain. The documents are read once."""
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(one) for one in texts], RUN_LETTERS)
-        for row, tokens in self._catalog.texts(self.snapshot.rows[self.chosen(selection)].tolist()):
+        for row, tokens in self._catalog.texts(self.snapshot.rows[self.mask_documents(selection)].tolist()):
             met = runs.look_at(tokens if letters is None else letters.of(tokens))
             for number in met.same:
                 same[number].add(row)
@@ -147,13 +149,16 @@ class View:
         ]
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
-        """Return how often each token occurs in the selected documents: read-only; the latest is cached."""
+        """Return how often each token occurs in the selected documents, int64, shape (vocabulary,).
+
+        The array is read-only, and the latest one is cached. Raises CatalogError if a token is out of range.
+        """
         latest = self._counts
         if latest is not None and latest[0] == selection:
             return latest[1]
         counts = np.zeros(vocabulary, np.int64)
-        chosen = self.snapshot.rows[self.chosen(selection)]
-        for tokens in _joined(self._catalog.texts(chosen.tolist()), vocabulary):
+        selected_rows = self.snapshot.rows[self.mask_documents(selection)]
+        for tokens in _join_texts(self._catalog.texts(selected_rows.tolist()), vocabulary):
             if tokens.max(initial=0) >= vocabulary:
                 raise CatalogError(
                     "the catalog is damaged: a token is outside the vocabulary; see `knnstore verify`"
@@ -165,30 +170,33 @@ class View:
 
     def rows(self, selection: Selection) -> list[int]:
         """Return the primary keys of the selected documents, in the order of their positions."""
-        found: list[int] = self.snapshot.rows[self.chosen(selection)].tolist()
-        return found
+        selected_rows: list[int] = self.snapshot.rows[self.mask_documents(selection)].tolist()
+        return selected_rows
 
     def lengths(self, selection: Selection) -> dict[int, int]:
         """Return the token count of each selected document by primary key, in the order of positions."""
-        chosen = self.chosen(selection)
+        mask = self.mask_documents(selection)
         lengths = self.snapshot.stops - self.snapshot.starts
-        return dict(zip(self.snapshot.rows[chosen].tolist(), lengths[chosen].tolist(), strict=True))
+        return dict(zip(self.snapshot.rows[mask].tolist(), lengths[mask].tolist(), strict=True))
 
-    def texts(self, chosen: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
-        """Return the tokens of documents of the snapshot, in its order; None if one was removed since."""
-        rows = self.snapshot.rows[chosen].tolist()
-        found = dict(self._catalog.texts(rows))
-        return [found[row] for row in rows] if len(found) == len(rows) else None
+    def texts(self, mask: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
+        """Return the tokens of the documents in a mask, in the snapshot's order; None if one was removed."""
+        rows = self.snapshot.rows[mask].tolist()
+        tokens_by_row = dict(self._catalog.texts(rows))
+        return [tokens_by_row[row] for row in rows] if len(tokens_by_row) == len(rows) else None
 
     def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
-        """Yield the records of the selected documents, but for some by primary key, by ascending id."""
-        chosen = self.chosen(selection) & ~self._among(without)
-        live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
+        """Yield records of the selected documents in batches, by ascending id.
+
+        Documents whose primary keys are in `without` are left out.
+        """
+        mask = self.mask_documents(selection) & ~self._mask_rows(without)
+        live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
             yield Records(ids, keys)
 
-    def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
-        """Visit cells; records that are not live are missing."""
+    def _visit_cells(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
+        """Read the nearest cells of each query, and drop the records that are not live."""
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
         visits: list[Visits] = datastore.visit(queries, probes, where=where)
         # All ids at once: of scored text there are a thousand small visits.
@@ -201,80 +209,87 @@ class View:
             visits = [found.only(of.reshape(found.ids.shape)) for found, of in parts]
         return visits
 
-    def _resolve(self, selection: Selection) -> Scope:
-        chosen = self.chosen(selection)
+    def _resolve_scope(self, selection: Selection) -> Scope:
+        """Resolve a selection to records, without the cache. Raises the errors of `scope`."""
+        chosen = self.mask_documents(selection)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
         records = int(self.snapshot.records[chosen].sum())
         if selection == EVERYTHING:
             return Scope(live, None, records)
         groups = None
         if selection.domains is not None and Selection(domains=selection.domains) == selection:
-            groups = frozenset(self._group(name) for name in selection.domains)
+            groups = frozenset(self._get_domain_number(name) for name in selection.domains)
         return Scope(live, Filter(live, groups), records)
 
-    def chosen(self, selection: Selection) -> NDArray[np.bool_]:
+    def mask_documents(self, selection: Selection) -> NDArray[np.bool_]:
         """Return a mask of the documents that the selection contains; all True for an empty one.
 
-        Masks of selections with a condition are remembered, since the database looks at every document.
-        Metadata and tags do not change within a view: each change of them is a new revision.
+        Masks of selections with a condition on metadata are cached, because the database evaluates the
+        condition for every document. Metadata and tags do not change within a view: each change makes a new
+        revision.
 
         Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `scope`.
+            DomainNotFoundError: if the selection names a domain without live documents.
+            DocumentNotFoundError: if the selection names an id without a live document.
         """
         if selection.where is None:
-            return self._choose(selection)
-        chosen = self._chosen.get(selection)
+            return self._compute_mask(selection)
+        chosen = self._masks.get(selection)
         if chosen is None:
-            chosen = self._choose(selection)
+            chosen = self._compute_mask(selection)
             chosen.setflags(write=False)
-            self._chosen[selection] = chosen
-            while len(self._chosen) > _SCOPES_KEPT:
-                self._chosen.popitem(last=False)
+            self._masks[selection] = chosen
+            while len(self._masks) > _MAX_CACHED:
+                self._masks.popitem(last=False)
         return chosen
 
-    def _choose(self, selection: Selection) -> NDArray[np.bool_]:
+    def _compute_mask(self, selection: Selection) -> NDArray[np.bool_]:
+        """Return a mask of the documents that a selection contains, without the cache."""
         snapshot = self.snapshot
         chosen = np.ones(len(snapshot.rows), bool)
         if selection.domains is not None:
-            chosen &= np.isin(snapshot.groups, [self._group(name) for name in selection.domains])
+            chosen &= np.isin(snapshot.groups, [self._get_domain_number(name) for name in selection.domains])
         if selection.tags is not None:
-            chosen &= self._among(chain(*self._catalog.rows_by_tag(selection.tags).values()))
+            chosen &= self._mask_rows(chain(*self._catalog.rows_by_tag(selection.tags).values()))
         if selection.documents is not None:
-            chosen &= self._among(self._rows_of(selection.documents))
+            chosen &= self._mask_rows(self._find_rows(selection.documents))
         if selection.where is not None:
             groups = np.unique(snapshot.groups[chosen]).tolist()  # of others it is not even asked
-            chosen &= self._among(self._catalog.rows_where(selection.where, groups))
+            chosen &= self._mask_rows(self._catalog.rows_where(selection.where, groups))
         if selection.exclude:
-            chosen &= ~self._among(chain(*self._catalog.rows_by_content(selection.exclude).values()))
+            chosen &= ~self._mask_rows(chain(*self._catalog.rows_by_content(selection.exclude).values()))
         return chosen
 
-    def _group(self, domain: str) -> int:
+    def _get_domain_number(self, domain: str) -> int:
+        """Return the number of a domain. Raises DomainNotFoundError, which lists all domains."""
         if domain not in self.snapshot.domains:
             there = ", ".join(sorted(map(str, self.snapshot.domains))) or "none"
             raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {there}")
         return self.snapshot.domains[domain]
 
-    def _rows_of(self, ids: Collection[str]) -> list[int]:
+    def _find_rows(self, ids: Collection[str]) -> list[int]:
+        """Return the primary keys of all documents with these ids. Raises DocumentNotFoundError."""
         rows = self._catalog.rows_by_id(ids)
         for id in ids:
             if id not in rows:
                 raise DocumentNotFoundError(f"no document {id!r} in the store")
         return list(chain.from_iterable(rows.values()))
 
-    def _among(self, rows: Iterable[int]) -> NDArray[np.bool_]:
+    def _mask_rows(self, rows: Iterable[int]) -> NDArray[np.bool_]:
+        """Return a mask of the snapshot's documents with these primary keys."""
         return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
 
 
-def _all_meet(visits: Sequence[Visits], queries: int) -> bool:
-    """Check whether each query has at least one record."""
+def _has_record_for_each_query(visits: Sequence[Visits], queries: int) -> bool:
+    """Check whether each of the first `queries` queries has at least one record in `visits`."""
     met = np.zeros(queries, bool)
     for visit in visits:
         met[visit.meeting()] = True
     return bool(met.all())
 
 
-def _joined(texts: Iterable[tuple[int, NDArray[np.uint32]]], least: int) -> Iterator[NDArray[np.uint32]]:
-    """Yield the tokens of texts in blocks of at least a given size, except the last block."""
+def _join_texts(texts: Iterable[tuple[int, NDArray[np.uint32]]], least: int) -> Iterator[NDArray[np.uint32]]:
+    """Yield the tokens of texts in blocks of at least `least` tokens; the last may be smaller."""
     held, size = [np.zeros(0, np.uint32)], 0
     for _, tokens in texts:
         held.append(tokens)

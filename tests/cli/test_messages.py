@@ -19,9 +19,9 @@ KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
 @pytest.fixture(autouse=True)
 def unasked():
-    LOG.begin()
+    LOG.reset()
     yield
-    LOG.begin()
+    LOG.reset()
 
 
 def test_messages_are_objects_where_that_is_asked_for(knnstore, store):

@@ -1,4 +1,4 @@
-"""Settings saved for a set of domains: one JSON object whose parts are removed independently."""
+"""Settings saved for a set of domains, as one JSON object."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -31,39 +31,43 @@ class SavedSettings:
     """The `CalibrationRecord` of these values; None if they were not calibrated."""
 
     derived: Mapping[str, Any] | None = None
-    """The `Lineage` from whose keys the values were computed, where nobody chose or fitted them."""
+    """The `Lineage` of the documents whose keys gave these default values; None if the values were chosen or
+    fitted."""
 
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """A record of each component of another package that was trained on these domains, by the component's
-    name. Under the same name the record has the component's settings. They are in use only as a part of
-    `query`."""
+    """Records of components of other packages that were trained on these domains, by the component's name.
+    Each record has the component's settings under the same name. They are used only if `query` has them
+    too."""
 
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
-        """Parse the object that `payload` returned."""
+        """Convert a JSON object that `payload` returned to settings. Raises CatalogError if it is damaged."""
         with convert_damage_errors():
             query = {**payload}
             calibration, derived = (query.pop(name, None) for name in (_CALIBRATION, _DERIVED))
             names = [name for name in query if name.startswith(_TRAINED)]
             trained = {name.removeprefix(_TRAINED): query.pop(name) for name in names}
-            return cls(query, calibration, derived, {name: one for name, one in trained.items() if one})
+            return cls(
+                query, calibration, derived, {name: record for name, record in trained.items() if record}
+            )
 
     def payload(self) -> dict[str, Any]:
-        """Convert to one JSON object."""
+        """Convert the settings to one JSON object, as the catalog saves it."""
         parts = {_CALIBRATION: self.calibration, _DERIVED: self.derived}
         trained = {f"{_TRAINED}{name}": record for name, record in self.trained.items()}
         return {**self.query, **{name: part for name, part in parts.items() if part is not None}, **trained}
 
     @property
     def fitted_on(self) -> frozenset[str]:
-        """The content hashes of the held-out documents that the calibration was fitted on."""
+        """Content hashes of the held-out documents that the calibration was fitted on; empty without one."""
         with convert_damage_errors():
             return frozenset((self.calibration or {}).get("held_out", ()))
 
     def drop_if_outdated(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
-        """Return these same settings if no removed document has shaped them; else only `trained` of them.
+        """Return this same object unless a removed document has influenced it; else only `trained`.
 
-        A document has shaped them if they were calibrated on its text, or derived from its keys.
+        A document has influenced them if they were calibrated on its text, or derived from its keys.
+        `trained` is always kept.
 
         Args:
             snapshot: the present documents.
@@ -76,7 +80,7 @@ class SavedSettings:
         return type(self)(trained=self.trained)
 
     def files(self) -> dict[str, Lineage | None]:
-        """Return the needed files of weights, each with the documents that it was trained on, if any."""
+        """Return the files of weights that these settings name, each with its lineage or None."""
         with convert_damage_errors():
             parts = [
                 *(self.query.get(name) for name in ("mixer", "gate")),
@@ -106,7 +110,7 @@ class SavedSettings:
 
 @contextmanager
 def convert_damage_errors() -> Iterator[None]:
-    """Turn any error of damaged saved settings into one clear line."""
+    """Convert errors that damaged settings cause in the context to CatalogError. Others are not changed."""
     try:
         yield
     except KnnstoreError:
@@ -118,22 +122,22 @@ def convert_damage_errors() -> Iterator[None]:
 
 
 def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
-    """Return the saved settings of every set of domains."""
-    found = catalog.all_settings().items()
-    return {domains: SavedSettings.of_payload(payload) for domains, payload in found}
+    """Return the saved settings of every set of domains, by the sorted names; () is the whole store."""
+    payloads = catalog.all_settings().items()
+    return {domains: SavedSettings.of_payload(payload) for domains, payload in payloads}
 
 
 def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
-    """Return the files of weights to keep: those that were trained on no removed document."""
+    """Return the names of the files of weights that settings name and no removed document has influenced."""
     projection = catalog.identity.projection
-    named: dict[str, Lineage | None] = {} if projection is None else {projection: None}
+    files: dict[str, Lineage | None] = {} if projection is None else {projection: None}
     for saved in load_all_settings(catalog).values():
-        named |= saved.files()
-    return {name for name, lineage in named.items() if lineage is None or not lineage.gone(snapshot)}
+        files |= saved.files()
+    return {name for name, lineage in files.items() if lineage is None or not lineage.gone(snapshot)}
 
 
 def drop_damaged_settings(writer: "CatalogWriter") -> None:
-    """Drop saved settings that cannot be used, with a warning."""
+    """Delete saved settings that cannot be parsed, and log a warning if there are any."""
     damaged = writer.catalog.damaged_settings()
     if damaged:
         writer.drop_settings(damaged)
@@ -141,18 +145,21 @@ def drop_damaged_settings(writer: "CatalogWriter") -> None:
 
 
 def drop_settings_of_removed(writer: "CatalogWriter") -> None:
-    """Delete settings and weights with traces of documents that are being removed."""
+    """Delete saved settings that were fitted on documents that are being removed, and log a warning.
+
+    Damaged settings are deleted too.
+    """
     catalog = writer.catalog
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on
-    saved, snapshot = load_all_settings(catalog), catalog.snapshot()
-    fitted_on = {content for one in saved.values() for content in one.fitted_on}
+    all_settings, snapshot = load_all_settings(catalog), catalog.snapshot()
+    fitted_on = {content for settings in all_settings.values() for content in settings.fitted_on}
     removed = catalog.retired_content() & fitted_on
     removed -= catalog.rows_by_content(removed).keys()  # a duplicate stays
-    for domains, one in saved.items():
-        kept = one.drop_if_outdated(snapshot, removed)
-        if kept is not one:
-            writer.save_settings(domains, kept.payload())
-        if one.calibration and not kept.calibration:
+    for domains, settings in all_settings.items():
+        remaining = settings.drop_if_outdated(snapshot, removed)
+        if remaining is not settings:
+            writer.save_settings(domains, remaining.payload())
+        if settings.calibration and not remaining.calibration:
             _logger.warning(
                 "the settings calibrated for %s were fitted on text that is removed, and go with it: "
                 "calibrate again",

@@ -31,7 +31,7 @@ _METADATA = "knnstore"  # one entry, since the order of several would not be the
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Weights:
-    """Tensors and metadata. Weights with the same content are equal."""
+    """Tensors with JSON metadata. Two objects with the same content are equal."""
 
     tensors: Mapping[str, NDArray[Any]]
     metadata: Mapping[str, Any]
@@ -41,17 +41,17 @@ class Weights:
         return f"Weights({', '.join(f'{name} {tensor.shape}' for name, tensor in self.tensors.items())})"
 
     def encode(self) -> bytes:
-        """Return the content of their file; the same weights give the same bytes."""
+        """Return the weights as the bytes of a safetensors file. Equal weights give equal bytes."""
         dense = {name: np.ascontiguousarray(tensor) for name, tensor in self.tensors.items()}
         described = json.dumps(dict(self.metadata), sort_keys=True, ensure_ascii=False)
         return save(dense, {_METADATA: described})
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file with the content that `encode` returned.
+        """Read weights from a file that has the bytes of `encode`.
 
         Raises:
-            ValueError: the file has other content.
+            ValueError: if the file is no file of weights.
         """
         try:
             with safe_open(path, framework="np") as file:
@@ -62,7 +62,7 @@ class Weights:
 
     @property
     def name(self) -> str:
-        """The name of their file."""
+        """Name of the file of these weights: the SHA-256 of its content."""
         return name_file(self.encode())
 
     def __eq__(self, other: object) -> bool:
@@ -73,11 +73,11 @@ class Weights:
 
 
 def name_file(content: bytes) -> str:
-    """Return the name of the file with this content."""
+    """Return the name of a file of weights with this content: its SHA-256, with the ending .safetensors."""
     return f"{hashlib.sha256(content).hexdigest()}.safetensors"
 
 
-_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_FILE_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 
 def save_weights(folder: Path, weights: Weights) -> str:
@@ -89,11 +89,12 @@ def save_weights(folder: Path, weights: Weights) -> str:
     content = weights.encode()
     name = name_file(content)
     with medium_errors(folder):
-        _write(folder, name, content)
+        _write_if_missing(folder, name, content)
     return name
 
 
-def _write(folder: Path, name: str, content: bytes) -> None:
+def _write_if_missing(folder: Path, name: str, content: bytes) -> None:
+    """Write a file of weights durably, unless a sound file has this name. Creates the folder if missing."""
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_directory(folder.parent)
@@ -102,11 +103,11 @@ def _write(folder: Path, name: str, content: bytes) -> None:
 
 
 def load_weights(folder: Path, name: str) -> Weights:
-    """Read weights, after comparing the file with its name.
+    """Read a file of weights, and check that its content has the SHA-256 in its name.
 
     Raises:
-        ConfigError: this is not the name of a file of weights.
-        CorruptWeightsError: the file is missing or damaged.
+        ConfigError: if `name` is not the name of a file of weights.
+        CorruptWeightsError: if the file is missing or damaged.
     """
     problem = find_file_problem(folder, name)
     if problem is not None:
@@ -115,28 +116,35 @@ def load_weights(folder: Path, name: str) -> Weights:
 
 
 def find_file_problem(folder: Path, name: str) -> str | None:
-    """Return in one line what is wrong with a file; None if it is sound.
+    """Return the problem with a file of weights as one line; None if the file is sound.
 
     Raises:
-        ConfigError: this is not the name of a file of weights.
+        ConfigError: if `name` is not the name of a file of weights.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
-    why = "is damaged"
+    reason = "is damaged"
     try:
         if name_file(read_file(folder / name)) == name:
             return None
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-    return f"{folder / name} {why}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
+        reason = f"cannot be read ({error.strerror})"
+    return (
+        f"{folder / name} {reason}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
+    )
 
 
 def remove_unused_files(folder: Path, named: Iterable[str]) -> None:
-    """Remove the files that no settings name, and files that a crash left half written."""
-    kept = set(named)
-    there = list(folder.iterdir()) if folder.is_dir() else []
-    gone = [p for p in there if _NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in kept]
-    for path in gone:
+    """Delete files of weights that are not in `named`, and files that a crash left half written.
+
+    Other files stay. A missing folder is accepted.
+    """
+    used_names = set(named)
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    unused = [
+        p for p in paths if _FILE_NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in used_names
+    ]
+    for path in unused:
         remove(path)
-    if gone:  # else a power loss brings them back
+    if unused:  # else a power loss brings them back
         sync_directory(folder)

@@ -123,7 +123,7 @@ class Relocation:
         """Copy the records, compare them, and switch to the copy; the old keys stay."""
 
         def commit() -> None:
-            writer.move(target, held.found())
+            writer.move(target, held.get_checksums())
             failpoint("move.switched")
 
         source = self._current.datastore
@@ -137,7 +137,7 @@ class Relocation:
             )
             with name_damaged_documents(self._catalog, source, _UNDONE):
                 done = transfer(source, copy, progress, reads=read.add, holds=held.add)
-            altered = read.differing(stored)
+            altered = read.find_differing(stored)
             if altered:
                 raise CorruptDatastoreError(
                     f"keys of {format_document_names(self._catalog, altered)} were altered: remove and add "

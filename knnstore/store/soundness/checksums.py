@@ -1,8 +1,8 @@
-"""Checksums of keys, kept in the catalog for engines that check none of what they store.
+"""Checksums of keys, kept in the catalog for engines that do not check their data themselves.
 
-There is one for each document: its positions are a block that is stored, removed and named as one. It is the
-SHA-256 of the CRC-32 of every key, by position. An engine may round keys to half precision. Then the
-checksum is of keys so rounded: what the engine was given and what it gives back have the same.
+Each document has one checksum: the SHA-256 of the CRC-32 values of its keys, by position. An engine may round
+keys to half precision. Then keys are rounded before the CRC-32, so that the keys given to the engine and the
+keys read from it have the same checksum.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from knnstore.catalog import Snapshot
 from knnstore.datastore import Capabilities, Ids, Keys, positions_of
 
 Sums = NDArray[np.uint32]
-"""The CRC-32 of the key at each position, 0 where no record is."""
+"""CRC-32 of the key at each position; 0 for a position without a record."""
 
 _PRECISIONS = ("float16", "float32")
-_NONE: Sums = np.zeros(0, np.uint32)
+_NO_CRCS: Sums = np.zeros(0, np.uint32)
 
 
 def get_checksum_precision(engine: Capabilities) -> str | None:
@@ -30,14 +30,19 @@ def get_checksum_precision(engine: Capabilities) -> str | None:
 
 
 def compute_key_crcs(keys: Keys, precision: str) -> Sums:
-    """Return the CRC-32 of each key."""
+    """Return the CRC-32 of each key, rounded to `precision`, uint32, shape (n,)."""
     with np.errstate(over="ignore"):  # what is too large for half precision is infinite, given and read
         rounded = np.ascontiguousarray(keys, np.dtype(precision).newbyteorder("<"))
     return np.fromiter(map(zlib.crc32, rounded + rounded.dtype.type(0)), np.uint32, len(rounded))  # no -0
 
 
 def checksum(sums: Sums, precision: str) -> str:
-    """Return the checksum of a document."""
+    """Return the checksum of a document as text: the precision and a SHA-256.
+
+    Args:
+        sums: CRC-32 of the key at each position of the document.
+        precision: precision of the rounded keys, "float16" or "float32".
+    """
     return f"{precision}:{hashlib.sha256(sums.astype('<u4').tobytes()).hexdigest()}"
 
 
@@ -52,57 +57,68 @@ class Checksums:
     def __init__(self, snapshot: Snapshot, precisions: Mapping[int, str]) -> None:
         self._snapshot = snapshot
         self._precisions = precisions
-        self._found: dict[int, str] = {}
+        self._checksums: dict[int, str] = {}
         self._document = -1
-        self._sums = _NONE
+        self._sums = _NO_CRCS
 
     def add(self, ids: Ids, keys: Keys) -> None:
-        """Take in the next records, those of other documents included."""
+        """Process the next records, by ascending id. Records of other documents are skipped."""
         if not self._precisions:
             return
         positions = positions_of(ids)
-        at = self._snapshot.documents_at(positions)
-        bounds = np.flatnonzero(np.diff(at, prepend=-2, append=-2))
+        document_indices = self._snapshot.documents_at(positions)
+        bounds = np.flatnonzero(np.diff(document_indices, prepend=-2, append=-2))
         for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            document = int(at[first])
+            document = int(document_indices[first])
             precision = self._precisions.get(int(self._snapshot.rows[document])) if document >= 0 else None
             if precision is None:
                 continue
             start = int(self._snapshot.starts[document])
             if document != self._document:
-                self._finish()
+                self._finish_document()
                 self._document = document
                 self._sums = np.zeros(int(self._snapshot.stops[document]) - start, np.uint32)
             self._sums[positions[first:last] - start] = compute_key_crcs(keys[first:last], precision)
 
-    def found(self) -> dict[int, str]:
-        """Return the checksum of each document that had a record, by primary key."""
-        self._finish()
-        return self._found
+    def get_checksums(self) -> dict[int, str]:
+        """Return the checksum of each document with at least one processed record, by primary key."""
+        self._finish_document()
+        return self._checksums
 
-    def differing(self, stored: Mapping[int, str]) -> list[int]:
-        """Return the primary keys of the documents whose stored checksum differs."""
-        return [row for row, found in self.found().items() if stored.get(row, found) != found]
+    def find_differing(self, stored: Mapping[int, str]) -> list[int]:
+        """Return the primary keys of the documents whose checksum in `stored` differs from the computed one.
 
-    def _finish(self) -> None:
+        Documents without a processed record or without a stored checksum are left out.
+        """
+        return [
+            row for row, computed in self.get_checksums().items() if stored.get(row, computed) != computed
+        ]
+
+    def _finish_document(self) -> None:
+        """Save the checksum of the current document, if there is one."""
         if self._document >= 0:
             row = int(self._snapshot.rows[self._document])
-            self._found[row] = checksum(self._sums, self._precisions[row])
+            self._checksums[row] = checksum(self._sums, self._precisions[row])
         self._document = -1
 
 
 def make_checksum_checker(snapshot: Snapshot, stored: Mapping[int, str]) -> Checksums:
-    """Compute the checksums of documents again."""
-    return Checksums(snapshot, {row: _precision_in(found) for row, found in stored.items()})
+    """Return an object that computes checksums again, in the precisions of the stored checksums."""
+    return Checksums(
+        snapshot, {row: _parse_precision(checksum_text) for row, checksum_text in stored.items()}
+    )
 
 
 def make_checksum_computer(snapshot: Snapshot, engine: Capabilities) -> Checksums:
-    """Compute the checksums of all documents of an engine."""
+    """Return an object that computes the checksums of all documents for an engine.
+
+    If the engine checks its keys itself, the object computes no checksums.
+    """
     precision = get_checksum_precision(engine)
     return Checksums(snapshot, {} if precision is None else dict.fromkeys(snapshot.rows.tolist(), precision))
 
 
-def _precision_in(stored: str) -> str:
+def _parse_precision(stored: str) -> str:
     """Return the precision that a checksum names; an arbitrary one if the checksum is damaged."""
-    named = str(stored).partition(":")[0]
-    return named if named in _PRECISIONS else _PRECISIONS[0]
+    precision = str(stored).partition(":")[0]
+    return precision if precision in _PRECISIONS else _PRECISIONS[0]

@@ -1,4 +1,4 @@
-"""Find the documents that lost records with a damaged part of the keys, and abandon parts nobody needs."""
+"""Damaged parts of a datastore, for example files: find the documents that lost records with them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import DamagedPart, Datastore, SupportsDamage, positions_of, ranges_of
 from knnstore.errors import CorruptDatastoreError
 
-_NAMED = 5  # documents named in one message
+_MAX_NAMED = 5  # documents named in one message
 
 T = TypeVar("T")
 
@@ -37,12 +37,12 @@ def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
 
 
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
-    """Abandon each damaged part that holds no record of a live document."""
+    """Delete each damaged part of a datastore that holds no record of a live document."""
     parts = list_damaged_parts(datastore)
     if parts and isinstance(datastore, SupportsDamage):
         snapshot = catalog.snapshot()
         for part in parts:
-            if not len(documents_of(part, snapshot, datastore)):
+            if not len(find_documents_of_part(part, snapshot, datastore)):
                 datastore.abandon(part)
 
 
@@ -58,11 +58,12 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
         CorruptDatastoreError: documents lost records; the error names the documents.
     """
     parts, snapshot = list_damaged_parts(datastore), catalog.snapshot()
-    lost = [documents_of(part, snapshot, datastore) for part in parts]
-    at = np.unique(np.concatenate([np.zeros(0, np.int64), *lost]))
-    if len(at):
+    lost = [find_documents_of_part(part, snapshot, datastore) for part in parts]
+    lost_documents = np.unique(np.concatenate([np.zeros(0, np.int64), *lost]))
+    if len(lost_documents):
+        names = format_document_names(catalog, snapshot.rows[lost_documents].tolist())
         raise CorruptDatastoreError(
-            f"{undone}: records of {format_document_names(catalog, snapshot.rows[at].tolist())} are lost "
+            f"{undone}: records of {names} are lost "
             f"({parts[0].problem.partition(': ')[0]}); remove and add again what `knnstore verify` names, or "
             "restore a backup"
         )
@@ -70,7 +71,7 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
 
 @contextmanager
 def name_damaged_documents(catalog: Catalog, datastore: Datastore, undone: str) -> Iterator[None]:
-    """Name the affected documents in a CorruptDatastoreError of the block; see `check_undamaged`."""
+    """Replace a CorruptDatastoreError of the context by one that names the documents, if any lost records."""
     try:
         yield
     except CorruptDatastoreError:
@@ -78,27 +79,31 @@ def name_damaged_documents(catalog: Catalog, datastore: Datastore, undone: str) 
         raise
 
 
-def documents_of(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) -> NDArray[np.int64]:
+def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) -> NDArray[np.int64]:
     """Return the live documents that lost records with a damaged part, as indices into the snapshot."""
     first, last = positions_of(np.array([part.ids.starts[0], part.ids.stops[-1] - 1]))
-    near = (snapshot.groups == part.group) & (snapshot.starts <= last) & (snapshot.stops > first)
-    at = np.flatnonzero(near)
-    if not len(at):
-        return at
+    may_overlap = (snapshot.groups == part.group) & (snapshot.starts <= last) & (snapshot.stops > first)
+    candidates = np.flatnonzero(may_overlap)
+    if not len(candidates):
+        return candidates
 
     def count() -> NDArray[np.int64]:
         # Other parts may hold documents whose positions lie in the same range.
-        there = np.zeros(len(snapshot.rows), np.int64)
-        for ids, _, _ in datastore.iterate(ids=ranges_of(snapshot.starts[at], snapshot.stops[at])):
-            there += np.bincount(snapshot.documents_at(positions_of(ids)), minlength=len(there))
-        return there
+        record_counts = np.zeros(len(snapshot.rows), np.int64)
+        for ids, _, _ in datastore.iterate(
+            ids=ranges_of(snapshot.starts[candidates], snapshot.stops[candidates])
+        ):
+            record_counts += np.bincount(
+                snapshot.documents_at(positions_of(ids)), minlength=len(record_counts)
+            )
+        return record_counts
 
-    return at[retry_past_damage(datastore, count)[at] < snapshot.records[at]]
+    return candidates[retry_past_damage(datastore, count)[candidates] < snapshot.records[candidates]]
 
 
 def format_document_names(catalog: Catalog, rows: Sequence[int]) -> str:
-    """Return the sorted ids and domains of documents as one phrase: the first five, and how many more."""
+    """Return ids and domains of documents as one phrase: the first `_MAX_NAMED`, and how many more."""
     labels = sorted(catalog.labels(rows).values())
-    names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_NAMED])
-    more = f" and {len(labels) - _NAMED:,} more" if len(labels) > _NAMED else ""
+    names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_MAX_NAMED])
+    more = f" and {len(labels) - _MAX_NAMED:,} more" if len(labels) > _MAX_NAMED else ""
     return f"{names}{more}"
