@@ -221,7 +221,7 @@ def test_a_removal_that_was_left_half_done_is_finished_first(tmp_path: Path) -> 
     with make(home, "faiss", {}) as store:
         add(store, "a", "b")
         gone = needles(store, "b")
-        writing = store._writing
+        writing = store._changes
         assert writing
         writing.writer.retire(store._catalog.rows(id="id-b"))  # the rest found no room
         store.erase()
@@ -234,7 +234,7 @@ def test_keys_that_a_move_has_just_switched_to_are_not_taken_for_its_leftover(
 ) -> None:
     with make(tmp_path / "home", "faiss", {}) as store:
         add(store, "a")
-        writing = store._writing
+        writing = store._changes
         assert writing
         move = writing.writer.move
 
