@@ -37,7 +37,7 @@ class _SortedDocuments(NamedTuple):
     def keep_rows(self, rows: Rows) -> "_SortedDocuments":
         """Return only the documents with these primary keys. Nothing is sorted again."""
         is_kept = np.isin(self.rows, rows)
-        return _SortedDocuments(self.rows[is_kept], self.text.only(is_kept))
+        return _SortedDocuments(self.rows[is_kept], self.text.keep_documents(is_kept))
 
 
 class _CachedCounts(NamedTuple):

@@ -34,7 +34,7 @@ def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> 
     """
     started = time.perf_counter()
     changes.writer.check_room_to_vacuum()
-    unreached = relocation.clear(progress)
+    unreached = relocation.erase_leftovers(progress)
     changes.purge()  # what found no room when it was removed
     changes.remove_orphans()
     datastore, engine = changes.current.datastore, changes.current.engine

@@ -46,7 +46,7 @@ class KNNStore(StoreReader):
         with ExitStack() as opened:
             opened.callback(catalog.close)
             if mode == "a":
-                opened.enter_context(home.locked())
+                opened.enter_context(home.lock_for_writing())
                 writer = CatalogWriter(catalog)
             self._current = Current(home, catalog, mode, params or {}, copied=copied)
             opened.callback(self._current.close)
@@ -56,7 +56,7 @@ class KNNStore(StoreReader):
                 self._changes = StoreChanges(home, writer, self._current)
                 if self._current.owned:
                     self._changes.purge_what_fits()  # what a killed writer left
-                    self._relocation.settle_quietly()
+                    self._relocation.finish_or_warn()
             self._opened = opened.pop_all()
 
     @classmethod
@@ -294,7 +294,7 @@ class KNNStore(StoreReader):
 
     def info(self) -> dict[str, Any]:
         """Return identity, engine, and numbers of documents, tokens and records, as JSON values."""
-        return describe_store(self.home, self._catalog, self.view(), self._relocation.unfinished())
+        return describe_store(self.home, self._catalog, self.view(), self._relocation.get_unfinished_target())
 
     def optimize(self) -> None:
         """Build missing indexes of the engine, and reclaim the space of removed records."""

@@ -24,7 +24,7 @@ _NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
     """Read all stored data and return its problems, one line each; empty if the store is sound."""
     problems, datastore = catalog.problems(), view.datastore
-    exposed = home.exposed()
+    exposed = home.find_exposed_file()
     if exposed is not None:  # no problem of the store's, and it may be meant
         _logger.warning(
             "every user of this machine can read %s: `chmod -R o= %s` ends that", exposed, home.path

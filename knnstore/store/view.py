@@ -134,7 +134,7 @@ class View:
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(one) for one in texts], RUN_LETTERS)
         for row, tokens in self._catalog.texts(self.snapshot.rows[self.mask_documents(selection)].tolist()):
-            met = runs.look_at(tokens if letters is None else letters.of(tokens))
+            met = runs.compare_document(tokens if letters is None else letters.of(tokens))
             for number in met.same:
                 same[number].add(row)
             for number in met.others:

@@ -99,7 +99,7 @@ def test_many_are_verified_and_described_by_few_statements(store: KNNStore) -> N
         assert document.metadata == {"new": int(document.id)}
         assert document.tags == ("all", f"new {document.id}")
     with pytest.raises(DocumentNotFoundError):
-        store._writing.writer.describe({1: ({}, {"a"}), 10**6: ({}, {"b"})})
+        store._changes.writer.describe({1: ({}, {"a"}), 10**6: ({}, {"b"})})
     assert not store.documents(tag="a")
     assert len(store.documents(tag="tag 0")) == 2
 

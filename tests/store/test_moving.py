@@ -143,7 +143,7 @@ def test_codes_of_other_keys_are_told_from_those_of_these() -> None:
 
     def same(others: np.ndarray, able: Capabilities = able) -> bool:
         ids, groups = np.arange(50), np.zeros(50, np.int32)
-        return transfer._same((ids, keys, groups), (ids, others, groups), able)
+        return transfer._are_equal((ids, keys, groups), (ids, others, groups), able)
 
     assert same(keys + 0.3 * noise)
     assert not same(keys + 0.3 * noise, replace(able, codes=None))

@@ -17,7 +17,7 @@ def test_shares_and_documents_are_those_of_all_runs(texts, stored, data):
         start = data.draw(st.integers(0, len(source)))
         one[len(one) // 2 : len(one) // 2] = source[start : start + data.draw(st.integers(0, 80))]
     runs = Runs([np.array(text, np.uint32) for text in texts])
-    found = [runs.look_at(np.array(one, np.uint32)) for one in stored]
+    found = [runs.compare_document(np.array(one, np.uint32)) for one in stored]
 
     def runs_of(text: list[int], length: int = RUN) -> set[tuple[int, ...]]:
         return {tuple(text[at : at + length]) for at in range(len(text) - length + 1)}
@@ -53,5 +53,5 @@ def test_shares_and_documents_are_those_of_all_runs(texts, stored, data):
 def test_a_short_text_is_stored_as_a_whole_or_not_at_all():
     runs = Runs([np.arange(20, dtype=np.uint32)])
     for of_it, share in ((range(10), 0.0), (range(20), 1.0)):
-        assert runs.look_at(np.array(of_it, np.uint32)).same == {0}
+        assert runs.compare_document(np.array(of_it, np.uint32)).same == {0}
         assert runs.shares() == [share]

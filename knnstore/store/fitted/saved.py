@@ -66,7 +66,7 @@ class SavedSettings:
     def drop_if_outdated(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
         """Return this same object unless a removed document has influenced it; else only `trained`.
 
-        A document has influenced them if they were calibrated on its text, or derived from its keys.
+        A document has influenced settings if they were calibrated on its text, or derived from its keys.
         `trained` is always kept.
 
         Args:

@@ -1,4 +1,4 @@
-"""The home: the folder that a store is known by. It says where the catalog is, and holds what is local.
+"""The home: the folder of a store. It names the catalog, and holds all local files of the store.
 
 ::
 
@@ -36,7 +36,7 @@ FORMAT = 1
 
 
 class Home:
-    """A folder and where its catalog is; use `open` for one that is there."""
+    """The folder of a store, and the URL of the store's catalog. `open` reads an existing one."""
 
     def __init__(self, path: Path, catalog_url: URL) -> None:
         self.path = path
@@ -49,9 +49,9 @@ class Home:
     @property
     def has_catalog(self) -> bool:
         """True if the catalog is a file in the home."""
-        return self.catalog_url == self._catalog_url(self.path, None)
+        return self.catalog_url == self._make_catalog_url(self.path, None)
 
-    def exposed(self) -> Path | None:
+    def find_exposed_file(self) -> Path | None:
         """Return a file of the home that every user of the machine can read; None if there is none."""
         if not self.path.stat().st_mode & stat.S_IXOTH:
             return None
@@ -64,32 +64,36 @@ class Home:
 
     @property
     def reserve(self) -> Reserve:
-        """Space to remove documents with once the disk is full."""
+        """The file that reserves disk space, so that documents can be removed from a full disk."""
         return Reserve(self.path)
 
     @property
     def weights(self) -> Path:
-        """The folder of fitted weights; it is made when the first weights are saved."""
+        """Folder of fitted weights. It is created when the first weights are saved."""
         return self.path / "weights"
 
     @classmethod
     def new(cls, path: Path, catalog: str | None) -> Self:
-        """Return a home that does not exist yet, with its catalog at a URL; None means SQLite in the home.
+        """Return the home of a new store; nothing is written.
+
+        Args:
+            path: the folder.
+            catalog: URL of the catalog; None means SQLite in the folder.
 
         Raises:
-            ConfigError: the URL cannot be used.
+            ConfigError: if the URL cannot be used.
         """
-        return cls(path, cls._catalog_url(path, catalog))
+        return cls(path, cls._make_catalog_url(path, catalog))
 
     def write(self) -> None:
-        """Write the place of the catalog durably, without a password of its URL."""
+        """Write the description file durably: the format, and the catalog's URL without its password."""
         saved = None if self.has_catalog else without_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
-        """Read a home's description.
+        """Read the description file of an existing home.
 
         The URL of the catalog is the first of these:
 
@@ -102,9 +106,9 @@ class Home:
         the reserve file is deleted if the disk is full.
 
         Raises:
-            StoreNotFoundError: the folder is no home.
-            ConfigError: its description is damaged or of a newer format, or the home leads where only the
-                user may send us; see `knnstore.store.home.path_safety`.
+            StoreNotFoundError: if the folder has no description file.
+            ConfigError: if the description is damaged or has another format, or if links or the catalog's URL
+                lead out of the home without the user's consent; see `knnstore.store.home.path_safety`.
         """
         folder = Path(path)
         if folder.is_file():
@@ -112,35 +116,37 @@ class Home:
         check_files(folder)
         try:
             description = json.loads(read_file(folder / DESCRIPTION))
-            written, saved = description["format"], description["catalog"]
+            format_number, saved = description["format"], description["catalog"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"no knnstore at {folder}; make one with `knnstore init`") from error
         except (NoFileError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = error.strerror if isinstance(error, NoFileError) else error
             raise ConfigError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
-        if not isinstance(written, int) or written < 1:
+        if not isinstance(format_number, int) or format_number < 1:
             raise ConfigError(f"{folder / DESCRIPTION} is damaged: it names no format")
-        if written != FORMAT:
-            raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
-        url = cls._catalog_url(folder, saved)
-        given = catalog or (saved and read_secret(CATALOG_VARIABLE))
-        if given:
-            url = cls._same_database(url, given)
+        if format_number != FORMAT:
+            raise ConfigError(
+                f"{folder} has format {format_number}, this package reads {FORMAT}: upgrade knnstore"
+            )
+        url = cls._make_catalog_url(folder, saved)
+        user_url = catalog or (saved and read_secret(CATALOG_VARIABLE))
+        if user_url:
+            url = cls._check_same_database(url, user_url)
         else:
             check_catalog(folder, url, os.environ, writing=writing)
-        found = cls(folder, url)
+        home = cls(folder, url)
         if writing:
             check_catalog_is_single(folder, url)
-            found.reserve.give_back()
-        return found
+            home.reserve.give_back()
+        return home
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other writers out, and leave the reserve behind.
+    def lock_for_writing(self) -> Iterator[None]:
+        """Hold the lock of the only writer in the context. At the end, reserve disk space for later removals.
 
         Raises:
-            LockedError: another process writes; names it.
-            ReadOnlyError: nothing can be written there.
+            LockedError: if another process writes. The message names the process.
+            ReadOnlyError: if the folder cannot be written to.
         """
         lock = WriterLock(self.path)
         try:
@@ -150,8 +156,8 @@ class Home:
             lock.release()
 
     @staticmethod
-    def _same_database(url: URL, given: str) -> URL:
-        """Check that a URL names the database of the home, and return it; it may add a password."""
+    def _check_same_database(url: URL, given: str) -> URL:
+        """Parse and return a URL. Raises ConfigError if more than the password differs from `url`."""
         parsed = parse_url(given)
         if without_password(parsed) != without_password(url):
             raise ConfigError(
@@ -161,5 +167,6 @@ class Home:
         return parsed
 
     @staticmethod
-    def _catalog_url(folder: Path, catalog: str | None) -> URL:
+    def _make_catalog_url(folder: Path, catalog: str | None) -> URL:
+        """Parse a URL; None gives the URL of the SQLite database in the folder."""
         return sqlite_url(folder / "catalog.db") if catalog is None else parse_url(catalog)

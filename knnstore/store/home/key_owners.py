@@ -1,8 +1,8 @@
-"""Who owns the keys at a place: the claim written beside the keys, and how a store compares it with itself.
+"""Owner of the keys at a place: the claim that a store writes next to its keys, and its comparison.
 
-A claim names a store and the catalog that wrote it. A copy of a home has the same store id, so the store id
-alone proves nothing. The catalog's numbers do: a copied file has another inode, a restored database other
-numbers.
+A claim names a store and the catalog that wrote the claim. A copy of a home has the same store id, so the
+store id alone proves nothing. The catalog's numbers do: a copied file has another inode, a restored database
+other numbers.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,19 @@ class KeyOwner(Enum):
     """Owner of the keys that a store finds at a place."""
 
     THIS_STORE = auto()
-    """This store. It may write the keys, and claim them if they were copied together with its home."""
+    """This store. It may write the keys. It may also claim keys that were copied together with its folder."""
     NOBODY = auto()
-    """No store has claimed the keys, and this store may.
-
-    They are in its home, empty, or kept by an adapter without claims."""
+    """No store has claimed the keys, and this store may claim them: they are in its folder, there are no
+    records, or the adapter cannot save claims."""
     OTHER_COPY = auto()
-    """Another copy of this store: its original or its duplicate. Also if the owner cannot be determined."""
+    """Another copy of this store, for example its original. Also used if the owner cannot be determined."""
     OTHER_STORE = auto()
     """A store with another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A store as the owner of keys; also what a claim says."""
+    """A store as the owner of keys. This is also the content of a claim."""
 
     store_id: str
     database: str = ""
@@ -43,12 +42,12 @@ class Owner:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Self:
-        """Return the owner that a store with this catalog is."""
+        """Return the owner that represents the store with this catalog."""
         return cls(catalog.store_id, *catalog.database())
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a claim that `str` wrote."""
+        """Parse the text of a claim, as `str` of an owner returns. Missing parts are empty."""
         store_id, _, rest = text.partition(" ")
         database, _, shown = rest.partition(" ")
         return cls(store_id, database, shown)
@@ -56,7 +55,7 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.store_id} {self.database} {self.shown}".rstrip()
 
-    def wrote(self, claim: Self) -> bool:
+    def has_written(self, claim: Self) -> bool:
         """Check whether this very catalog wrote a claim; a copy of the catalog did not.
 
         File systems number files independently. So a catalog that is where the claim says, with the claim's

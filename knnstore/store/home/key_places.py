@@ -1,4 +1,4 @@
-"""The places of keys: opening the datastore at one, refusing one that is taken, and erasing one."""
+"""Places of keys: `Place` opens, checks, claims and erases the datastore at a location."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,65 +39,70 @@ from knnstore.store.home.path_safety import (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine keeps the keys of a store, or is to keep them."""
+    """The location at which an engine keeps the keys of a store, or will keep them."""
 
     home: Home
     identity: Identity
     engine: Engine
     owner: Owner
-    """The store."""
+    """The store that uses the place."""
 
     def __str__(self) -> str:
         return f"{self.engine.adapter} at {self.engine.location}"
 
     @property
     def location(self) -> str:
-        """The URL or the folder of the keys."""
+        """URL or folder of the keys; a relative folder is inside the store's folder."""
         return self.home.resolve(self.engine.location)
 
     @property
     def folder(self) -> Path | None:
-        """The folder, with links resolved; None for a URL."""
+        """Folder of the keys, with links resolved; None for a URL."""
         return None if "://" in self.location else Path(self.location).resolve()
 
     @property
-    def remembers(self) -> bool:
-        """True if the adapter keeps a claim with the keys."""
-        return issubclass(self._adapter, SupportsOwner)
+    def saves_claims(self) -> bool:
+        """True if the adapter can save a claim next to the keys."""
+        return issubclass(self._adapter_class, SupportsOwner)
 
     def find_owner(self) -> KeyOwner:
-        """Find out who owns the keys there; see "The owner of the keys" in docs/architecture.md."""
-        return self._compare(self._read_claim())
+        """Return the owner of the keys at this place; see "The owner of the keys" in docs/architecture.md."""
+        return self._compare_claim(self._read_claim())
 
     def check_owner(self, *, copied: bool = False) -> KeyOwner:
-        """Refuse keys of another store, and unless `copied` those that a copy of this store may own.
+        """Return the owner of the keys, after checking that this store may use them.
 
         Raises:
-            NotOwnerError: the keys are refused; says what to do.
+            NotOwnerError: if the keys belong to another store, or, unless `copied`, to another copy of this
+                store. The message says what to do.
         """
         claim = self._read_claim()
-        return self._check(claim, self._compare(claim), copied)
+        return self._check_key_owner(claim, self._compare_claim(claim), copied)
 
     def claim(self, *, copied: bool = False) -> None:
-        """Write this store's claim beside the keys, which the caller has open for writing.
+        """Write this store's claim next to the keys. The caller has opened the keys for writing.
+
+        Does nothing if the adapter cannot save claims.
 
         Raises:
-            NotOwnerError: see `check_owner`; somebody may have claimed them before they were opened.
+            NotOwnerError: if another store has claimed the keys, or, unless `copied`, another copy of this
+                store.
         """
-        adapter, claim = self._adapter, self._read_claim()
+        adapter, claim = self._adapter_class, self._read_claim()
         if claim is not None:
-            self._check(claim, self._compare(claim), copied)
+            self._check_key_owner(claim, self._compare_claim(claim), copied)
         if issubclass(adapter, SupportsOwner) and claim != self.owner:
             adapter.claim(self.location, str(self.owner), **self.engine.params)
 
     def check_may_take_over(self) -> None:
-        """Refuse to take over keys that are inside another home, for that home would still use them.
+        """Check that keys of another copy of this store can be taken over.
 
         Raises:
-            NotOwnerError: they are; names the home. Or a part of them is mounted from elsewhere.
+            NotOwnerError: if the keys are inside another store's folder, which would still use them, or if a
+                file system is mounted inside the keys. The message names the folder.
         """
         folder, claim = self.folder, self._read_claim()
-        if folder is None or self._compare(claim) is not KeyOwner.OTHER_COPY:
+        if folder is None or self._compare_claim(claim) is not KeyOwner.OTHER_COPY:
             return
         mount = find_mount(folder)
         if mount is not None:
@@ -114,11 +119,11 @@ class Place:
                 "keys of its own with `knnstore move`"
             )
 
-    def _compare(self, claim: Owner | None) -> KeyOwner:
-        """Find out whose the keys are by what their claim says and where they are."""
+    def _compare_claim(self, claim: Owner | None) -> KeyOwner:
+        """Return the owner of the keys, by the claim next to them (None: no claim) and by their location."""
         if claim is not None and claim.store_id != self.owner.store_id:
             return KeyOwner.OTHER_STORE
-        if claim is not None and self.owner.wrote(claim):
+        if claim is not None and self.owner.has_written(claim):
             return KeyOwner.THIS_STORE
         folder = self.folder
         if folder is not None and is_physically_inside(
@@ -127,14 +132,15 @@ class Place:
             return KeyOwner.NOBODY if claim is None else KeyOwner.THIS_STORE
         if claim is not None:
             return KeyOwner.OTHER_COPY
-        if folder is None or not self.remembers:
+        if folder is None or not self.saves_claims:
             return KeyOwner.NOBODY
         try:
             return KeyOwner.NOBODY if self.is_empty() else KeyOwner.OTHER_COPY
         except DatastoreError:  # damaged, so not empty
             return KeyOwner.OTHER_COPY
 
-    def _check(self, claim: Owner | None, key_owner: KeyOwner, copied: bool) -> KeyOwner:
+    def _check_key_owner(self, claim: Owner | None, key_owner: KeyOwner, copied: bool) -> KeyOwner:
+        """Return the owner. Raises NotOwnerError for another store, or, unless `copied`, for another copy."""
         if key_owner is KeyOwner.OTHER_STORE:
             raise NotOwnerError(
                 f"the keys at {self.location} belong to another store: give this one its own back from a "
@@ -157,13 +163,14 @@ class Place:
         return key_owner
 
     def _check_not_shared(self) -> None:
-        """Refuse to write keys of a copy whose files are also the original's, as hard links are.
+        """Check that no file of the keys is a hard link, unless this store has claimed the keys.
 
         Raises:
-            NotOwnerError: a file has a second name; names it.
+            NotOwnerError: if a file has a second name, so that another store may use it. The message names
+                it.
         """
         folder, claim = self.folder, self._read_claim()
-        if folder is None or (claim is not None and self.owner.wrote(claim)):
+        if folder is None or (claim is not None and self.owner.has_written(claim)):
             return
         shared = find_hard_link(folder)
         if shared is not None:
@@ -173,96 +180,101 @@ class Place:
             )
 
     @property
-    def _adapter(self) -> type[Datastore]:
+    def _adapter_class(self) -> type[Datastore]:
         return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
 
     def _read_claim(self) -> Owner | None:
-        """Read who claimed the keys there; None where nobody did."""
-        adapter = self._adapter
+        """Read the claim next to the keys; None without a claim, or if the adapter cannot save claims."""
+        adapter = self._adapter_class
         if not issubclass(adapter, SupportsOwner):
             return None
         text = adapter.owner(self.location, **self.engine.params)
         return None if text is None else Owner.parse(text)
 
     def open(self, mode: Mode) -> Datastore:
-        """Open the datastore.
+        """Open the datastore at this place: "r" to read, "a" to write, "x" to create.
 
         Raises:
-            ConfigError: the adapter keeps nothing after the process ends, or the folder leads elsewhere.
-            NotOwnerError: opened for writing, and a file is also another store's; see `_check_not_shared`.
+            ConfigError: if the adapter keeps nothing after the process ends, or links lead out of the folder.
+            NotOwnerError: if mode is "a" and a file has a second name (hard link).
+            DatastoreNotFoundError: if mode is "r" and there is no datastore.
         """
         self._check_folder()
         if mode == "a":
             self._check_not_shared()
-        opened = self._adapter.open(
+        datastore = self._adapter_class.open(
             self.location,
             dim=self.identity.dim,
             metric=Metric(self.identity.metric),
             mode=mode,
             **self.engine.params,
         )
-        if not opened.capabilities.persistent:
-            opened.close()
+        if not datastore.capabilities.persistent:
+            datastore.close()
             raise ConfigError(
                 f"{self.engine.adapter} keeps nothing after the process ends, so a store cannot stand on it: "
                 "choose another store, or use the adapter directly"
             )
-        return opened
+        return datastore
 
     def check_free(self) -> None:
-        """Refuse a place where a datastore is.
+        """Check that no datastore is at this place.
 
         Raises:
-            DatastoreExistsError: there is one.
+            DatastoreExistsError: if there is one.
         """
         with suppress(DatastoreNotFoundError):
             self.open("r").close()
-            raise self.taken()
+            raise self.make_taken_error()
 
-    def check_space(self, records: int, what: str) -> None:
-        """Refuse records that will not fit.
+    def check_space(self, records: int, operation: str) -> None:
+        """Check that the disk has room for records. A place with a URL is not checked.
 
         Args:
             records: number of records that will be added.
-            what: the operation, as the subject of a sentence.
+            operation: the operation, as the subject of a sentence.
 
         Raises:
-            DiskFullError: there is too little space.
+            DiskFullError: if there is too little space.
         """
         if self.folder is not None:
-            adapter: type = self._adapter
+            adapter: type = self._adapter_class
             size = 4 * self.identity.dim + 64  # where an engine does not say
             if issubclass(adapter, SupportsSize):
                 size = adapter.record_size(self.identity.dim, **self.engine.params)
-            check_space(self.folder, records * size, what)
+            check_space(self.folder, records * size, operation)
 
-    def taken(self) -> DatastoreExistsError:
-        """Return the error for a place that already has a datastore."""
+    def make_taken_error(self) -> DatastoreExistsError:
+        """Return, but do not raise, the error for a place that already has a datastore."""
         return DatastoreExistsError(
             f"a datastore is already at {self.engine.adapter} {self.engine.location}; "
             "choose another --location"
         )
 
     def is_empty(self) -> bool:
-        """Check that the place has no datastore, or a datastore of this store without records."""
+        """Check whether the place has no datastore, or a datastore of this store without records."""
         try:
-            with self.open("r") as found:
-                return found.count() == 0
+            with self.open("r") as datastore:
+                return datastore.count() == 0
         except DatastoreNotFoundError:
             return True
         except DatastoreMismatchError:
             return False
 
     def erase(self) -> str | None:
-        """Remove the datastore, if it is ours; returns why that is left to the user, if it is.
+        """Erase the datastore if it belongs to this store.
 
-        Where nobody claimed it, the caller knows that it is.
+        An empty datastore without a claim is erased too, and so is a datastore whose adapter cannot save
+        claims: the caller knows that it belongs to this store.
+
+        Returns:
+            The reason why the datastore was not erased, for the user; None if it was erased.
         """
-        adapter = self._adapter
+        adapter = self._adapter_class
         key_owner = self.find_owner()
         if key_owner in (KeyOwner.OTHER_STORE, KeyOwner.OTHER_COPY):
             return f"the keys there are not this home's; {self} stays as it is"
-        if key_owner is KeyOwner.NOBODY and self.remembers and not self.is_empty():
+        if key_owner is KeyOwner.NOBODY and self.saves_claims and not self.is_empty():
             return f"no store has claimed the keys there; {self} is yours to delete"
         if not issubclass(adapter, SupportsErase):
             return f"the adapter {self.engine.adapter} removes nothing; {self} is yours to delete"
@@ -272,6 +284,7 @@ class Place:
         return None
 
     def _check_folder(self) -> None:
+        """Raise ConfigError if the folder cannot be used, or links in it lead out of it."""
         if self.folder is None:
             return
         try:

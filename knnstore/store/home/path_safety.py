@@ -15,7 +15,7 @@ from knnstore.errors import ConfigError
 from knnstore.secret_files import find_secret_variable
 
 DESCRIPTION = "knnstore.json"
-"""The file that makes a folder a home."""
+"""Name of the description file. A folder with this file is a home."""
 
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
 """Environment variable with the catalog's URL and its password, which is not written in the home.
@@ -35,10 +35,18 @@ _FILES = [
     for end in ends
 ]
 
-_OCTAL = re.compile(rb"\\([0-7]{3})")
+_OCTAL_ESCAPE = re.compile(rb"\\([0-7]{3})")
 """Escape of a space or another special byte in the kernel's list of mounts."""
 
-_OPTIONS = {"host", "port", "sslmode", "connect_timeout", "application_name", "options", "client_encoding"}
+_ALLOWED_OPTIONS = {
+    "host",
+    "port",
+    "sslmode",
+    "connect_timeout",
+    "application_name",
+    "options",
+    "client_encoding",
+}
 """Options of a PostgreSQL URL that name no file of this machine and no secret."""
 
 
@@ -49,7 +57,7 @@ def check_files(home: Path) -> None:
         ConfigError: a file is a link that leads out, a folder, a pipe or a device; the error names it.
     """
     for name in _FILES:
-        _check(home / name, home, folders=False)
+        _check_path(home / name, home, folders=False)
     check_folder(home / "weights", home)
 
 
@@ -64,7 +72,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
         ConfigError: the folder holds a link that leads out, a pipe or a device; the error names it.
     """
     if home is not None:
-        _check(folder, home)
+        _check_path(folder, home)
     folders = [folder]
     while folders:
         try:
@@ -76,7 +84,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
             elif not entry.is_file(follow_symlinks=False):
-                _check(Path(entry.path), folder)
+                _check_path(Path(entry.path), folder)
 
 
 def is_physically_inside(folder: Path, home: Path) -> bool:
@@ -93,27 +101,27 @@ def is_physically_inside(folder: Path, home: Path) -> bool:
             return False
     except OSError:
         return False
-    around = (point for point in _mount_points() if folder.is_relative_to(point) and point != home)
+    around = (point for point in _list_mount_points() if folder.is_relative_to(point) and point != home)
     return find_mount(folder) is None and not any(point.is_relative_to(home) for point in around)
 
 
 def find_mount(folder: Path) -> Path | None:
     """Return a mount point below a folder; None if there is none."""
     folder = folder.resolve()
-    below = (point for point in _mount_points() if point.is_relative_to(folder) and point != folder)
+    below = (point for point in _list_mount_points() if point.is_relative_to(folder) and point != folder)
     return next(below, None)
 
 
-def _mount_points() -> list[Path]:
-    """Return where file systems are mounted; empty where the system does not list them."""
+def _list_mount_points() -> list[Path]:
+    """Return all mount points of the system; empty if the system has no /proc/self/mountinfo."""
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
         return []
-    return [Path(os.fsdecode(_OCTAL.sub(_from_octal, line.split(b" ")[4]))) for line in lines]
+    return [Path(os.fsdecode(_OCTAL_ESCAPE.sub(_decode_octal, line.split(b" ")[4]))) for line in lines]
 
 
-def _from_octal(escaped: re.Match[bytes]) -> bytes:
+def _decode_octal(escaped: re.Match[bytes]) -> bytes:
     return bytes([int(escaped[1], 8)])
 
 
@@ -181,8 +189,11 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
             )
 
 
-def _check(path: Path, within: Path, *, folders: bool = True) -> None:
-    """Check that a path is missing, a file inside `within`, or, if `folders`, a folder inside `within`."""
+def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
+    """Check that a path is missing, a file inside `within`, or, if `folders`, a folder inside `within`.
+
+    Raises ConfigError for any other path, for example for a link that leads out of `within`.
+    """
     try:
         known = path.stat()
     except FileNotFoundError:
@@ -219,19 +230,20 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
         if url.query or (writing and not inside):
             raise ConfigError(f"{home} leads to a catalog outside of it, {mask_password(url)}: {meant}")
         return
-    strange = sorted(url.query.keys() - _OPTIONS)
+    strange = sorted(url.query.keys() - _ALLOWED_OPTIONS)
     if strange:
         raise ConfigError(
             f"{home} names a catalog with the option {strange[0]!r}, {mask_password(url)}: {meant}"
         )
-    hosts = {url.host or "", *_words(url.query.get("host", ""))} - {""}
+    hosts = {url.host or "", *_split_hosts(url.query.get("host", ""))} - {""}
     variable = find_secret_variable(PASSWORD_VARIABLE, environment)
-    if variable and not hosts <= _words(environment.get("PGHOST", "")):
+    if variable and not hosts <= _split_hosts(environment.get("PGHOST", "")):
         raise ConfigError(
             f"{home} has its catalog at {mask_password(url)}, and nothing says that {variable} is for that "
             f"server: set PGHOST to {','.join(sorted(hosts))}, or unset {variable}"
         )
 
 
-def _words(hosts: str | tuple[str, ...]) -> set[str]:
+def _split_hosts(hosts: str | tuple[str, ...]) -> set[str]:
+    """Split comma-separated host names; an empty text gives one empty name."""
     return set((hosts if isinstance(hosts, str) else ",".join(hosts)).split(","))

@@ -36,31 +36,32 @@ from knnstore.store.home.key_places import Place, exists_and_is_not_empty
 from knnstore.store.home.path_safety import DESCRIPTION
 
 LOCK = "creation.lock"
-_TRIES = 1000
+_LOCK_ATTEMPTS = 1000
 """Attempts to make and lock the folder, while other processes make and remove it."""
-NOTE = "creation.json"
+CREATION_FILE = "creation.json"
 """File with the state of an interrupted creation; it stays until a creation is complete."""
 
 
 @contextmanager
 def lock_new_folder(folder: Path) -> Iterator[None]:
-    """Make and lock the folder of a new home, and delete what an interrupted creation left in it.
+    """Create and lock the folder of a new store, and delete what an interrupted creation left in it.
 
-    Only the file `NOTE` of the interrupted creation is kept. If the block raises, the folder is deleted with
-    the parents that were made; else it stays, and the block has renamed it.
+    Only the file `CREATION_FILE` of the interrupted creation is kept. If the context ends with an error, the
+    folder is deleted with the parents that were created. Otherwise the caller has renamed the folder in the
+    context.
 
     Raises:
-        LockedError: another process makes the same home.
-        ConfigError: the folder has files that no creation has left.
+        LockedError: if another process is creating the same store.
+        ConfigError: if the folder has files that are not from a creation.
     """
     absent = [parent for parent in folder.parents if not parent.exists()]
-    lock = _taken(folder)
+    lock = _create_and_lock(folder)
     try:
-        _clear(folder)
+        _clear_unfinished(folder)
         try:
             yield
         except BaseException:
-            _clear(folder)
+            _clear_unfinished(folder)
             # From here on it is the next one's, who may be there already.
             (folder / LOCK).unlink(missing_ok=True)
             with suppress(OSError):
@@ -72,10 +73,13 @@ def lock_new_folder(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _taken(folder: Path) -> int:
-    """Make and lock the folder; the kernel drops the lock when its holder dies."""
-    for _ in range(_TRIES):
-        _check(folder)
+def _create_and_lock(folder: Path) -> int:
+    """Create and lock the folder, and return the file descriptor of the lock.
+
+    The kernel releases the lock when the process ends. Raises LockedError if another process has the lock.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
+        _create_checked(folder)
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # whoever had it has just finished or given up
@@ -93,31 +97,31 @@ def _taken(folder: Path) -> int:
     raise ConfigError(f"no folder can be made in {folder.parent}: choose another --home")
 
 
-def _check(folder: Path) -> None:
-    """Make the folder, or look that what is there was left by a creation."""
+def _create_checked(folder: Path) -> None:
+    """Create the folder if it is missing. Raises ConfigError if it has files that are not from a creation."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        left = set(os.listdir(folder))
+        names = set(os.listdir(folder))
     except FileNotFoundError:  # see above
         return
     except (FileExistsError, NotADirectoryError):
-        left = {"a file"}
-    if folder.is_symlink() or (left and left.isdisjoint({LOCK, NOTE})):
+        names = {"a file"}
+    if folder.is_symlink() or (names and names.isdisjoint({LOCK, CREATION_FILE})):
         raise ConfigError(
             f"{folder}, where the store is to be made, holds what knnstore did not leave there: move it away"
         )
 
 
-def _clear(folder: Path) -> None:
-    """Remove what an interrupted creation left, but for what it knows of things outside."""
+def _clear_unfinished(folder: Path) -> None:
+    """Delete all files in the folder except the lock and `CREATION_FILE`."""
     for path in folder.iterdir():
-        if path.name not in (LOCK, NOTE):
+        if path.name not in (LOCK, CREATION_FILE):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """A creation that has begun to make things outside its folder."""
+    """State of a creation that has begun to create things outside the store's folder."""
 
     store_id: str
     """Id of the new store, as in the catalog."""
@@ -128,17 +132,17 @@ class Creation:
     def read(cls, folder: Path) -> Self:
         """Return the interrupted creation in a folder; without one, a new creation."""
         try:
-            content = json.loads(read_file(folder / NOTE))
+            content = json.loads(read_file(folder / CREATION_FILE))
             return cls(str(content["store_id"]), tuple(content["datastores"]))
         except FileNotFoundError:
             return cls(uuid4().hex)
         except (NoFileError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{folder / NOTE} is damaged; remove {folder}: {error}") from error
+            raise ConfigError(f"{folder / CREATION_FILE} is damaged; remove {folder}: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Note it, durably."""
+        """Write the state durably to `CREATION_FILE`."""
         content = {"store_id": self.store_id, "datastores": self.datastores}
-        publish(folder / NOTE, json.dumps(content).encode(), "creation")
+        publish(folder / CREATION_FILE, json.dumps(content).encode(), "creation")
 
 
 def make_store(
@@ -148,16 +152,23 @@ def make_store(
     catalog: str | None,
     projection: Weights | None,
 ) -> Home:
-    """Make a home with an empty datastore and a catalog, whole or not there; see `KNNStore.create`.
+    """Create a store with an empty datastore and a catalog, completely or not at all.
+
+    Args:
+        path: folder of the new store.
+        identity: model, key and metric of the store.
+        engine: the engine of the keys.
+        catalog: URL of the catalog; None means SQLite in the folder.
+        projection: weights to save with the store; None without a projection.
 
     Returns:
-        The home, its catalog's URL with the password, which is not written.
+        The new home. The URL of its catalog has the password, which is not written to the folder.
 
     Raises:
-        StoreExistsError: a store is there, or in the catalog's database.
-        LockedError: another process is just making one there.
-        DatastoreExistsError: a datastore is at the location.
-        ConfigError: the folder holds other files, or something given cannot be used.
+        StoreExistsError: if the folder or the catalog's database has a store already.
+        LockedError: if another process is creating the same store.
+        DatastoreExistsError: if the location already has a datastore.
+        ConfigError: if the folder has other files, or an argument cannot be used.
     """
     if identity.vocab_size > TOKEN_LIMIT:
         raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
@@ -166,49 +177,49 @@ def make_store(
     folder = path.resolve()  # a relative one may be the folder that is replaced
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
-    outside = _outside(home, engine, folder)
+    outside = _locate_outside(home, engine, folder)
     with medium_errors(unfinished), lock_new_folder(unfinished):
         _check_absent(folder)
         creation = Creation.read(unfinished)
-        begun = outside in creation.datastores
+        has_begun = outside in creation.datastores
         place = Place(home, identity, engine, Owner(creation.store_id))
         key_owner = (
             place.find_owner()
         )  # or the error that this engine keeps nothing there, before anything is made
         if catalog is not None:
-            _check_catalog(home, creation.store_id)
-        if outside is not None and not begun:
+            _check_catalog_is_free(home, creation.store_id)
+        if outside is not None and not has_begun:
             place.check_free()
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        if begun and key_owner is KeyOwner.OTHER_STORE:
-            raise place.taken()
+        if has_begun and key_owner is KeyOwner.OTHER_STORE:
+            raise place.make_taken_error()
         try:
-            opened = place.open("a" if begun else "x")
+            opening = place.open("a" if has_begun else "x")
         except BaseException:
-            if not (begun or place.folder is None or place.folder.exists()):
-                (unfinished / NOTE).unlink(missing_ok=True)  # there is nothing outside to know again
+            if not (has_begun or place.folder is None or place.folder.exists()):
+                (unfinished / CREATION_FILE).unlink(missing_ok=True)  # there is nothing outside to know again
             raise
-        with opened as made:
-            if made.count():
-                raise place.taken()
+        with opening as datastore:
+            if datastore.count():
+                raise place.make_taken_error()
             if projection is not None:
                 save_weights(home.weights, projection)
             with closing(
                 Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id)
             ) as new:
-                replace(place, owner=Owner.of(new)).claim(copied=begun)
+                replace(place, owner=Owner.of(new)).claim(copied=has_begun)
         home.write()
         os.rename(unfinished, folder)
     sync_directory(folder.parent)
-    for name in (NOTE, LOCK):
+    for name in (CREATION_FILE, LOCK):
         (folder / name).unlink(missing_ok=True)
     return Home.open(folder, catalog)
 
 
 def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = None) -> None:
-    """Refuse what can be refused of a store to be made before its model is loaded and a sample read.
+    """Check the arguments of a new store before the slow work begins: loading the model, reading a sample.
 
     Args:
         home: folder of the new store.
@@ -216,9 +227,9 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
         codes: codes of the keys; None leaves the choice to the adapter.
 
     Raises:
-        StoreExistsError: a store is at `home`.
-        ConfigError: another thing is there, or there is no such kind of codes.
-        AdapterError: there is no such adapter, or what it needs is not installed.
+        StoreExistsError: if `home` has a store already.
+        ConfigError: if `home` is a file or a folder with files, or the kind of codes is unknown.
+        AdapterError: if the adapter is unknown, or a package that it needs is not installed.
     """
     _check_absent(Path(home).resolve())
     if codes not in (None, "auto", "none"):
@@ -228,15 +239,18 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
 
 
 def _check_absent(folder: Path) -> None:
-    """Refuse to make a home where something is."""
+    """Raise StoreExistsError or ConfigError if the folder has a store or other files."""
     if (folder / DESCRIPTION).exists():
         raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
     if exists_and_is_not_empty(folder):
         raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
 
 
-def _outside(home: Home, engine: Engine, folder: Path) -> str | None:
-    """Return the place of the datastore to make outside the home; None if it is inside."""
+def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
+    """Return a name of the new datastore's place if it is outside the home; None if it is inside.
+
+    Raises ConfigError for an absolute path inside the home.
+    """
     location = home.resolve(engine.location)
     if "://" in location:
         return f"{engine.adapter} {location}"
@@ -248,12 +262,12 @@ def _outside(home: Home, engine: Engine, folder: Path) -> str | None:
     return f"{engine.adapter} {keys}"
 
 
-def _check_catalog(home: Home, store_id: str) -> None:
-    """Refuse a database that holds a store, unless this very creation has put it there."""
+def _check_catalog_is_free(home: Home, store_id: str) -> None:
+    """Raise StoreExistsError if the database holds a store that this creation has not created."""
     try:
-        with closing(Catalog.open(home.catalog_url)) as found:
-            ours = found.store_id == store_id
+        with closing(Catalog.open(home.catalog_url)) as existing:
+            is_ours = existing.store_id == store_id
     except StoreNotFoundError:
         return
-    if not ours:
+    if not is_ours:
         raise StoreExistsError(f"{render_location(home.catalog_url)} already holds a store's catalog")

@@ -1,4 +1,4 @@
-"""Bits of which any prefix can be counted at once: one bit each, and a quarter for the counts."""
+"""Bit vectors with constant-time rank: the number of set bits before any place. Counts add a quarter."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -23,7 +23,7 @@ class RankedBits:
     """Immutable sequences of n bits with fast ranks; `row` chooses the sequence of a query.
 
     Args:
-        bits: bits of one sequence, bool, shape (n,); see `joined` for several sequences.
+        bits: bits of one sequence, bool, shape (n,); see `join_rows` for several sequences.
     """
 
     def __init__(self, bits: NDArray[np.bool_]) -> None:
@@ -38,14 +38,14 @@ class RankedBits:
         np.cumsum(counts[:-1].sum(1, dtype=np.int32), out=self._before[1:])
 
     @classmethod
-    def joined(cls, rows: Sequence[Self]) -> Self:
-        """Several sequences of as many bits each."""
-        joined = copy(rows[0])
-        joined._words, joined._within, joined._before = (
+    def join_rows(cls, rows: Sequence[Self]) -> Self:
+        """Join objects with one sequence each, of equal lengths, to an object with several sequences."""
+        joined_rows = copy(rows[0])
+        joined_rows._words, joined_rows._within, joined_rows._before = (
             np.concatenate(parts)
             for parts in zip(*((one._words, one._within, one._before) for one in rows), strict=True)
         )
-        return joined
+        return joined_rows
 
     @property
     def nbytes(self) -> int:
@@ -70,24 +70,26 @@ class RankedBits:
         found += self._before[words >> _BLOCK_BITS]
         return found
 
-    def ones(self, ranges: Places, row: Places) -> tuple[Places, Places]:
-        """Find the bits that are set in r ranges.
+    def find_ones(self, ranges: Places, row: Places) -> tuple[Places, Places]:
+        """Find the set bits in r ranges.
 
         Args:
             ranges: starts and stops, shape (2, r); no stop is before its start.
             row: sequence of each range, shape (r,).
 
         Returns:
-            The range of each set bit, ascending, and its place, ascending within a range.
+            The index of each set bit's range, ascending, and the place of the bit, ascending within a range.
         """
         starts, stops = ranges
         first, last = ranges >> _WORD_BITS
         counts = np.where(starts < stops, last - first + 1, 0)
         owner = np.repeat(np.arange(len(starts)), counts)
         word = np.arange(len(owner)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        found = self._words[word + (row * self._width)[owner]]
-        found &= np.where(word == first[owner], ~_BELOW[starts[owner] & _IN_WORD], _ALL)
-        found &= np.where(word == last[owner], _BELOW[stops[owner] & _IN_WORD], _ALL)
-        held = np.flatnonzero(found)
-        at, bit = np.nonzero(np.unpackbits(found[held].view(np.uint8), bitorder="little").reshape(-1, _WORD))
-        return owner[held[at]], (word[held[at]] << _WORD_BITS) + bit
+        bits = self._words[word + (row * self._width)[owner]]
+        bits &= np.where(word == first[owner], ~_BELOW[starts[owner] & _IN_WORD], _ALL)
+        bits &= np.where(word == last[owner], _BELOW[stops[owner] & _IN_WORD], _ALL)
+        nonzero_words = np.flatnonzero(bits)
+        word_index, bit = np.nonzero(
+            np.unpackbits(bits[nonzero_words].view(np.uint8), bitorder="little").reshape(-1, _WORD)
+        )
+        return owner[nonzero_words[word_index]], (word[nonzero_words[word_index]] << _WORD_BITS) + bit

@@ -1,7 +1,7 @@
-"""Text in the order of what follows: every position of some documents, sorted by its next symbols.
+"""Suffix array of documents: every place of the text, sorted by the next `DEPTH` symbols.
 
-A document is laid out as a start, its tokens, `END`. Symbols are tokens plus 1, so that `END`, 0, sorts
-before all of them: what goes beyond the end of a document is nothing, and documents never meet.
+A document is laid out as a start symbol, its tokens, and `END`. The symbol of a token is its id plus 1, so
+that `END` = 0 sorts before all tokens. So no n-gram goes beyond the end of a document.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEPTH = 8
-"""Symbols that positions are sorted by: the longest n-gram that can be counted."""
+"""Number of symbols that places are sorted by: the length of the longest n-gram that can be counted."""
 
 END = 0
 """The symbol after a document's last token."""
 
 MOST = 1 << 31
-"""Symbols that can be sorted together."""
+"""Upper limit of the number of symbols that can be sorted together."""
 
 Symbols = NDArray[np.uint32]
 Places = NDArray[np.int64]
@@ -28,15 +28,15 @@ _KEY_BITS = 64
 def lay_out_texts(
     texts: Sequence[NDArray[np.integer[Any]]], start: int, begins: Sequence[bool] | None = None
 ) -> tuple[Symbols, Places]:
-    """Lay texts out one after another.
+    """Join texts to one array of symbols: for each text its start symbol, its tokens plus 1, and `END`.
 
     Args:
         texts: token ids, shapes (n_i,).
         start: the symbol that stands before a document's first token.
-        begins: True for texts that begin a document; default is all. Others have no start symbol.
+        begins: True for each text that begins a document; default is all. Other texts get no start symbol.
 
     Returns:
-        The symbols, and for each text the place of its first token, shape (texts,).
+        The symbols, uint32, and the index of each text's first token in the symbols, shape (texts,).
     """
     heads = np.ones(len(texts), np.int64) if begins is None else np.array(begins, np.int64)
     lengths = np.array([len(text) for text in texts], np.int64)
@@ -58,25 +58,27 @@ class SortedText:
     """Symbols of all documents, see `lay_out_texts`, shape (s,)."""
 
     firsts: Places
-    """The place of each document's first token in them, ascending, shape (documents,)."""
+    """Index of each document's first token in `symbols`, ascending, shape (documents,)."""
 
     positions: Places
     """The position of each document's first token in the store, shape (documents,)."""
 
     order: NDArray[np.int32]
-    """Every place but the ends, sorted by the `DEPTH` symbols from there on: shape (n,)."""
+    """Suffix array: every index of `symbols` except those of `END`, sorted by the next `DEPTH` symbols,
+    shape (n,)."""
 
     @classmethod
     def of(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
-        """Sort documents.
+        """Sort documents by their n-grams.
 
         Args:
-            texts: token ids below `start` - 1, shapes (n_i,); with two more for each fewer than `MOST`.
-            positions: positions of their first tokens, shape (texts,).
-            start: the largest symbol.
+            texts: token ids of each document, below `start` - 1, shapes (n_i,). All tokens, plus two symbols
+                for each document, must be fewer than `MOST`.
+            positions: position in the store of each document's first token, shape (texts,).
+            start: the symbol before a document's first token; the largest symbol.
         """
         symbols, firsts = lay_out_texts(texts, start)
-        order = _sorted(symbols, firsts, start.bit_length())
+        order = _sort_places(symbols, firsts, start.bit_length())
         narrow = np.uint16 if start < np.iinfo(np.uint16).max - 1 else np.uint32
         return cls(symbols.astype(narrow, copy=False), firsts, positions, order)
 
@@ -86,26 +88,32 @@ class SortedText:
         return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
     def positions_of(self, places: Places) -> Places:
-        """Return the store's positions of the tokens at the given places."""
+        """Return the positions in the store of the tokens at `places`, which are indices of `symbols`."""
         documents = np.searchsorted(self.firsts, places, side="right") - 1
         return self.positions[documents] + places - self.firsts[documents]
 
-    def only(self, chosen: NDArray[np.bool_]) -> Self:
+    def keep_documents(self, mask: NDArray[np.bool_]) -> Self:
         """Return the sorted text of the documents in a mask, without sorting again."""
-        if chosen.all():
+        if mask.all():
             return self
         lengths = np.diff(self.firsts, append=len(self.symbols) + 1)
-        kept = np.repeat(chosen, lengths)
-        moved = np.repeat(np.cumsum(np.where(chosen, 0, lengths)), lengths).astype(np.int32)
-        order = self.order[kept[self.order]]
-        firsts = self.firsts[chosen] - moved[self.firsts[chosen]]
-        return type(self)(self.symbols[kept], firsts, self.positions[chosen], order - moved[order])
+        kept_symbols = np.repeat(mask, lengths)
+        shifts = np.repeat(np.cumsum(np.where(mask, 0, lengths)), lengths).astype(np.int32)
+        order = self.order[kept_symbols[self.order]]
+        firsts = self.firsts[mask] - shifts[self.firsts[mask]]
+        return type(self)(self.symbols[kept_symbols], firsts, self.positions[mask], order - shifts[order])
 
 
-def _sorted(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
-    """Sort by what fits into one key, then by pairs of ranks, each of which doubles the depth at most.
+def _sort_places(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
+    """Return the suffix array of laid out symbols, without the places of `END`.
 
-    What comes after an end orders only what is equal up to there.
+    Sorts first by the symbols that fit into one 64-bit key, then by pairs of ranks (prefix doubling). Symbols
+    after an `END` only order places that are equal up to the `END`.
+
+    Args:
+        symbols: the symbols of all documents.
+        firsts: index of each document's first token.
+        bits: number of bits of the largest symbol.
     """
     depth = min(DEPTH, _KEY_BITS // bits)
     keys = np.zeros(len(symbols), np.uint64)

@@ -1,4 +1,4 @@
-"""Putting a store's keys elsewhere: in another engine, or written anew in the same one."""
+"""Moving a store's keys to another engine, or to a new place of the same engine."""
 
 from knnstore.store.relocation.moving import Moved
 from knnstore.store.relocation.relocating import Relocation

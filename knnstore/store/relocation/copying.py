@@ -27,17 +27,17 @@ from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 
 SECONDS_AT_RISK = 10.0
-"""The copy is made durable so often: the work that an interruption can cost."""
+"""Seconds between two flushes of the copy: the work that an interruption can cost at most."""
 
 GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --abandon`"
 
 _QUERIES = 32
 _NEIGHBORS = 1024
-_MOST_LOST = 0.5  # by codes, of the keys' squared distance to their mean; a tenth is usual
-_MOST_OF_SIZE = 0.01  # and of their squares, where keys are all but equal
+_MAX_LOST_SHARE = 0.5  # by codes, of the keys' squared distance to their mean; a tenth is usual
+_MAX_LOST_OF_SIZE = 0.01  # and of their squares, where keys are all but equal
 
 Batch = tuple[Ids, Keys, Groups]
-Seen = Callable[[Ids, Keys], None]
+OnBatch = Callable[[Ids, Keys], None]
 
 
 class Transferred(NamedTuple):
@@ -60,8 +60,8 @@ def transfer(
     target: Datastore,
     progress: Progress,
     *,
-    reads: Seen = lambda ids, keys: None,
-    holds: Seen = lambda ids, keys: None,
+    reads: OnBatch = lambda ids, keys: None,
+    holds: OnBatch = lambda ids, keys: None,
 ) -> Transferred:
     """Copy the records of the source to the target, build its indexes, and check the result.
 
@@ -76,18 +76,18 @@ def transfer(
         holds: called with all records of the complete target, by ascending id.
 
     Raises:
-        DatastoreError: the target gives back other records than it was given, or does not find
-            the nearest ones although it says that its search is exact.
+        DatastoreError: if the target returns other records than it was given, or does not find the nearest
+            records although its search claims to be exact.
     """
     total = source.count()
-    queries, copied = _copy(_read_ahead(source, reads), total, target, progress)
+    queries, copied = _copy_missing(_read_ahead(source, reads), total, target, progress)
     if isinstance(target, SupportsOptimize):
         progress.start("indexing")
         target.optimize()
         progress.finish()
     failpoint("move.indexed")
     held = _read_ahead(target, holds)
-    nearest = _compare(_read_ahead(source), held, total, target, queries, progress)
+    nearest = _compare_records(_read_ahead(source), held, total, target, queries, progress)
     records = target.count()
     failpoint("move.compared")
     if not records:
@@ -99,110 +99,143 @@ def transfer(
     return Transferred(records, copied, recall, nearest.k, target.capabilities.codes)
 
 
-def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Progress) -> tuple[Keys, int]:
-    """Copy what is missing of some batches and delete what is left over, durably.
+def _copy_missing(
+    batches: Iterable[Batch], total: int, target: Datastore, progress: Progress
+) -> tuple[Keys, int]:
+    """Copy the records that the target lacks, delete records that the source lacks, and flush the target.
+
+    Args:
+        batches: all records of the source, by ascending id.
+        total: number of records of the source.
+        target: the datastore to fill.
+        progress: receives each batch.
 
     Returns:
-        Some keys of the source, evenly spread, shape (at most _QUERIES, dim); how many were copied.
+        A sample of the source's keys, evenly spaced, shape (at most `_QUERIES`, dim), and the number of
+        copied records.
     """
     present = target.count()
     if present:
         progress.say(f"{min(present, total):,} of {total:,} records are there already")
     progress.start("copying", total=max(0, total - present), unit="rec")
-    wanted = np.unique(np.linspace(0, total - 1, min(_QUERIES, total)).astype(np.int64))
+    sample_rows = np.unique(np.linspace(0, total - 1, min(_QUERIES, total)).astype(np.int64))
     sample: list[Keys] = [np.empty((0, target.dim), np.float32)]
-    row = seen = copied = 0
+    row = held_count = copied = 0
     first = 0  # the lowest id that was not looked at yet
     flushed = time.monotonic()
     for batch in batches:
         ids, keys, _ = batch
-        sample.append(keys[wanted[(wanted >= row) & (wanted < row + len(ids))] - row])
+        sample.append(keys[sample_rows[(sample_rows >= row) & (sample_rows < row + len(ids))] - row])
         row += len(ids)
-        lacking = batch
-        if seen < present:
-            held = _settle(target, first, int(ids[-1]) + 1, ids)
-            seen += len(held)
-            lacking = _rows(batch, ~np.isin(ids, held))
+        missing = batch
+        if held_count < present:
+            held = _delete_unwanted(target, first, int(ids[-1]) + 1, ids)
+            held_count += len(held)
+            missing = _select_rows(batch, ~np.isin(ids, held))
         first = int(ids[-1]) + 1
-        target.add(*lacking)
-        copied += len(lacking[0])
-        progress.advance(len(lacking[0]))
+        target.add(*missing)
+        copied += len(missing[0])
+        progress.advance(len(missing[0]))
         failpoint("move.copied")
         if time.monotonic() - flushed >= SECONDS_AT_RISK:
             target.flush()
             flushed = time.monotonic()
             failpoint("move.flushed")
-    if seen < present:
-        _settle(target, first, ID_LIMIT, np.empty(0, np.int64))
+    if held_count < present:
+        _delete_unwanted(target, first, ID_LIMIT, np.empty(0, np.int64))
     target.flush()
     progress.finish()
     return np.concatenate(sample), copied
 
 
-def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
-    """Delete what the target holds between two ids beside what is wanted; returns all that it held."""
-    held = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
-    ids = np.concatenate(held) if held else np.empty(0, np.int64)
+def _delete_unwanted(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
+    """Delete the target's records with ids from `start` to below `stop`, except the ids in `wanted`.
+
+    Returns all ids that the target had in this range, the deleted ones included.
+    """
+    id_batches = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
+    ids = np.concatenate(id_batches) if id_batches else np.empty(0, np.int64)
     target.delete(IdRanges.of_ids(ids[~np.isin(ids, wanted)]))
     return ids
 
 
-def _read_ahead(datastore: Datastore, seen: Seen = lambda ids, keys: None) -> Iterator[Batch]:
-    """Yield the records in nonempty batches. The next batch is read while the caller uses this one."""
+def _read_ahead(datastore: Datastore, on_batch: OnBatch = lambda ids, keys: None) -> Iterator[Batch]:
+    """Yield all records in nonempty batches, and call `on_batch` with the ids and keys of each batch.
+
+    A thread reads the next batch while the caller uses the current one.
+    """
     batches = datastore.iterate(batch_size=BATCH_SIZE)
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(next, batches, None)
-        while (batch := coming.result()) is not None:
-            coming = reader.submit(next, batches, None)
-            seen(batch[0], batch[1])
+        next_batch = reader.submit(next, batches, None)
+        while (batch := next_batch.result()) is not None:
+            next_batch = reader.submit(next, batches, None)
+            on_batch(batch[0], batch[1])
             if len(batch[0]):
                 yield batch
 
 
-def _compare(
+def _compare_records(
     batches: Iterable[Batch],
     held: Iterable[Batch],
     total: int,
     target: Datastore,
     queries: Keys,
     progress: Progress,
-) -> "_Nearest":
-    """Compare what the target holds with what it shall, and find the queries' true neighbors on the way."""
+) -> "_NearestDistances":
+    """Compare all records of source and target, and compute the distances of the queries' true neighbors.
+
+    Args:
+        batches: records of the source, by ascending id.
+        held: records of the target, by ascending id.
+        total: number of records of the source.
+        target: the target.
+        queries: query vectors, shape (q, dim).
+        progress: receives each batch.
+
+    Raises:
+        DatastoreError: if the records differ.
+    """
     progress.start("comparing", total=total, unit="rec")
-    nearest = _Nearest(queries, min(_NEIGHBORS, total), target.metric)
-    able = target.capabilities
-    for ours, theirs in _aligned(batches, held):
-        if theirs is None or ours is None or not _same(ours, theirs, able):
+    nearest = _NearestDistances(queries, min(_NEIGHBORS, total), target.metric)
+    capabilities = target.capabilities
+    for ours, theirs in _align_batches(batches, held):
+        if theirs is None or ours is None or not _are_equal(ours, theirs, capabilities):
             raise DatastoreError(f"the copy differs from its source: {GIVE_UP}")
         # Codes shrink distances: what is found is compared with what the target holds.
-        nearest.add(ours[1] if able.codes is None else theirs[1])
+        nearest.add(ours[1] if capabilities.codes is None else theirs[1])
         progress.advance(len(ours[0]))
     progress.finish()
     return nearest
 
 
-def _aligned(one: Iterable[Batch], other: Iterable[Batch]) -> Generator[tuple[Batch | None, Batch | None]]:
-    """Two streams of batches, cut at the same rows wherever each was cut; None where one has ended."""
+def _align_batches(
+    one: Iterable[Batch], other: Iterable[Batch]
+) -> Generator[tuple[Batch | None, Batch | None]]:
+    """Yield pairs of batches with equal numbers of rows from two streams whose batches differ in size.
+
+    If one stream ends earlier, the last pair has None in its place.
+    """
     streams = iter(one), iter(other)
     ours, theirs = (next(stream, None) for stream in streams)
     while ours is not None and theirs is not None:
         rows = min(len(ours[0]), len(theirs[0]))
-        yield _rows(ours, slice(rows)), _rows(theirs, slice(rows))
+        yield _select_rows(ours, slice(rows)), _select_rows(theirs, slice(rows))
         ours, theirs = (
-            _rows(batch, slice(rows, None)) if len(batch[0]) > rows else next(stream, None)
+            _select_rows(batch, slice(rows, None)) if len(batch[0]) > rows else next(stream, None)
             for batch, stream in zip((ours, theirs), streams, strict=True)
         )
     if ours is not None or theirs is not None:
         yield ours, theirs
 
 
-def _rows(batch: Batch, rows: slice | NDArray[np.bool_]) -> Batch:
+def _select_rows(batch: Batch, rows: slice | NDArray[np.bool_]) -> Batch:
+    """Return ids, keys and groups of some rows of a batch."""
     ids, keys, groups = batch
     return ids[rows], keys[rows], groups[rows]
 
 
-def _same(ours: Batch, theirs: Batch, able: Capabilities) -> bool:
-    """Check whether records are equal; keys are compared in the precision of the engine."""
+def _are_equal(ours: Batch, theirs: Batch, capabilities: Capabilities) -> bool:
+    """Check whether the records of two batches are equal. Keys are compared in the engine's precision."""
     (ids, keys, groups), (their_ids, their_keys, their_groups) = ours, theirs
     if not (np.array_equal(ids, their_ids) and np.array_equal(groups, their_groups)):
         return False
@@ -210,30 +243,33 @@ def _same(ours: Batch, theirs: Batch, able: Capabilities) -> bool:
         return True
     with np.errstate(over="ignore"):  # what exceeds the range of half precision is kept as it is
         rounded = keys.astype(np.float16).astype(np.float32)
-    if able.exact_keys:
+    if capabilities.exact_keys:
         return False
     return bool(((their_keys == rounded) | (their_keys == keys)).all()) or (
-        able.codes is not None and _are_near(keys, their_keys)
+        capabilities.codes is not None and _codes_fit(keys, their_keys)
     )
 
 
-def _are_near(keys: Keys, coded: Keys) -> bool:
-    """Check whether codes can belong to these keys: other keys of the same text would be farther away."""
-    lost, spread, size = (
+def _codes_fit(keys: Keys, coded: Keys) -> bool:
+    """Check whether decoded keys can be codes of `keys`: codes lose at most half of the squared spread.
+
+    Keys of other records of the same text would be farther away.
+    """
+    lost_distance, spread_distance, size = (
         ((keys - others) ** 2).sum(dtype=np.float64) for others in (coded, keys.mean(0), np.float32(0))
     )
-    return bool(lost <= _MOST_LOST * spread + _MOST_OF_SIZE * size)
+    return bool(lost_distance <= _MAX_LOST_SHARE * spread_distance + _MAX_LOST_OF_SIZE * size)
 
 
-class _Nearest:
-    """The distances of the k nearest of all keys that were added, for each query."""
+class _NearestDistances:
+    """Distances of the k nearest added keys of each query."""
 
     def __init__(self, queries: Keys, k: int, metric: Metric) -> None:
         self.k, self._queries, self._metric = k, queries, metric
         self._distances: Distances = np.full((len(queries), k), np.inf, np.float32)
 
     def add(self, keys: Keys) -> None:
-        """Count in some keys, shape (n, dim)."""
+        """Process further keys, shape (n, dim)."""
         if self.k:
             both = np.concatenate([self._distances, pairwise(self._queries, keys, self._metric)], axis=1)
             self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]

@@ -1,4 +1,4 @@
-"""A move of the keys: what is noted of one that has begun, and what is reported of one that is done."""
+"""A move of the keys: `MovePlan` is saved while a move is unfinished, `Moved` is the result of a move."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ from knnstore.errors import ConfigError
 from knnstore.space import medium_errors
 from knnstore.store.home import Home
 
-_NAME = "move.json"
+_FILE_NAME = "move.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Moved:
     """The new engine."""
     records: int
     copied: int
-    """Records that this call copied; fewer than `records` if it continued an interrupted one."""
+    """Number of records that this call copied; fewer than `records` if it continued an interrupted move."""
     seconds: float
     recall: float | None
     """Share of the true nearest neighbors of some stored keys that the new engine finds; 1 for exact search,
@@ -39,23 +39,23 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A move that has begun; kept in the home until its old keys are gone."""
+class MovePlan:
+    """State of a move that has begun. It is saved in the store's folder until the old keys are erased."""
 
     store_id: str
     source: Engine
     target: Engine
     made: bool = False
-    """The target was created by this move, so whatever it holds is the store's."""
+    """True if this move has created the target, so that all records in it belong to this store."""
 
     @classmethod
     def read(cls, home: Home, store_id: str) -> Self | None:
         """Return the unfinished move; None if there is none.
 
         Raises:
-            ConfigError: what says so is damaged, or of another store.
+            ConfigError: if the file of the move is damaged, or belongs to another store.
         """
-        path = home.path / _NAME
+        path = home.path / _FILE_NAME
         try:
             content = json.loads(read_file(path))
             source, target = Engine(**content["source"]), Engine(**content["target"])
@@ -75,24 +75,27 @@ class Plan:
         return plan
 
     def write(self, home: Home) -> None:
-        """Make this the unfinished move, durably."""
+        """Save this as the unfinished move, durably."""
         with medium_errors(home.path):
-            publish(home.path / _NAME, json.dumps(asdict(self)).encode(), "move")
+            publish(home.path / _FILE_NAME, json.dumps(asdict(self)).encode(), "move")
 
     @staticmethod
-    def clean(home: Home) -> None:
-        """Remove what a crash left half written."""
-        (home.path / f"{_NAME}.tmp").unlink(missing_ok=True)
+    def remove_temporary_file(home: Home) -> None:
+        """Delete the temporary file that a crash may have left."""
+        (home.path / f"{_FILE_NAME}.tmp").unlink(missing_ok=True)
 
     @staticmethod
-    def forget(home: Home) -> None:
-        """Leave no move unfinished, durably."""
-        (home.path / _NAME).unlink(missing_ok=True)
+    def delete(home: Home) -> None:
+        """Delete the saved state, durably: no move is unfinished any more."""
+        (home.path / _FILE_NAME).unlink(missing_ok=True)
         sync_directory(home.path)
 
 
 def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> Engine:
-    """Choose where a copy in the same engine goes: a free folder of the home, or what the adapter chooses.
+    """Return the same engine at another location, for a copy of the keys.
+
+    This is a free folder in the home, the target of the interrupted move if it fits, or, for a URL, the place
+    that the adapter chooses.
 
     Args:
         home: folder of the store; relative locations are inside it.
@@ -100,7 +103,7 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
         begun: target of an interrupted move, which may be this one.
 
     Raises:
-        ConfigError: the adapter cannot choose a place on its server.
+        ConfigError: if the adapter cannot choose a place on its server.
     """
     if "://" in engine.location:
         adapter = registry.load(engine.adapter)

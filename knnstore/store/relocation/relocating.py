@@ -1,17 +1,17 @@
-"""Putting a store's keys elsewhere: in another engine, or written anew in the same one.
+"""Moving a store's keys to another engine, or copying them to a new place of the same engine.
 
-In steps that may each be interrupted.
+Each of these steps may be interrupted.
 
 ::
 
     1 plan       HOME/move.json says from which engine to which
-    2 make       the target is created, empty, and from then on is the store's own
+    2 create     the empty target is created; from then on it belongs to the store
     3 transfer   the records are copied, durably every few seconds, and compared
     4 switch     transaction: the catalog names the target; readers follow      <- moved
     5 erase      the old keys, then HOME/move.json
 
-A crash before 4 leaves the store as it was: the same move goes on where it stopped, and any other
-erases the half-made target first. After 4 the next writer does step 5.
+A crash before step 4 leaves the store unchanged: the same move continues where it stopped, and any other move
+first erases the unfinished target. After step 4 the next writer does step 5.
 """
 
 import json
@@ -37,7 +37,7 @@ from knnstore.progress import Progress
 from knnstore.store.current import Current
 from knnstore.store.home import Home, KeyOwner, Place, exists_and_is_not_empty
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
-from knnstore.store.relocation.moving import Moved, Plan, choose_copy_engine
+from knnstore.store.relocation.moving import Moved, MovePlan, choose_copy_engine
 from knnstore.store.soundness import (
     check_undamaged,
     format_document_names,
@@ -48,7 +48,7 @@ from knnstore.store.soundness import (
 
 _logger = logging.getLogger(__name__)
 
-_UNDONE = "the store stays as it is"
+_UNCHANGED = "the store stays as it is"
 
 
 class Relocation:
@@ -59,94 +59,110 @@ class Relocation:
         self._catalog = catalog
         self._current = current
 
-    def unfinished(self) -> Engine | None:
+    def get_unfinished_target(self) -> Engine | None:
         """Return the target of a move that was interrupted before its switch; None without one."""
-        plan = self._plan()
+        plan = self._read_plan()
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
-    def settle(self) -> str | None:
-        """Erase the old keys of a move that has switched; returns why they are still there, if they are."""
+    def finish(self) -> str | None:
+        """Erase the old keys of a move that has switched. Does nothing without such a move.
+
+        Returns:
+            The reason why the old keys still exist; None if they were erased or there are none.
+        """
         try:
-            plan = self._plan()
-            switched = plan is not None and plan.target == self._current.engine
-            return self._end(plan) if plan is not None and switched else None
+            plan = self._read_plan()
+            has_switched = plan is not None and plan.target == self._current.engine
+            return self._erase_leftover(plan) if plan is not None and has_switched else None
         except (KnnstoreError, OSError) as error:
             return f"{error}; the next writer tries again"
 
-    def settle_quietly(self) -> None:
-        """Do `settle` when a store is opened, which must not fail for it."""
-        Plan.clean(self._home)
-        left = self.settle()
+    def finish_or_warn(self) -> None:
+        """Run `finish` when a store is opened, and log a warning if old keys still exist."""
+        MovePlan.remove_temporary_file(self._home)
+        left = self.finish()
         if left:
             _logger.warning("what is left of a move stays: %s", left)
 
     def abandon(self) -> Engine | None:
-        """Erase the half-made copy of an unfinished move; see `KNNStore.abandon_move`."""
+        """Erase the copy of an unfinished move. Returns the move's target; None without a move."""
         self._current.view()  # follows a move whose answer was lost
-        plan = self._plan()
+        plan = self._read_plan()
         if plan is None or plan.target == self._current.engine:
             return None
-        left = self._end(plan)
+        left = self._erase_leftover(plan)
         if left:
             _logger.warning("the unfinished copy stays: %s", left)
         return plan.target
 
-    def clear(self, progress: Progress) -> list[str]:
-        """Erase the copy or the old keys of an unfinished move; returns what stays of them, a line each."""
+    def erase_leftovers(self, progress: Progress) -> list[str]:
+        """Erase the copy or the old keys of an unfinished move. Returns what stays, a line each."""
         self._current.view()  # follows a move whose answer was lost
-        plan = self._plan()
+        plan = self._read_plan()
         if plan is None:
             return []
-        progress.say(f"giving up what is left of a move: {self._leftover(plan)}")
-        return _lines(self._leftover(plan), self._end(plan))
+        progress.say(f"giving up what is left of a move: {self._get_leftover(plan)}")
+        return _format_leftover(self._get_leftover(plan), self._erase_leftover(plan))
 
     def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
-        """Copy the records to a new place of the same engine; returns what stays of the old, a line each."""
+        """Copy the records to a new place of the same engine, switch to it, and erase the old keys.
+
+        Returns the places that could not be erased, one line each.
+        """
         before = self._current.place(self._current.engine)
-        target = choose_copy_engine(self._home, self._current.engine, begun=self.unfinished())
-        self._relocate(writer, target, progress)
-        return _lines(before, self.settle())
+        target = choose_copy_engine(self._home, self._current.engine, begun=self.get_unfinished_target())
+        self._copy_and_switch(writer, target, progress)
+        return _format_leftover(before, self.finish())
 
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
-        """Move the keys to another engine; see `KNNStore.move`."""
+        """Move the keys to another engine, and erase the old keys; see `KNNStore.move`."""
         started = time.perf_counter()
         for engine in (self._current.engine, target):
-            _check_keys(engine)
-        target = replace(target, params=_as_json(target.params))
+            _check_has_keys(engine)
+        target = replace(target, params=_normalize_params(target.params))
         self._current.view()  # follows a move whose answer was lost
         before = self._current.engine
-        done = self._relocate(writer, target, progress)
-        left = self.settle()
-        return Moved(before, target, seconds=time.perf_counter() - started, left=left, **done._asdict())
+        transferred = self._copy_and_switch(writer, target, progress)
+        reason_left = self.finish()
+        return Moved(
+            before, target, seconds=time.perf_counter() - started, left=reason_left, **transferred._asdict()
+        )
 
-    def _relocate(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Transferred:
-        """Copy the records, compare them, and switch to the copy; the old keys stay."""
+    def _copy_and_switch(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Transferred:
+        """Copy the records, compare the copy, and switch to the copy. The old keys are not erased.
+
+        Raises:
+            DatastoreError: if the copy differs, or records are lost.
+            CorruptDatastoreError: if keys are damaged. The message names their documents.
+        """
 
         def commit() -> None:
-            writer.move(target, held.get_checksums())
+            writer.move(target, target_checksums.get_checksums())
             failpoint("move.switched")
 
         source = self._current.datastore
-        check_undamaged(self._catalog, source, _UNDONE)
+        check_undamaged(self._catalog, source, _UNCHANGED)
         snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
-        copy = self._begin(target, source.count(), progress)
+        copy = self._open_target(target, source.count(), progress)
         try:
-            read, held = (
+            source_checksums, target_checksums = (
                 make_checksum_checker(snapshot, stored),
                 make_checksum_computer(snapshot, copy.capabilities),
             )
-            with name_damaged_documents(self._catalog, source, _UNDONE):
-                done = transfer(source, copy, progress, reads=read.add, holds=held.add)
-            altered = read.find_differing(stored)
+            with name_damaged_documents(self._catalog, source, _UNCHANGED):
+                transferred = transfer(
+                    source, copy, progress, reads=source_checksums.add, holds=target_checksums.add
+                )
+            altered = source_checksums.find_differing(stored)
             if altered:
                 raise CorruptDatastoreError(
                     f"keys of {format_document_names(self._catalog, altered)} were altered: remove and add "
                     f"again what `knnstore verify` names; {GIVE_UP}"
                 )
-            lacking = int(snapshot.records.sum()) - done.records
-            if lacking > 0:
+            lost_records = int(snapshot.records.sum()) - transferred.records
+            if lost_records > 0:
                 raise DatastoreError(
-                    f"{lacking:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"
+                    f"{lost_records:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"
                 )
             old = self._current.switch(target, copy, commit)
         except BaseException:
@@ -154,47 +170,54 @@ class Relocation:
                 copy.close()
             raise
         old.close()
-        return done
+        return transferred
 
-    def _begin(self, target: Engine, records: int, progress: Progress) -> Datastore:
-        """Open the target for writing: a new one, or the one of the same move, interrupted."""
-        source, place, known = self._current.engine, self._current.place(target), True
-        what = f"a copy of {records:,} records"
-        plan = self._plan()
+    def _open_target(self, target: Engine, records: int, progress: Progress) -> Datastore:
+        """Open the target for writing: create it, or open the target of the same interrupted move.
+
+        Also claims the target and saves the state of the move. The copy of another unfinished move is erased.
+
+        Raises:
+            DatastoreExistsError: if the place already holds something else.
+            DiskFullError: if there is too little space.
+        """
+        source, place, is_known = self._current.engine, self._current.place(target), True
+        operation = f"a copy of {records:,} records"
+        plan = self._read_plan()
         if plan is not None and plan.target != target:
-            self._give_up(plan, progress)
+            self._abandon_other_move(plan, progress)
             plan = None
         if plan is None:
-            self._check_free(place)
-            place.check_space(records, what)
-            Plan(self._catalog.store_id, source, target).write(self._home)
+            self._check_place_is_free(place)
+            place.check_space(records, operation)
+            MovePlan(self._catalog.store_id, source, target).write(self._home)
             failpoint("move.planned")
             try:
-                opened = place.open("x")
+                datastore = place.open("x")
             except (ConfigError, DatastoreExistsError):
-                Plan.forget(self._home)
+                MovePlan.delete(self._home)
                 raise
         else:
             key_owner = place.find_owner()
             if key_owner in (KeyOwner.OTHER_STORE, KeyOwner.OTHER_COPY):
-                raise place.taken()
-            known = key_owner is KeyOwner.THIS_STORE or (plan.made and not place.remembers)
-            opened = place.open("a")
+                raise place.make_taken_error()
+            is_known = key_owner is KeyOwner.THIS_STORE or (plan.made and not place.saves_claims)
+            datastore = place.open("a")
         with ExitStack() as failed:
-            failed.callback(opened.close)
+            failed.callback(datastore.close)
             if plan is not None:
-                if not known and opened.count():
-                    Plan.forget(self._home)
-                    raise place.taken()
-                place.check_space(records - opened.count(), what)
+                if not is_known and datastore.count():
+                    MovePlan.delete(self._home)
+                    raise place.make_taken_error()
+                place.check_space(records - datastore.count(), operation)
             place.claim()
             failpoint("move.made")
-            Plan(self._catalog.store_id, source, target, made=True).write(self._home)
+            MovePlan(self._catalog.store_id, source, target, made=True).write(self._home)
             failed.pop_all()
-        return opened
+        return datastore
 
-    def _check_free(self, place: Place) -> None:
-        """Refuse a place that holds anything: whatever is there after the move is taken for the store's."""
+    def _check_place_is_free(self, place: Place) -> None:
+        """Raise DatastoreExistsError if a place holds anything, because the move would take it over."""
         folder, old, problem = place.folder, self._current.place(self._current.engine).folder, None
         if folder is not None and old is not None and folder.is_relative_to(old):
             problem = "is where the keys are now"
@@ -204,48 +227,49 @@ class Relocation:
             raise DatastoreExistsError(f"{place.location} {problem}; choose another --location")
         place.check_free()
 
-    def _give_up(self, plan: Plan, progress: Progress) -> None:
-        """Clear the way for another move: what was left of this one is erased, or named."""
+    def _abandon_other_move(self, plan: MovePlan, progress: Progress) -> None:
+        """Erase the leftovers of an unfinished move before another move begins, or print what stays."""
         if plan.target != self._current.engine:
-            progress.say(f"giving up the unfinished move to {self._leftover(plan)}")
+            progress.say(f"giving up the unfinished move to {self._get_leftover(plan)}")
         try:
-            problem = self._end(plan)
+            problem = self._erase_leftover(plan)
         except (KnnstoreError, OSError) as error:
             problem = str(error)
-            Plan.forget(self._home)
+            MovePlan.delete(self._home)
         if problem:
-            progress.say(f"remove what is left at {self._leftover(plan)} yourself: {problem}")
+            progress.say(f"remove what is left at {self._get_leftover(plan)} yourself: {problem}")
 
-    def _end(self, plan: Plan) -> str | None:
-        """Erase what is left of a move; returns why that is left to the user, if it is."""
-        leftover = self._leftover(plan)
-        ours = plan.made or plan.target == self._current.engine or leftover.is_empty()
-        left = leftover.erase() if ours else None
-        Plan.forget(self._home)
-        return left
+    def _erase_leftover(self, plan: MovePlan) -> str | None:
+        """Erase the leftovers of a move and delete its saved state. Returns a reason if they stay."""
+        leftover = self._get_leftover(plan)
+        is_ours = plan.made or plan.target == self._current.engine or leftover.is_empty()
+        reason_left = leftover.erase() if is_ours else None
+        MovePlan.delete(self._home)
+        return reason_left
 
-    def _leftover(self, plan: Plan) -> Place:
+    def _get_leftover(self, plan: MovePlan) -> Place:
         """Return the keys to erase: the old keys if the move has switched, else the copy."""
         return self._current.place(plan.source if plan.target == self._current.engine else plan.target)
 
-    def _plan(self) -> Plan | None:
+    def _read_plan(self) -> MovePlan | None:
         """Return the unfinished move; None if there is none."""
-        return Plan.read(self._home, self._catalog.store_id)
+        return MovePlan.read(self._home, self._catalog.store_id)
 
 
-def _check_keys(engine: Engine) -> None:
-    """Refuse to move keys where none are kept."""
+def _check_has_keys(engine: Engine) -> None:
+    """Raise ConfigError if the engine keeps no keys."""
     if engine.is_keyless:
         raise ConfigError(
             "a store keeps keys or none from its beginning on: make another one and add the documents to it"
         )
 
 
-def _lines(place: Place, left: str | None) -> list[str]:
+def _format_leftover(place: Place, left: str | None) -> list[str]:
+    """Return the place and the reason `left` as one line in a list; an empty list without a reason."""
     return [f"{place}: {left}"] if left else []
 
 
-def _as_json(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an adapter's parameters after a round trip through JSON."""
+def _normalize_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an adapter's parameters after a round trip through JSON. Raises InputError for other values."""
     check_json(params, "the parameters")
     return dict(json.loads(json.dumps(dict(params))))
