@@ -296,7 +296,7 @@ def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
     while parts.tokens_left:
         read.append(go_on(parts, 7))
     assert sum(read) == 59 < 7 * len(read)
-    one, other = whole.remembered(), parts.remembered()
+    one, other = whole.get_state(), parts.get_state()
     for column in zip(
         *(map(torch.cat, zip(*each.scores, strict=True)) for each in (other, one)), strict=True
     ):
