@@ -117,6 +117,7 @@ class Documents:
         """
 
         def ignore(file: Path) -> None:
+            """Count a file of an unsupported type, and print its name with ``--verbose``."""
             self.ignored += 1
             self.names_by_reason.setdefault(Reason.KIND, []).append(str(file))
             if LOG.verbose:
@@ -137,6 +138,7 @@ class Documents:
         """
 
         def skip(error: UnusableDocumentError) -> None:
+            """Count an unusable document, or raise its error."""
             if not (error.in_folder or self.skip_bad):
                 raise error
             self.skipped += 1

@@ -82,9 +82,9 @@ def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
         RequestValidationError: if the body does not match the model; contains the first error only.
     """
     _check_number_of_values(body)
-    given = json.loads(body)
+    values = json.loads(body)
     try:
-        return model.model_validate(given, from_attributes=True)
+        return model.model_validate(values, from_attributes=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise RequestValidationError([{**first, "loc": ("body", *first["loc"])}]) from error

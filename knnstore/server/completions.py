@@ -267,6 +267,7 @@ class _Answer:
         sources_by_text = {index: await self._find_sources(index) for index in sorted(texts)}
 
         def format_answer() -> Response:
+            """Build the JSON answer of all texts."""
             choices = []
             for index, text_pieces in sorted(texts.items()):
                 text = shape.get_prefix(index) + "".join(one.text for one in text_pieces)
@@ -310,6 +311,7 @@ class _Answer:
         yield "data: [DONE]\n\n"
 
     def _format_event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+        """Return one server-sent event with these choices, and the usage if the client wants it."""
         event = {**self._head, "object": self._shape.kind_of_part, "choices": choices}
         if self._body.wants_usage:
             event["usage"] = usage
@@ -392,6 +394,7 @@ def _check_sources(body: GenerationRequest, tokens: int) -> None:
 
 
 def _answer_too_large_error(serving: Serving) -> ApiError:
+    """Return the error 400 for an answer that is too large because of its log-probabilities."""
     return refused(
         f"logprobs: the answer is larger than {serving.limits.answer_bytes:,} bytes (`--max-answer`): ask "
         "for fewer of the likeliest tokens, for fewer prompts, or for a stream",

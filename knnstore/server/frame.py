@@ -82,6 +82,7 @@ class Frame:
         record: dict[str, Any] = {"status": 500, "begun": False, "first": None, "key": ""}
 
         async def send_answer(message: Message) -> None:
+            """Send a part of the answer, and record its status and the time of the first byte."""
             if message["type"] == "http.response.start":
                 record["begun"], record["status"] = True, message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = id
@@ -153,6 +154,7 @@ class Frame:
         byte_count, is_whole, deadline = 0, False, asyncio.get_running_loop().time() + self._body_seconds
 
         async def receive_limited() -> Message:
+            """Receive the next part of the body within the limits."""
             nonlocal byte_count, is_whole
             try:
                 async with asyncio.timeout_at(None if is_whole else deadline):

@@ -169,13 +169,13 @@ async def explain_generated_tokens(
     Returns:
         The explanation of each generated token, as JSON values.
     """
-    before = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
-    tokens = np.array([*before, *written], np.uint32)
+    prompt_tokens = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
+    tokens = np.array([*prompt_tokens, *written], np.uint32)
 
     def work() -> Turns[list[dict[str, Any]]]:
         shown = list[dict[str, Any]]()
         settings = serving.lm.resolve_settings(serving.scopes.resolve_settings(scope), Purpose.GENERATION)
-        turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(before))
+        turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(prompt_tokens))
         yield from _run_explanation(turns, lambda part: shown.extend(map(_token_fields, part)))
         return shown
 
@@ -219,11 +219,11 @@ def _run_explanation(
     """
     while True:
         try:
-            part = next(turns)
+            explained = next(turns)
         except StopIteration as end:
             documents: tuple[DocumentEffect, ...] = end.value
             return documents
-        take(part)
+        take(explained)
         yield
 
 

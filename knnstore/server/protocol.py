@@ -397,6 +397,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_number_of_texts(self) -> Self:
+        """Check that `best_of` equals `n`, and that prompts × n are at most `MOST_TEXTS`."""
         copies = self.n or 1
         if self.best_of not in (None, copies):
             raise field_error("best_of", "must equal n, because all texts are returned")
@@ -490,6 +491,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
+        """Check that content, tool calls and reasoning fit the message's role."""
         if self.content is None and self.role != "assistant":
             raise field_error("content", f"a message of the role {self.role!r} needs one")
         if self.tool_calls and self.role != "assistant":

@@ -108,6 +108,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
     failures: list[BaseException] = []
 
     def load_and_start() -> None:
+        """Load the model and start serving. An error is kept in `failures` and stops the server."""
         try:
             lm = load()
             try:
@@ -181,6 +182,7 @@ def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
     """
 
     def reload() -> None:
+        """Reload all caches, if the model is loaded. Errors are logged."""
         if not serving.is_ready:
             return
         try:

@@ -160,6 +160,7 @@ class Serving:
                 lm.store.visit(keys, settings.probes, selection)
 
         def run_model() -> None:
+            """Explain and continue the beginning of the longest document of the scope."""
             settings, lengths = self.scopes.resolve_settings(scope), lm.store.lengths(selection)
             text = np.zeros(1, np.uint32)
             if any(lengths.values()):  # a document can have characters but no tokens
@@ -271,6 +272,7 @@ class Serving:
         shown = prompt.tokens[prompt.hidden :]
 
         def split_into_texts(_: Any) -> tuple[list[str], int]:
+            """Return the text of each shown token, and the number of unfinished tokens at the end."""
             if isinstance(given, str):
                 return split_text(self._token_texts, given, shown), 0
             last = shown[-1]
@@ -304,11 +306,11 @@ class Serving:
         """
         if isinstance(text_or_ids, str):
             self.check_length(len(text_or_ids), self.window, param)
-            before = [] if self.prefix is None else [self.prefix]
-            prompt = Prompt((*before, *self.tokenize(text_or_ids)), len(before))
+            prefix_tokens = [] if self.prefix is None else [self.prefix]
+            prompt = Prompt((*prefix_tokens, *self.tokenize(text_or_ids)), len(prefix_tokens))
             if not prompt.tokens:
                 raise refused("the prompt is empty, and the model has no token to begin with", param)
-            self.check_tokens(prompt.tokens[len(before) :], param)
+            self.check_tokens(prompt.tokens[len(prefix_tokens) :], param)
             return prompt
         if len(text_or_ids) > self.window:
             raise refused(

@@ -97,6 +97,7 @@ class Texts:
         return self.make_choice(index, text, prompt, written)
 
     def _make_logprobs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
+        """Return the field ``logprobs`` of a completion: parallel lists with one item for each token."""
         return {
             "tokens": [self._token_name(one.token, one.text) for one in scores],
             "token_logprobs": [one.log_prob for one in scores],
@@ -157,6 +158,7 @@ class Messages:
         return {"index": index, "delta": delta, "logprobs": self._make_logprobs(written)}
 
     def _make_logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        """Return the field ``logprobs`` of a message: one object for each token; None if not requested."""
         if not self.with_log_probs:
             return None
         return {

@@ -171,6 +171,7 @@ class Counting:
         """
 
         def count() -> None:
+            """Count the selection; runs in the background thread."""
             self._queued.discard(selection)
             try:
                 self.get_exact(view(), selection)

@@ -136,6 +136,7 @@ class Current:
                     raise
 
     def _find_key_owner(self, place: Place) -> KeyOwner:
+        """Return the owner of the keys, checked. A reader takes a damaged claim for no claim."""
         try:
             return place.check_owner(copied=self._copied)
         except CorruptDatastoreError:

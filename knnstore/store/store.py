@@ -135,8 +135,8 @@ class KNNStore(StoreReader):
         if params and mode != "r":
             raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
         check_mode(mode)
-        found = Home.open(home, writing=mode == "a")
-        return cls(found, Catalog.open(found.catalog_url), mode, params, copied=copied)
+        opened_home = Home.open(home, writing=mode == "a")
+        return cls(opened_home, Catalog.open(opened_home.catalog_url), mode, params, copied=copied)
 
     def close(self) -> None:
         """Close the datastore, the catalog and the writer's lock. A second call does nothing."""
@@ -225,9 +225,9 @@ class KNNStore(StoreReader):
         On a full disk they are removed in several transactions.
         """
         with self._lock_for_writing() as writer:
-            gone = self.select(selection)
+            removed = self.select(selection)
             writer.remove(self.view().rows(selection))
-        return gone
+        return removed
 
     def remove_domain(self, name: str) -> Domain:
         """Remove a domain with all its documents, and return its description.
@@ -359,6 +359,7 @@ class _FolderState:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
+        """Return the present state of a folder and of its parents."""
         path = folder.resolve()
         mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else None
         return cls(mode, tuple(parent for parent in path.parents if not parent.exists()))

@@ -66,8 +66,12 @@ class View:
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
         """Return the number of each record's document, in the shape of `ids`; -1 if it is not live."""
-        found = self.snapshot.documents_at(positions_of(ids))
-        return np.where(found >= 0, self.snapshot.rows[found], -1) if len(self.snapshot.rows) else found
+        document_indices = self.snapshot.documents_at(positions_of(ids))
+        return (
+            np.where(document_indices >= 0, self.snapshot.rows[document_indices], -1)
+            if len(self.snapshot.rows)
+            else document_indices
+        )
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
         """Return the k nearest live records of each query in a selection.
@@ -124,20 +128,20 @@ class View:
         """Return the hashes in `hashes` that are content hashes of selected documents."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
-        there = set(self.snapshot.rows[reached].tolist())
-        return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
+        selected_rows = set(self.snapshot.rows[reached].tolist())
+        return {hash for hash, rows in duplicates.items() if not selected_rows.isdisjoint(rows)}
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
         """Return the parts of each text that selected documents contain. The documents are read once."""
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
-        runs = Runs(texts) if letters is None else Runs([letters.of(one) for one in texts], RUN_LETTERS)
+        runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
         for row, tokens in self._catalog.texts(self.snapshot.rows[self.mask_documents(selection)].tolist()):
-            met = runs.compare_document(tokens if letters is None else letters.of(tokens))
-            for number in met.same:
+            shared = runs.compare_document(tokens if letters is None else letters.of(tokens))
+            for number in shared.same:
                 same[number].add(row)
-            for number in met.others:
+            for number in shared.others:
                 others[number].add(row)
         for number, share in enumerate(runs.shares(elsewhere=True)):
             if share >= KNOWN:
@@ -200,20 +204,20 @@ class View:
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
         visits: list[Visits] = datastore.visit(queries, probes, where=where)
         # All ids at once: of scored text there are a thousand small visits.
-        ids = [found.ids.ravel() for found in visits] or [np.empty(0, np.int64)]
+        ids = [cell_visits.ids.ravel() for cell_visits in visits] or [np.empty(0, np.int64)]
         every = ids[0] if len(ids) == 1 else np.concatenate(ids)
         alive = live.contains(every)
         if not alive.all() and (every[~alive] >= 0).any():
-            ends = np.cumsum([len(of) for of in ids])[:-1]
+            ends = np.cumsum([len(part) for part in ids])[:-1]
             parts = zip(visits, np.split(alive, ends), strict=True)
-            visits = [found.only(of.reshape(found.ids.shape)) for found, of in parts]
+            visits = [cell_visits.only(part.reshape(cell_visits.ids.shape)) for cell_visits, part in parts]
         return visits
 
     def _resolve_scope(self, selection: Selection) -> Scope:
         """Resolve a selection to records, without the cache. Raises the errors of `scope`."""
-        chosen = self.mask_documents(selection)
-        live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
-        records = int(self.snapshot.records[chosen].sum())
+        mask = self.mask_documents(selection)
+        live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
+        records = int(self.snapshot.records[mask].sum())
         if selection == EVERYTHING:
             return Scope(live, None, records)
         groups = None
@@ -234,37 +238,37 @@ class View:
         """
         if selection.where is None:
             return self._compute_mask(selection)
-        chosen = self._masks.get(selection)
-        if chosen is None:
-            chosen = self._compute_mask(selection)
-            chosen.setflags(write=False)
-            self._masks[selection] = chosen
+        mask = self._masks.get(selection)
+        if mask is None:
+            mask = self._compute_mask(selection)
+            mask.setflags(write=False)
+            self._masks[selection] = mask
             while len(self._masks) > _MAX_CACHED:
                 self._masks.popitem(last=False)
-        return chosen
+        return mask
 
     def _compute_mask(self, selection: Selection) -> NDArray[np.bool_]:
         """Return a mask of the documents that a selection contains, without the cache."""
         snapshot = self.snapshot
-        chosen = np.ones(len(snapshot.rows), bool)
+        mask = np.ones(len(snapshot.rows), bool)
         if selection.domains is not None:
-            chosen &= np.isin(snapshot.groups, [self._get_domain_number(name) for name in selection.domains])
+            mask &= np.isin(snapshot.groups, [self._get_domain_number(name) for name in selection.domains])
         if selection.tags is not None:
-            chosen &= self._mask_rows(chain(*self._catalog.rows_by_tag(selection.tags).values()))
+            mask &= self._mask_rows(chain(*self._catalog.rows_by_tag(selection.tags).values()))
         if selection.documents is not None:
-            chosen &= self._mask_rows(self._find_rows(selection.documents))
+            mask &= self._mask_rows(self._find_rows(selection.documents))
         if selection.where is not None:
-            groups = np.unique(snapshot.groups[chosen]).tolist()  # of others it is not even asked
-            chosen &= self._mask_rows(self._catalog.rows_where(selection.where, groups))
+            groups = np.unique(snapshot.groups[mask]).tolist()  # of others it is not even asked
+            mask &= self._mask_rows(self._catalog.rows_where(selection.where, groups))
         if selection.exclude:
-            chosen &= ~self._mask_rows(chain(*self._catalog.rows_by_content(selection.exclude).values()))
-        return chosen
+            mask &= ~self._mask_rows(chain(*self._catalog.rows_by_content(selection.exclude).values()))
+        return mask
 
     def _get_domain_number(self, domain: str) -> int:
         """Return the number of a domain. Raises DomainNotFoundError, which lists all domains."""
         if domain not in self.snapshot.domains:
-            there = ", ".join(sorted(map(str, self.snapshot.domains))) or "none"
-            raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {there}")
+            domain_names = ", ".join(sorted(map(str, self.snapshot.domains))) or "none"
+            raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {domain_names}")
         return self.snapshot.domains[domain]
 
     def _find_rows(self, ids: Collection[str]) -> list[int]:

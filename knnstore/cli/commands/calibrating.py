@@ -248,11 +248,12 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     with knnstore.open(home) as store:
         scope_domains = tuple(domains or ())
         store.record_count(knnstore.Selection(domains=scope_domains or None))  # raises for an unknown domain
-        found = [
+        candidates = [
             (scope, store.settings(scope)) for scope in ((scope_domains, ()) if scope_domains else ((),))
         ]
         scope, saved = next(
-            ((scope, candidate) for scope, candidate in found if candidate and candidate.query), ((), None)
+            ((scope, candidate) for scope, candidate in candidates if candidate and candidate.query),
+            ((), None),
         )
         stored_count = len(store.stored_content(saved.fitted_on)) if saved else 0
     if saved is None:

@@ -97,12 +97,15 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     evaluations: list[Evaluation] = []
 
     def measure(state: str) -> dict[str, float]:
-        found = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
+        """Evaluate both domains and record the state. Returns the perplexities with the store by domain."""
+        results = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
         if not states:
-            states.append({"state": "the model alone"} | {name: one.base_ppl for name, one in found.items()})
-        perplexities = {name: one.knn_ppl for name, one in found.items()}
+            states.append(
+                {"state": "the model alone"} | {name: one.base_ppl for name, one in results.items()}
+            )
+        perplexities = {name: one.knn_ppl for name, one in results.items()}
         states.append({"state": state} | perplexities)
-        evaluations.extend(found.values())
+        evaluations.extend(results.values())
         return perplexities
 
     # 1) Add both domains, one after the other.

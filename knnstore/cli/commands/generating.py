@@ -277,7 +277,7 @@ def credit_documents(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any
                 credits.setdefault((source.domain, source.document), []).append(
                     (given, _format_context(source))
                 )
-    found: list[dict[str, Any]] = [
+    document_credits: list[dict[str, Any]] = [
         {
             "share": sum(share for share, _ in given) / len(tokens),
             "domain": domain,
@@ -286,7 +286,7 @@ def credit_documents(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any
         }
         for (domain, document), given in credits.items()
     ]
-    return sorted(found, key=lambda credit: -credit["share"])
+    return sorted(document_credits, key=lambda credit: -credit["share"])
 
 
 def _format_context(source: "Source") -> str:

@@ -136,6 +136,7 @@ class Endpoints:
         """
 
         def register_endpoint(function: Callable[..., Any]) -> Callable[..., Any]:
+            """Add a function to the application as an endpoint, and return it unchanged."""
             dependencies = [] if right is None else [Depends(_RightCheck(right))]
             openapi_fields = {_RIGHT: right.value if right else _NONE}
             endpoint = function if iscoroutinefunction(function) else _wrap_as_json_response(function)

@@ -139,10 +139,10 @@ def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
     Compares inodes, so it also finds a folder that a bind mount shows at another path.
     """
     try:
-        known = folder.stat()
+        folder_status = folder.stat()
         if (other / DESCRIPTION).is_file() and not other.samefile(home):
             for path in other.iterdir():
-                if path.is_dir() and os.path.samestat(path.stat(), known):
+                if path.is_dir() and os.path.samestat(path.stat(), folder_status):
                     return other
     except OSError:  # missing, or not readable by this user
         pass
@@ -154,10 +154,10 @@ def find_hard_link(folder: Path) -> Path | None:
     for inner, _, names in os.walk(folder):
         for path in (Path(inner) / name for name in names):
             try:
-                known = path.lstat()
+                status = path.lstat()
             except FileNotFoundError:  # removed since the folder was listed
                 continue
-            if stat.S_ISREG(known.st_mode) and known.st_nlink > 1:
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
                 return path
     return None
 
@@ -195,7 +195,7 @@ def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
     Raises ConfigError for any other path, for example for a link that leads out of `within`.
     """
     try:
-        known = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         if not path.is_symlink():
             return
@@ -204,7 +204,7 @@ def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
         kind = "cannot be read"
     else:
         inside = path.resolve().is_relative_to(within.resolve())
-        if inside and (stat.S_ISREG(known.st_mode) or (folders and stat.S_ISDIR(known.st_mode))):
+        if inside and (stat.S_ISREG(status.st_mode) or (folders and stat.S_ISDIR(status.st_mode))):
             return
         wanted = "is neither a file nor a folder" if folders else "is no file"
         kind = wanted if inside else "leads out of its folder"

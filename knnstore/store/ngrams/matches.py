@@ -129,8 +129,8 @@ class Matches:
         """
         unigrams = self._counts.unigrams
         tokens = self._symbols[at + 1].astype(np.int64) - 1
-        known = tokens < len(unigrams)
-        probs = np.where(known, unigrams[np.where(known, tokens, 0)], 0).astype(np.float64)
+        is_known = tokens < len(unigrams)
+        probs = np.where(is_known, unigrams[np.where(is_known, tokens, 0)], 0).astype(np.float64)
         levels = self._compute_levels(at, order)
         seen = self._count_ngrams(self._extend_ranges(at, levels), levels.lengths + 1, order)
         for level in reversed(range(order - 1)):
@@ -218,11 +218,11 @@ class Matches:
     def _select_longest(self, levels: _ContextLevels) -> Suffixes:
         """Return the longest found suffix of each context."""
         rows, longest = np.arange(len(levels.there)), levels.there.argmax(1)
-        found = levels.there[rows, longest]
+        is_found = levels.there[rows, longest]
         lengths = levels.lengths[longest]
         counts = self._counts.count_followed(lengths, levels.ranges[:, rows, longest])
         successors = levels.successors[rows, longest]
-        return Suffixes(*(np.where(found, of, 0) for of in (lengths, counts, successors)))
+        return Suffixes(*(np.where(is_found, of, 0) for of in (lengths, counts, successors)))
 
     def _extend_ranges(self, at: Places, levels: _ContextLevels) -> Places:
         """Return the range of each suffix together with its next symbol, shape (2, q, l)."""

@@ -80,14 +80,14 @@ class NGramCounts:
 
     def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
         """Return start and stop of each symbol's range in the suffix array; empty for unknown symbols."""
-        known = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
-        return self._bounds[known], self._bounds[known + 1]
+        known_symbols = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
+        return self._bounds[known_symbols], self._bounds[known_symbols + 1]
 
     def count_followed(self, lengths: Places | int, ranges: Places) -> Places:
         """Return the number of occurrences of n-grams that are followed by a token in their document."""
-        before = np.searchsorted(self._last, ranges + (lengths - 1) * len(self.text.order))
-        found: Places = np.subtract(*(ranges - before)[::-1])
-        return found
+        last_before = np.searchsorted(self._last, ranges + (lengths - 1) * len(self.text.order))
+        counts: Places = np.subtract(*(ranges - last_before)[::-1])
+        return counts
 
     def count_different(self, lengths: Places | int, ranges: Places) -> Places:
         """Return the number of different n-grams of `lengths`, 2 or more, in ranges of the suffix array."""

@@ -73,8 +73,8 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
     symbols, length, wanted_list = text.symbols, len(wanted), wanted.tolist()
 
     def key(place: np.int32) -> list[int]:
-        found: list[int] = symbols[place : place + length].tolist()
-        return found
+        symbols_there: list[int] = symbols[place : place + length].tolist()
+        return symbols_there
 
     low = bisect_left(text.order, wanted_list, key=key)
     if low == len(text.order) or key(text.order[low]) != wanted_list:
@@ -114,10 +114,10 @@ def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[flo
         if len(places) == 1:
             break
         after = text.symbols.take(places + ahead, mode="clip")
-        found, counts = np.unique(after, return_counts=True)
+        next_symbols, counts = np.unique(after, return_counts=True)
         most = counts.argmax()
         shares.append(counts[most] / len(places))
-        places = places[after == found[most]]
-        if found[most] == END:
+        places = places[after == next_symbols[most]]
+        if next_symbols[most] == END:
             break
     return int(places[0]), shares

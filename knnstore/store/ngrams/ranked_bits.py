@@ -59,16 +59,16 @@ class RankedBits:
             ranges: starts and stops, shape (2, ...).
             row: sequence of each range, any shape that broadcasts with (...).
         """
-        found: Places = np.subtract(*self.rank(ranges, row)[::-1])
-        return found
+        counts: Places = np.subtract(*self.rank(ranges, row)[::-1])
+        return counts
 
     def rank(self, places: Places, row: Places | int = 0) -> Places:
         """Return the number of set bits before each place, 0 to n; any shape."""
         words = (places >> _WORD_BITS) + row * self._width
-        found: Places = np.bitwise_count(self._words[words] & _BELOW[places & _IN_WORD]).astype(np.int64)
-        found += self._within[words]
-        found += self._before[words >> _BLOCK_BITS]
-        return found
+        ranks: Places = np.bitwise_count(self._words[words] & _BELOW[places & _IN_WORD]).astype(np.int64)
+        ranks += self._within[words]
+        ranks += self._before[words >> _BLOCK_BITS]
+        return ranks
 
     def find_ones(self, ranges: Places, row: Places) -> tuple[Places, Places]:
         """Find the set bits in r ranges.

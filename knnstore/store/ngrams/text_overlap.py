@@ -32,13 +32,13 @@ class Letters:
 
         Token ids beyond the vocabulary count as the last token.
         """
-        known = np.minimum(tokens.astype(np.int64), len(self._ends) - 2)
-        starts = self._ends[known]
-        lengths = self._ends[known + 1] - starts
-        before = np.cumsum(lengths) - lengths
-        at = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
-        found: NDArray[np.uint32] = self._letters[at]
-        return found
+        known_tokens = np.minimum(tokens.astype(np.int64), len(self._ends) - 2)
+        starts = self._ends[known_tokens]
+        lengths = self._ends[known_tokens + 1] - starts
+        letters_before = np.cumsum(lengths) - lengths
+        indices = np.repeat(starts - letters_before, lengths) + np.arange(lengths.sum())
+        letters: NDArray[np.uint32] = self._letters[indices]
+        return letters
 
 
 RUN_LETTERS = 128
@@ -130,10 +130,10 @@ class Runs:
         With `elsewhere`, only runs of documents that are not the same text as the indexed one count.
         """
         shares = self._whole.astype(float) * (not elsewhere)
-        numbers, found = self._long.count_covered(
+        numbers, covered = self._long.count_covered(
             np.flatnonzero(self._elsewhere if elsewhere else self._found)
         )
-        shares[numbers] = found / self._lengths[numbers]
+        shares[numbers] = covered / self._lengths[numbers]
         return [float(share) for share in shares]
 
 

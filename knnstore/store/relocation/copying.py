@@ -92,8 +92,8 @@ def transfer(
     failpoint("move.compared")
     if not records:
         return Transferred(0, copied, None, 0, target.capabilities.codes)
-    found = target.search(queries, nearest.k).distances
-    recall = float((found <= nearest.bounds()[:, None]).mean())
+    found_distances = target.search(queries, nearest.k).distances
+    recall = float((found_distances <= nearest.bounds()[:, None]).mean())
     if target.capabilities.exact_search and recall < 1:
         raise DatastoreError(f"the copy does not find the nearest records: {GIVE_UP}")
     return Transferred(records, copied, recall, nearest.k, target.capabilities.codes)

@@ -80,9 +80,9 @@ class Relocation:
     def finish_or_warn(self) -> None:
         """Run `finish` when a store is opened, and log a warning if old keys still exist."""
         MovePlan.remove_temporary_file(self._home)
-        left = self.finish()
-        if left:
-            _logger.warning("what is left of a move stays: %s", left)
+        reason = self.finish()
+        if reason:
+            _logger.warning("what is left of a move stays: %s", reason)
 
     def abandon(self) -> Engine | None:
         """Erase the copy of an unfinished move. Returns the move's target; None without a move."""
@@ -90,9 +90,9 @@ class Relocation:
         plan = self._read_plan()
         if plan is None or plan.target == self._current.engine:
             return None
-        left = self._erase_leftover(plan)
-        if left:
-            _logger.warning("the unfinished copy stays: %s", left)
+        reason = self._erase_leftover(plan)
+        if reason:
+            _logger.warning("the unfinished copy stays: %s", reason)
         return plan.target
 
     def erase_leftovers(self, progress: Progress) -> list[str]:
@@ -109,10 +109,10 @@ class Relocation:
 
         Returns the places that could not be erased, one line each.
         """
-        before = self._current.place(self._current.engine)
+        old_place = self._current.place(self._current.engine)
         target = choose_copy_engine(self._home, self._current.engine, begun=self.get_unfinished_target())
         self._copy_and_switch(writer, target, progress)
-        return _format_leftover(before, self.finish())
+        return _format_leftover(old_place, self.finish())
 
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
         """Move the keys to another engine, and erase the old keys; see `KNNStore.move`."""

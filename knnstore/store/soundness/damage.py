@@ -28,11 +28,11 @@ def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
     without reporting a new damaged part.
     """
     while True:
-        known = len(list_damaged_parts(datastore))
+        damage_count = len(list_damaged_parts(datastore))
         try:
             return read()
         except CorruptDatastoreError:
-            if len(list_damaged_parts(datastore)) == known:
+            if len(list_damaged_parts(datastore)) == damage_count:
                 raise
 
 
@@ -88,6 +88,7 @@ def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Dat
         return candidates
 
     def count() -> NDArray[np.int64]:
+        """Return the number of readable records of each document in the snapshot."""
         # Other parts may hold documents whose positions lie in the same range.
         record_counts = np.zeros(len(snapshot.rows), np.int64)
         for ids, _, _ in datastore.iterate(
