@@ -1,4 +1,4 @@
-"""The store: documents in SQL and their keys in a vector engine, kept as one thing."""
+"""The store: documents in an SQL catalog and their keys in a vector engine, which always agree."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Counts of n-grams of the live documents of a selection, cached by selection."""
+"""Cache of n-gram counts of the live documents of selections."""
 
 import logging
 import threading

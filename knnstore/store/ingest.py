@@ -1,18 +1,18 @@
-"""The two-phase protocol that keeps the catalog and the datastore as one thing.
+"""The two-phase protocol that keeps the catalog and the datastore consistent.
 
 ::
 
-    1 begin      documents become pending, with positions of their own
-    2 add        their records go to the datastore
-    3 flush      ... durably
-    4 publish    pending -> live: acknowledged; the versions replaced become deleting
-    5 purge      what was fitted on whatever is not live goes, its records leave the datastore, then its rows
+    1 begin      the catalog saves the documents as pending, with ranges of positions of their own
+    2 add        the datastore gets their records
+    3 flush      the records become durable
+    4 publish    pending documents become live, the versions that they replace become "deleting"
+    5 purge      documents that are not live are deleted: fitted settings, then records, then rows
 
-A crash before 4 leaves pending documents, one after 4 leaves deleting ones. Recovery is step 5
-for both, and each step may be repeated, so recovery may itself be killed.
+A crash before step 4 leaves pending documents, a crash after step 4 leaves deleting ones. Recovery is step 5
+for both. Each step may be repeated, so recovery may be interrupted too.
 
-A reader sees each document whole or not at all. A domain goes in one transaction too, but where a full disk
-has no room for its log: then a part of its documents goes before the others.
+A reader sees each document completely or not at all. A domain is removed in one transaction, except on a full
+disk without room for the log: then its documents are removed in several transactions.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Where a retrieved token comes from."""
+"""Provenance of retrieved records: document, position and surrounding text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

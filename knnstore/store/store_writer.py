@@ -1,4 +1,4 @@
-"""Changing a store. Each change is complete or has no effect."""
+"""Changes of a store. Each change is made completely or has no effect."""
 
 import logging
 import threading

@@ -1,14 +1,15 @@
-"""Counts of the n-grams of stored text: which words follow exactly these words.
+"""Counts of the n-grams of stored text, for the probability of a token after exactly these tokens.
 
 Interpolated Kneser-Ney (Kneser and Ney 1995; Chen and Goodman 1999, section 2.7). Of a context h, its end
 h' without the first symbol, and a token w:
 
     p(w | h) = max(c(h w) - D, 0) / c(h) + D n(h) / c(h) p(w | h')
 
-The longest n-grams count as often as they occur. A shorter one counts once for each different symbol before
-it; the beginning of a document has nothing before it, so there each occurrence counts. c(h) is the sum of
-what comes after h, n(h) how many different tokens do, D of each length is n1 / (n1 + 2 n2) of the n-grams
-that count once and twice. Single tokens, the unigrams, have the share of their counts.
+The longest n-grams count as often as they occur. A shorter n-gram counts once for each different symbol
+before it (continuation count). At the beginning of a document no symbol comes before, so each occurrence
+counts. c(h) is the sum of the counts of all tokens after h, n(h) is the number of different tokens after h.
+The discount D of each length is n1 / (n1 + 2 n2), where n1 and n2 are the numbers of n-grams with count 1 and
+2. The probability of a unigram is its share of all counts.
 
 Data structure. Documents are laid out one after another, and their places are sorted by the next `DEPTH`
 symbols (`suffix_array`). An n-gram is therefore a range of the suffix array, found by bisection, and its
@@ -19,14 +20,14 @@ occurrence of an n-gram, and another bit marks its first occurrence with the pre
 c counts bits of the second kind or is the length of the range. A context that occurs a million times
 therefore costs as much as a rare one, and only the tokens of a distribution are listed (`matches`).
 
-Exact for every selection. Documents that are not selected, or not live, are taken out of the order, what is
-left is in order, and the bits are made of that: counts and discounts are those of a store that never held
-anything else.
+Exact for every selection. Documents that are not selected, or not live, are removed from the suffix array.
+The rest of the array is still sorted, and the bits are computed from it. So counts and discounts equal those
+of a store that never had the other documents.
 
-All of it is derived from the tokens in the catalog, in memory, and nothing in a file: 8 bytes a token, 10
-where the vocabulary has more than 65,532, and 12 for each token of the vocabulary. Sorting and counting take
-less than a second for a million tokens, a tenth of what loading a model does. So there is nothing to verify,
-to move and to erase, and a reader needs no writer.
+All of this is computed in memory from the tokens in the catalog, and saved in no file. It takes 8 bytes a
+stored token (10 if the vocabulary has more than 65,532 tokens), and 12 bytes for each token of the
+vocabulary. Sorting and counting take less than a second for a million tokens, a tenth of the time to load a
+model. So nothing must be verified, moved or erased, and a reader needs no writer.
 """
 
 from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes
