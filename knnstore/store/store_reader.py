@@ -164,10 +164,10 @@ class StoreReader:
         """List live documents in the order in which they were added.
 
         Args:
-            domain: only those of this domain.
-            domains: only those of these domains; an empty list gives no documents.
-            id: only those of this id; several domains may have one.
-            tag: only those that carry this tag.
+            domain: list only documents of this domain; None lists all domains.
+            domains: list only documents of these domains; an empty list gives no documents.
+            id: list only documents with this id; several domains may have one.
+            tag: list only documents with this tag.
             offset: number of documents to skip.
             limit: largest number of documents; None returns all.
         """

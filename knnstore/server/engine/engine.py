@@ -91,7 +91,8 @@ class Engine:
         self._job_queue: deque[Job[Any]] = deque()
         self._first_tokens = self._turn_count = 0
         self._last_scored: tuple[Ticket | None, int, tuple[TokenScore, ...]] = None, 0, ()
-        """Ticket, index and scores of the prompt whose scores were last told; its copies share them."""
+        """Ticket, index and scores of the prompt whose scores were sent last. All texts of the prompt share
+        them."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 

@@ -15,7 +15,7 @@ Turns: TypeAlias = Generator[None, None, Found]
 
 
 class Job(Generic[Found]):
-    """Long work and the future of its result.
+    """Long work that the engine runs in turns, with a future for the result.
 
     The future stays pending until the work is done, so that it can be cancelled between turns.
 

@@ -88,10 +88,10 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
 
 
 def is_physically_inside(folder: Path, home: Path) -> bool:
-    """Check whether a folder is physically inside a home, so that whoever copies the home copies the folder.
+    """Check whether a folder is physically inside a home, so that a copy of the home contains it.
 
     A link that leads out of the home is not inside, and neither is a folder on another device, a mount
-    point, or a folder below or above one: a bind mount shows the files of somebody else.
+    point, or a folder below or above one: a bind mount shows files that may belong to another store.
     """
     folder, home = folder.resolve(), home.resolve()
     if not folder.is_relative_to(home):
