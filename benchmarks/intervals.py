@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.lm.scoring import blocks_of, interval_of
+from knnstore.lm.scoring import assign_blocks, compute_interval
 
 Floats = NDArray[np.float64]
 Population = Callable[[np.random.Generator, int], tuple[Floats, Floats]]
@@ -94,7 +94,7 @@ def intervals(losses: Floats, lengths: Floats, draws: Floats) -> dict[str, tuple
         np.where(np.isfinite(ratios), ratios, np.sign(means - mean) * 1e9), [0.025, 0.975]
     )
     jackknife = math.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()) * student(count - 1)
-    used = interval_of(losses, lengths.astype(np.int64))
+    used = compute_interval(losses, lengths.astype(np.int64))
     return {
         "percentiles": tuple(np.quantile(means, [0.025, 0.975])),
         "BCa": tuple(np.quantile(means, shares)),
@@ -133,12 +133,12 @@ def covered_in_file(drift: int, tokens: int, rounds: int) -> float:
     """Return that share for one file, whose loss has a part that is correlated over a number of tokens."""
     rng = np.random.default_rng(tokens)
     kept, hits = math.exp(-1 / drift), 0
-    blocks = blocks_of(np.zeros(tokens, np.int64))
+    blocks = assign_blocks(np.zeros(tokens, np.int64))
     weights = kept ** np.arange(8 * drift) * math.sqrt(1 - kept**2)
     for _ in range(rounds):
         slow = np.convolve(rng.normal(size=tokens + len(weights) - 1), weights, mode="valid")
         losses = TOKEN * (rng.exponential(1, tokens) - 1) + 0.6 * slow + 3.5
-        found = interval_of(np.bincount(blocks, losses), np.bincount(blocks))
+        found = compute_interval(np.bincount(blocks, losses), np.bincount(blocks))
         hits += found.low <= math.exp(3.5) <= found.high
     return hits / rounds
 

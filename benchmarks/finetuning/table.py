@@ -9,7 +9,7 @@ from sides import BOTH, CACHED, CHOSEN, FIXED, KEYS, LEARNED, NGRAMS, ROWS, STOR
 from steps import Floats
 
 from knnstore.lm import Interval
-from knnstore.lm.scoring import blocks_of, interval_of
+from knnstore.lm.scoring import assign_blocks, compute_interval
 
 BASE, TUNED, THRICE = "base", "fine-tuned", "three epochs"
 ON_TUNED = f"{TUNED}, "
@@ -57,7 +57,7 @@ RATIOS = {
 
 def table(title: str, found: Mapping[str, Floats], notes: Sequence[str]) -> str:
     """One part of one domain."""
-    blocks = blocks_of(found["documents"].astype(np.int64))
+    blocks = assign_blocks(found["documents"].astype(np.int64))
     lengths = np.bincount(blocks)
 
     def ratio(one: str, other: str | None = None) -> Interval | None:
@@ -65,7 +65,7 @@ def table(title: str, found: Mapping[str, Floats], notes: Sequence[str]) -> str:
         if one not in found or (other is not None and other not in found):
             return None
         gap = found[one] if other is None else found[one] - found[other]
-        return interval_of(-np.bincount(blocks, gap), lengths)
+        return compute_interval(-np.bincount(blocks, gap), lengths)
 
     lines = [
         f"### {title}",

@@ -61,7 +61,7 @@ def measure_size_curve(
     settings = resolve(store, knn or lm.knn)
     settings = settings.without(*settings.trained_components)
     listed = list(usable_documents(lm.reader, documents, on_bad))
-    HeldOut.of(store, lm.reader, listed, settings.selection).refuse_stored()
+    HeldOut.compare_with_store(store, lm.reader, listed, settings.selection).refuse_stored()
     alone = evaluate(lm, listed, KNNSettings(lam=0.0, selection=settings.selection), progress=progress)
     points = [SizePoint(0, 0, alone.intervals.base)]
     for part, count in _divide(store, settings.selection):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnstore.lm.calibration import ScoredText
 from knnstore.lm.mixing import fit_network
-from knnstore.lm.scoring import blocks_of
+from knnstore.lm.scoring import assign_blocks
 
 
 class ExpectedGains(NamedTuple):
@@ -42,7 +42,7 @@ def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
         return (outputs[:, 0] - wanted[rows]).square().mean()
 
-    documents = torch.from_numpy(blocks_of(scored.documents.numpy()))
+    documents = torch.from_numpy(assign_blocks(scored.documents.numpy()))
     network = fit_network(_known_before(scored), loss, documents, [float(wanted.mean())])
     return ExpectedGains(network, scale)
 

@@ -734,7 +734,7 @@ def evaluate_substitute(
         )
     _refuse_outdated(store, trained)
     listed = list(usable_documents(lm.reader, documents, on_bad))
-    HeldOut.of(store, lm.reader, listed, selection).refuse_stored()
+    HeldOut.compare_with_store(store, lm.reader, listed, selection).refuse_stored()
     keys = replace(settings, cache=None, ngrams=None, others={})
     alone = KNNSettings(k=1, lam=0.0, selection=selection, others={Substitute.name: trained})
     by_store, by_substitute = (evaluate(lm, listed, one, progress=progress) for one in (keys, alone))

@@ -14,7 +14,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
 from knnstore.lm.components import CacheSettings, DocumentKeys, RecentFitting
 from knnstore.lm.components.recent import look_back
-from knnstore.lm.explanation.explained import THIS_TEXT
+from knnstore.lm.explanation.token_explanations import THIS_TEXT
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.settings import KNNSettings, ReadingParts
 from tests.lm.phrases import words

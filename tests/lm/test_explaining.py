@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, Part
-from knnstore.lm.explanation.explained import Explanation, Source, TokenExplanation
-from knnstore.lm.explanation.rendering import DEEPEST
+from knnstore.lm.explanation.token_explanations import MAX_OPACITY, Explanation, Source, TokenExplanation
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import documents, phrases
 
@@ -132,7 +131,7 @@ def test_a_notebook_shows_the_text_colored_and_runs_none_of_it():
     spans = re.findall(
         r'<span title="([^"]*)" style="background:rgb\([\d ]+ / ([\d.]+)\)">(.*?)</span>', shown, re.DOTALL
     )
-    assert [float(alpha) for _, alpha, _ in spans] == [round(share * DEEPEST, 2) for share in shares]
+    assert [float(alpha) for _, alpha, _ in spans] == [round(share * MAX_OPACITY, 2) for share in shares]
     assert unescape(spans[1][2]) == (
         '<script>alert(1)</script>‹U+202E›<img src=x onerror="alert(2)">␇'.replace("␇", "\u2407")
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knnstore.lm.scoring.confidence_intervals import Interval, blocks_of, interval_of
+from knnstore.lm.scoring.confidence_intervals import Interval, assign_blocks, compute_interval
 
 
 def drawn(rng: np.random.Generator, count: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -27,7 +27,7 @@ def drawn(rng: np.random.Generator, count: int, kind: str) -> tuple[np.ndarray, 
 def test_intervals_cover_what_they_say(kind, count):
     losses, lengths = drawn(np.random.default_rng(0), 1_000_000, kind)
     truth, rng = math.exp(losses.sum() / lengths.sum()), np.random.default_rng(1)
-    found = [interval_of(*drawn(rng, count, kind)) for _ in range(2000)]
+    found = [compute_interval(*drawn(rng, count, kind)) for _ in range(2000)]
     covered = np.mean([one.low <= truth <= one.high for one in found])
     assert covered >= 0.93
 
@@ -35,18 +35,18 @@ def test_intervals_cover_what_they_say(kind, count):
 def test_documents_of_one_length_give_the_interval_of_a_mean():
     # For means the jackknife is the standard error, and 12 documents have about 12 degrees of freedom.
     means = np.random.default_rng(0).normal(4, 0.3, 12)
-    found, middle = interval_of(means * 500, np.full(12, 500)), means.mean()
+    found, middle = compute_interval(means * 500, np.full(12, 500)), means.mean()
     reach = 2.1788 * means.std(ddof=1) / math.sqrt(12)  # t of 12, from a table
     assert found == pytest.approx(np.exp([middle, middle - reach, middle + reach]), rel=1e-4)
 
 
 def test_one_document_says_nothing_of_others():
-    assert interval_of(np.array([3000.0]), np.array([1000])) == Interval(math.exp(3), 0.0, math.inf)
+    assert compute_interval(np.array([3000.0]), np.array([1000])) == Interval(math.exp(3), 0.0, math.inf)
     # One of nearly all tokens hardly more: a single degree of freedom.
-    found = interval_of(np.array([300_000.0, 30.0, 10.0]), np.array([100_000, 5, 5]))
-    alike = interval_of(np.array([300_000.0, 30.0, 10.0]), np.array([5, 5, 5]))
+    found = compute_interval(np.array([300_000.0, 30.0, 10.0]), np.array([100_000, 5, 5]))
+    alike = compute_interval(np.array([300_000.0, 30.0, 10.0]), np.array([5, 5, 5]))
     assert found.low < found.ppl < found.high
-    assert interval_of(np.array([1.0, 1.0, 2e6]), np.array([1, 1, 1])).high == math.inf
+    assert compute_interval(np.array([1.0, 1.0, 2e6]), np.array([1, 1, 1])).high == math.inf
     assert alike.ppl == math.inf
 
 
@@ -55,7 +55,7 @@ def test_one_document_says_nothing_of_others():
 def test_what_counts_as_a_document(lengths, seed):
     documents = np.repeat(np.arange(len(lengths)), lengths)
     turns = np.random.default_rng(seed).permutation(documents)  # several in turn, the tokens of each in order
-    blocks = blocks_of(turns)
+    blocks = assign_blocks(turns)
     whole = len(lengths) >= 8 and max(lengths) <= 0.75 * sum(lengths)
     for document, length in enumerate(lengths):
         inside = blocks[turns == document]

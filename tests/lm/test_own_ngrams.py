@@ -22,7 +22,7 @@ from knnstore.lm.components import (
     RecentFitting,
 )
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.explanation.explained import THIS_TEXT
+from knnstore.lm.explanation.token_explanations import THIS_TEXT
 from knnstore.lm.settings import KNNSettings, settings_for, settings_from_dict
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import words

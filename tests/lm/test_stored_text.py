@@ -174,12 +174,12 @@ def test_text_of_parts_of_several_documents_is_not_predicted_by_these(make_lm) -
     ]
     lm = make_lm({"d": [*whole, words(RNG, 100)]})
     joined = TextDocument("joined", " ".join(parts))
-    reached = HeldOut.of(lm.store, lm.reader, [joined], EVERYTHING).stored
+    reached = HeldOut.compare_with_store(lm.store, lm.reader, [joined], EVERYTHING).stored
     assert reached == {joined.content_hash: {one.content_hash for one in whole}}
 
 
 def test_a_document_is_left_out_though_its_text_be_not_known_again(lm, monkeypatch) -> None:
-    monkeypatch.setattr(HeldOut, "of", lambda *_: HeldOut([], {}))
+    monkeypatch.setattr(HeldOut, "compare_with_store", lambda *_: HeldOut([], {}))
     drawn = choose_stored(lm.store, lm.reader, EVERYTHING, 10**6)
     all_left = frozenset().union(*drawn.stored.values())
     assert all_left == {one.content_hash for one in lm.store.documents()}

@@ -17,7 +17,7 @@ from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, R
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, TokenTable
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.reading import adding
-from knnstore.lm.scoring import blocks_of, interval_of
+from knnstore.lm.scoring import assign_blocks, compute_interval
 from knnstore.lm.scoring import token_scores as scoring
 from knnstore.store import EVERYTHING, SavedSettings, Selection
 from tests.lm.phrases import words as random_words
@@ -361,7 +361,7 @@ def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
     assert found.intervals.change.ppl == pytest.approx(found.knn_ppl / found.base_ppl)
     losses = [(one.tokens, one.tokens * math.log(one.knn_ppl / one.base_ppl)) for one in found.by_document]
     lengths, sums = (np.array(column) for column in zip(*losses, strict=True))
-    assert found.intervals.change == pytest.approx(tuple(interval_of(sums, lengths)), rel=1e-5)
+    assert found.intervals.change == pytest.approx(tuple(compute_interval(sums, lengths)), rel=1e-5)
     groups = found.by("domain")
     assert {value: group.documents for value, group in groups.items()} == {"x": 6, "y": 3, None: 1}
     of_y = lm.evaluate([one for one in held_out if one["domain"] == "y"], settings)
@@ -376,9 +376,9 @@ def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
     assert len(table.to_pandas(lm.tokenizer)) == sum(12 + at for at in range(9))
     table = TokenTable()
     two = lm.evaluate([words(260), words(300)], settings, table=table)  # their blocks count
-    blocks = blocks_of(np.repeat([0, 1], [260, 300]))
+    blocks = assign_blocks(np.repeat([0, 1], [260, 300]))
     losses = -np.bincount(blocks, np.log(table.to_pandas(lm.tokenizer)["p"]))
-    assert two.intervals.knn == pytest.approx(tuple(interval_of(losses, np.bincount(blocks))), rel=1e-4)
+    assert two.intervals.knn == pytest.approx(tuple(compute_interval(losses, np.bincount(blocks))), rel=1e-4)
     pairs = lm.neighbors(words(4), settings).to_pandas()
     assert (len(pairs), pairs["weights"].sum()) == (4 * 8, pytest.approx(4))
 

@@ -23,7 +23,7 @@ from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.text import text_to_fit
 from knnstore.lm.components import NGramSettings
 from knnstore.lm.reading import usable_documents
-from knnstore.lm.scoring import grouped
+from knnstore.lm.scoring import group_by_left_out
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
@@ -242,7 +242,7 @@ def _measure_writing(
     Documents that are not stored are continued. If all are stored, those are continued that leave out the
     same stored documents as the first. `reached` is `HeldOut.stored`.
     """
-    groups = grouped(documents, reached)
+    groups = group_by_left_out(documents, reached)
     members, left = next((one for one in groups if not one[1]), groups[0])
     begun, apart = [documents[at] for at in members], settings.selection.without(*left)
     scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=apart), progress)

@@ -1,7 +1,7 @@
 """Judging fitted settings: the folds of two-fold cross-fitting, and intervals over documents.
 
 Tokens of one document are not independent, so whole documents are divided. Long documents are cut into
-blocks; see `blocks_of`.
+blocks; see `assign_blocks`.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from knnstore.errors import InputError
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.scoring import FEWEST, Interval, blocks_of, interval_of
+from knnstore.lm.scoring import MIN_DOCUMENT_BLOCKS, Interval, assign_blocks, compute_interval
 
-MIN_DOCUMENTS = FEWEST
+MIN_DOCUMENTS = MIN_DOCUMENT_BLOCKS
 MIN_TOKENS = 1_000
 
 
@@ -23,7 +23,7 @@ def check_enough(documents: NDArray[np.int64]) -> None:
     Args:
         documents: index of each token's document, int64, shape (n,).
     """
-    blocks, tokens = len(np.unique(blocks_of(documents))), len(documents)
+    blocks, tokens = len(np.unique(assign_blocks(documents))), len(documents)
     if blocks < MIN_DOCUMENTS or tokens < MIN_TOKENS:
         count = len(np.unique(documents))
         raise InputError(
@@ -37,18 +37,18 @@ class Judge:
     """Gives perplexities with intervals, over the documents of a text or blocks of them."""
 
     def __init__(self, scored: ScoredText) -> None:
-        self._blocks = blocks_of(scored.documents.numpy())
+        self._blocks = assign_blocks(scored.documents.numpy())
         self._lengths = np.bincount(self._blocks)
         self._base = scored.lm_log_probs
-        self.base = interval_of(self._losses(self._base), self._lengths)
+        self.base = compute_interval(self._losses(self._base), self._lengths)
 
     def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
         """Return the perplexity, and its ratio to that of the model alone."""
-        return interval_of(self._losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
+        return compute_interval(self._losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
 
     def ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
         """Return a perplexity divided by another of the same tokens."""
-        return interval_of(self._losses(log_probs.double() - reference.double()), self._lengths)
+        return compute_interval(self._losses(log_probs.double() - reference.double()), self._lengths)
 
     def _losses(self, log_probs: Tensor) -> NDArray[np.float64]:
         return -np.bincount(self._blocks, log_probs.double().numpy()).astype(np.float64)
@@ -60,7 +60,7 @@ def first_half_of(documents: Tensor) -> Tensor:
     Whole documents are dealt out, the longest first. If long documents are cut into blocks, the first half is
     the text before its middle, so that at most one document is in both halves.
     """
-    blocks = torch.from_numpy(blocks_of(documents.numpy()))
+    blocks = torch.from_numpy(assign_blocks(documents.numpy()))
     lengths = torch.bincount(blocks)
     if len(lengths) > len(np.unique(documents.numpy())):
         return ((lengths.cumsum(0) - lengths / 2) < len(documents) / 2)[blocks]

@@ -25,7 +25,7 @@ from knnstore.lm.mixing import (
     mix_probs,
     targets_on_grid,
 )
-from knnstore.lm.scoring import grouped
+from knnstore.lm.scoring import group_by_left_out
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
@@ -149,7 +149,7 @@ class FurtherSearches:
         self._shown.start(title, total=len(documents))
         return [
             (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*left))
-            for members, left in grouped(self.documents, self.left_out)
+            for members, left in group_by_left_out(self.documents, self.left_out)
         ]
 
 

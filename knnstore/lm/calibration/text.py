@@ -79,11 +79,13 @@ def text_to_fit(
     See `calibrate` for the arguments and the errors.
     """
     distinct = {document.content_hash: document for document in documents_of(documents)}
-    held_out = HeldOut.of(store, reader, distinct.values(), selection)
+    held_out = HeldOut.compare_with_store(store, reader, distinct.values(), selection)
     if not leave_out:
         held_out.refuse_stored()
     listed, reached = held_out
-    stored = HeldOut.of(store, reader, listed, EVERYTHING).stored if selection.domains else reached
+    stored = (
+        HeldOut.compare_with_store(store, reader, listed, EVERYTHING).stored if selection.domains else reached
+    )
     if tokens:
         drawn = choose_stored(store, reader, selection, tokens)
         if not (drawn.documents or listed):
@@ -117,7 +119,10 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
         if text.strip() and document.content_hash not in chosen:
             chosen[document.content_hash], numbers[document.content_hash] = document, number
             tokens -= min(lengths[number], _LONGEST)
-    known, own = HeldOut.of(store, reader, chosen.values(), EVERYTHING).stored, store.content_hashes(lengths)
+    known, own = (
+        HeldOut.compare_with_store(store, reader, chosen.values(), EVERYTHING).stored,
+        store.content_hashes(lengths),
+    )
     reached = {
         hash: known.get(hash, frozenset()) | {own[number]}
         for hash, number in numbers.items()

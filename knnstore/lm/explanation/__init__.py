@@ -1,6 +1,7 @@
 """Why each token of a text is likely: parts of its probability, records, places, documents."""
 
-from knnstore.lm.explanation.explained import (
+from knnstore.lm.explanation.explain_text import explain, explain_in_turns, explain_tokens
+from knnstore.lm.explanation.token_explanations import (
     THIS_TEXT,
     DocumentEffect,
     Explanation,
@@ -8,7 +9,6 @@ from knnstore.lm.explanation.explained import (
     Source,
     TokenExplanation,
 )
-from knnstore.lm.explanation.explaining import explain, explain_in_turns, explain_tokens
 
 __all__ = [
     "THIS_TEXT",

@@ -5,7 +5,7 @@ from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.opening import create, load
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.prefill import following, likelihoods, read_part
-from knnstore.lm.model.registering import register
+from knnstore.lm.model.registering import register_model
 from knnstore.lm.model.text_layer import TextStateLayer
 
 __all__ = [
@@ -20,4 +20,4 @@ __all__ = [
     "read_part",
 ]
 
-register(KNNLMForCausalLM)
+register_model(KNNLMForCausalLM)

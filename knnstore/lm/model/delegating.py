@@ -2,8 +2,8 @@
 
 `PreTrainedModel` has about two hundred attributes: attention implementations, experts, embeddings, tied
 heads, gradient checkpointing, adapters, device plans. All of them concern weights and layers, and the model
-with a store has no weights or layers except those of its base model. So every attribute except `_OWN` is
-delegated to the base model, also attributes that later versions of transformers add.
+with a store has no weights or layers except those of its base model. So every attribute except
+`_NOT_DELEGATED` is delegated to the base model, also attributes that later versions of transformers add.
 """
 
 import sys
@@ -16,7 +16,7 @@ from transformers.utils.hub import PushToHubMixin
 
 Model = TypeVar("Model", bound=type[PreTrainedModel])
 
-_OWN = frozenset(
+_NOT_DELEGATED = frozenset(
     {
         # The class of the model, and how it is saved and loaded.
         "_auto_class",
@@ -89,15 +89,18 @@ class _GenerationStep:
 def delegate_to_base(model_class: Model) -> Model:
     """Decorate a model class so that its attributes are delegated to the attribute `base`.
 
-    Not delegated are attributes that the class and its ancestors in this package define, attributes of
-    `nn.Module`, and `_OWN`. Steps of `generate` are delegated only if the class of the base model overrides
-    them. Changes the class and returns it.
+    Attributes that the class and its ancestors in this package define, attributes of `nn.Module`, and
+    `_NOT_DELEGATED` are not delegated. Private methods of `generate` are delegated only if the class of the
+    base model overrides them. Changes `model_class` and returns it.
     """
     package = __name__.partition(".")[0]
-    ours = [one for one in model_class.__mro__ if one.__module__.partition(".")[0] == package]
-    kept = {*dir(nn.Module), *vars(PushToHubMixin), *_OWN, *(name for one in ours for name in vars(one))}
+    own_classes = [
+        ancestor for ancestor in model_class.__mro__ if ancestor.__module__.partition(".")[0] == package
+    ]
+    own_names = {name for ancestor in own_classes for name in vars(ancestor)}
+    kept = {*dir(nn.Module), *vars(PushToHubMixin), *_NOT_DELEGATED, *own_names}
     for ancestor in model_class.__mro__:
-        if ancestor in nn.Module.__mro__ or ancestor in ours:
+        if ancestor in nn.Module.__mro__ or ancestor in own_classes:
             continue
         kind = _GenerationStep if issubclass(GenerationMixin, ancestor) else _BaseAttribute
         for name, inherited in vars(ancestor).items():
@@ -109,7 +112,7 @@ def delegate_to_base(model_class: Model) -> Model:
     return model_class
 
 
-def is_answered_by_base(base: Any, name: str) -> bool:
+def is_delegated(base: Any, name: str) -> bool:
     """Check whether an attribute that the model with a store does not have is delegated to the base model.
 
     True for public names, and for private names that the class of the base model defines. A private attribute

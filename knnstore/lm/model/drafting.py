@@ -1,9 +1,10 @@
 """Generation with drafts (speculative decoding): one forward pass checks several drafted tokens.
 
-A draft is a continuation that followed the same tokens in the store or earlier in the text. At each drafted
-position the next token is chosen from the mixture as without drafts, greedily or by sampling. As long as the
-chosen token equals the drafted token, the logits of the next position are valid. So greedy text is the same
-as without drafts, and sampled text has the same distribution and uses the same random numbers.
+A draft is a sequence of tokens that followed the last tokens of the text at an earlier place: in a stored
+document or in the text itself. At each drafted position the next token is chosen from the mixture as without
+drafts, greedily or by sampling. As long as the chosen token equals the drafted token, the logits of the next
+position are valid. So greedy text is the same as without drafts, and sampled text has the same distribution
+and uses the same random numbers.
 
 Rejected tokens are removed from the model's cache, as in assisted decoding of transformers. If a cache does
 not support this (static, quantized, or the state of a recurrent model), text is generated without drafts.
@@ -28,7 +29,7 @@ from knnstore.store import KNNStore
 
 _logger = logging.getLogger(__name__)
 
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
     "use_cache": (None, True),
@@ -42,14 +43,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1, 1.0),
 }
 """Options of `generate`, each with the values that drafts support: one text, one token at a time."""
-_OTHERWISE = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
-_CANNOT_TAKE_BACK = "the model's cache cannot take tokens back"
+_UNSUPPORTED_OPTIONS = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
+"""Options of `generate` that drafts do not support with any value except None."""
+_NOT_CROPPABLE = "the model's cache cannot take tokens back"
 
 
-def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the reason why drafts do not support these arguments of `generate`; None if they do.
+def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Return the reason, in a few words, why drafts do not support these arguments of `generate`.
 
-    The cache is not checked here, because it does not exist yet; `generate_with_drafts` checks it.
+    Returns None if drafts support them. The KV cache is not checked here, because it does not exist yet;
+    `generate_with_drafts` checks it.
 
     Args:
         model: the model with a store.
@@ -58,7 +61,12 @@ def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any])
     """
     config = options.get("generation_config") or model.generation_config
     prompt = next(
-        (one for one in (*args[:1], options.get("inputs"), options.get("input_ids")) if one is not None), None
+        (
+            value
+            for value in (*args[:1], options.get("inputs"), options.get("input_ids"))
+            if value is not None
+        ),
+        None,
     )
     mask = options.get("attention_mask")
     if not isinstance(prompt, Tensor):
@@ -67,11 +75,11 @@ def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any])
         return f"{len(prompt)} texts are generated at once"
     if mask is not None and not bool(mask.all()):
         return "the prompt is padded"
-    for name, plain in _PLAIN.items():
+    for name, supported in _SUPPORTED_VALUES.items():
         value = options.get(name, getattr(config, name, None))
-        if value not in plain:
+        if value not in supported:
             return f"{name} is {value}"
-    for name in _OTHERWISE:
+    for name in _UNSUPPORTED_OPTIONS:
         if options.get(name) is not None:
             return f"{name} is given"
     if model.base._is_stateful:  # transformers refuses assisted decoding by this flag
@@ -79,20 +87,22 @@ def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any])
     return None
 
 
-def warn_undrafted(reason: str) -> None:
+def warn_no_drafts(reason: str) -> None:
     """Log a warning that a text is generated without drafts, with the reason."""
     _logger.warning("generating without drafts: %s", reason)
 
 
-def with_drafts(
+def enable_drafts(
     store: KNNStore, settings: KNNSettings, tokenizer: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a copy of the options of `generate`, changed so that it calls `generate_with_drafts`.
+    """Return a copy of the options of `generate`, changed so that `generate` calls `generate_with_drafts`.
+
+    Stop strings become a stopping criterion, in the options and in a copied generation configuration.
 
     Args:
-        store: the store, whose texts give drafts.
-        settings: the settings of the call.
-        tokenizer: tokenizer for stop strings, unless the options have one.
+        store: the store; drafts are copied from its texts.
+        settings: the retrieval settings of the call.
+        tokenizer: tokenizer for stop strings, used if the options have no tokenizer.
         options: keyword arguments of `generate`.
     """
     given = dict(options)
@@ -129,8 +139,8 @@ def generate_with_drafts(
     Args:
         model: the model with a store.
         input_ids: the prompt, int64, shape (1, t).
-        drafts: proposes tokens.
-        streamer: receives each token; None for no streaming.
+        drafts: proposes tokens, and learns from the number of accepted tokens how many to propose.
+        streamer: receives each generated token on the CPU, and the end; None for no streaming.
         logits_processor: as in `generate`.
         stopping_criteria: as in `generate`.
         generation_config: has the sampling mode (`do_sample`) and the largest length of the text.
@@ -140,7 +150,7 @@ def generate_with_drafts(
         Prompt and continuation, int64, shape (1, t + new).
     """
     if not _may_remove_tokens(find_cache(model_kwargs)):
-        warn_undrafted(_CANNOT_TAKE_BACK)
+        warn_no_drafts(_NOT_CROPPABLE)
         text: Tensor = model._sample(
             input_ids,
             logits_processor=logits_processor,
@@ -157,7 +167,7 @@ def generate_with_drafts(
     cache.activate_past_recording()
     is_drafting = bool(cache.is_croppable)
     if not is_drafting:
-        warn_undrafted(_CANNOT_TAKE_BACK)
+        warn_no_drafts(_NOT_CROPPABLE)
     draft: list[int] = []
     is_finished = False
     while True:
@@ -183,26 +193,29 @@ def generate_with_drafts(
         if is_drafting:
             drafts.learn(len(draft), accepted)
             cache.crop(accepted - len(draft))
-        model_kwargs = _extend(model, model_kwargs, accepted)
+        model_kwargs = _extend_inputs(model, model_kwargs, accepted)
         # 4) Run the model on the last chosen token and a new draft.
         most = (generation_config.max_length or input_ids.shape[1] + 1) - input_ids.shape[1] - 1
         draft = drafts.propose(input_ids[0].cpu().numpy(), most).tolist() if is_drafting else []
         candidate = torch.cat([input_ids, input_ids.new_tensor([draft])], 1)
-        given = _extend(model, model_kwargs, len(draft))
+        given = _extend_inputs(model, model_kwargs, len(draft))
         if "logits_to_keep" in given:
             given["logits_to_keep"] = len(draft) + 1
         inputs = model.prepare_inputs_for_generation(
             candidate, next_sequence_length=len(draft) + 1, is_first_iteration=False, **given
         )
         output = model(**inputs, return_dict=True)
-        model_kwargs = _extend(model, model_kwargs, 1)
+        model_kwargs = _extend_inputs(model, model_kwargs, 1)
     if streamer is not None:
         streamer.end()  # type: ignore[no-untyped-call]
     return input_ids
 
 
-def _extend(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return a copy of the model's arguments, with mask and positions extended by `count` >= 0 tokens."""
+def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return a copy of the model's arguments, with mask and positions extended by `count` tokens.
+
+    A `count` of 0 returns an unchanged copy.
+    """
     given = dict(model_kwargs)
     if count:
         given = model._update_model_kwargs_for_generation({}, given, num_new_tokens=count)
@@ -210,10 +223,11 @@ def _extend(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str
 
 
 def _may_remove_tokens(cache: Any) -> bool:
-    """Check by the classes of its layers whether a cache, still empty, may be able to remove tokens.
+    """Check whether an empty KV cache can probably remove tokens, by the classes of its layers.
 
-    False for static layers, and for layers whose class overrides `update` (for example quantized layers) and
-    not `crop`. A cache without layers gives True.
+    Returns False for a static layer, and for a layer whose class overrides `update` but not `crop` (for
+    example a quantized layer). Returns False for None and for a cache of another kind, and True for a cache
+    without layers.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "activate_past_recording"):
         return False
@@ -221,7 +235,7 @@ def _may_remove_tokens(cache: Any) -> bool:
         if isinstance(layer, StaticLayer):
             return False
         owners = [
-            next((at for at, of in enumerate(type(layer).__mro__) if name in vars(of)), None)
+            next((depth for depth, owner in enumerate(type(layer).__mro__) if name in vars(owner)), None)
             for name in ("crop", "update")
         ]
         if owners[0] is None or (owners[1] is not None and owners[1] < owners[0]):

@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.model.drafting import warn_undrafted, why_no_drafts, with_drafts
+from knnstore.lm.model.drafting import enable_drafts, find_reason_against_drafts, warn_no_drafts
 from knnstore.lm.model.guidance import Guidance
-from knnstore.lm.model.text_layer import attach_texts, check_rows, past_length, texts_in
+from knnstore.lm.model.text_layer import attach_texts, check_row_order, get_cached_length, get_cached_texts
 from knnstore.lm.reading import CACHE_NAMES, cache_argument, check_tokens
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
-_OURS = ("knn",)
-"""Arguments of `generate` and `prepare_inputs_for_generation` that other models do not accept."""
-_NO_OTHER_CODE = "needs code from another repository, and knnstore runs no code but its own"
+_OWN_ARGUMENTS = ("knn",)
+"""Arguments of the model with a store that an assistant model does not accept."""
+_NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no code but its own"
 
 
 class StoreGeneration(GenerationMixin):
@@ -37,10 +37,10 @@ class StoreGeneration(GenerationMixin):
         Args:
             *args: see `GenerationMixin.generate`.
             knn: settings of this call, resolved for generation; default ``self.knn``.
-            draft: check several drafted tokens in one forward pass. A draft followed the same tokens in the
-            store
-                or earlier in the text; greedy text stays the same. Works for a single text without beams, if
-                the model's cache can remove tokens; otherwise a warning with the reason is logged.
+            draft: check several drafted tokens in one forward pass (speculative decoding). A draft is copied
+                from a place in the store or earlier in the text where the same tokens precede it. Greedy text
+                stays the same. Works for a single text without beams, if the model's cache can remove tokens;
+                otherwise a warning with the reason is logged, and text is generated without drafts.
             **kwargs: see `GenerationMixin.generate`.
 
         Returns:
@@ -50,18 +50,18 @@ class StoreGeneration(GenerationMixin):
             ConfigError: a mode of `generate` does not work with a store.
             InputError: the prompt has a token that the model does not have.
         """
-        _refuse_modes(self, kwargs)
-        kwargs = _with_named_cache(kwargs)
+        _refuse_unsupported_modes(self, kwargs)
+        kwargs = _rename_cache_option(kwargs)
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(prompt, Tensor) and not prompt.is_floating_point():
             check_tokens(prompt.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
         knn = self.resolve_settings(knn, Purpose.GENERATION)
         if draft:
-            reason = why_no_drafts(self, args, kwargs)
+            reason = find_reason_against_drafts(self, args, kwargs)
             if reason is None:
-                kwargs = with_drafts(self.store, knn, self.tokenizer, kwargs)
+                kwargs = enable_drafts(self.store, knn, self.tokenizer, kwargs)
             else:
-                warn_undrafted(reason)
+                warn_no_drafts(reason)
         return super().generate(*args, knn=knn, **kwargs)
 
     def generate_batch(self: Any, *_: Any, **__: Any) -> Any:
@@ -94,7 +94,8 @@ class StoreGeneration(GenerationMixin):
             The base model's inputs; ``knn``; and ``text_mask``, shape (b, new), 0 at padding, or None.
 
         Raises:
-            ConfigError: rows of a cache that does not support reordering have been reordered.
+            ConfigError: beam search has reordered rows, but the texts in a cache that is not a `Cache` of
+                transformers cannot follow.
         """
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
@@ -106,24 +107,27 @@ class StoreGeneration(GenerationMixin):
             inputs["input_ids"] = input_ids[:, -new:]
         text_mask = None
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            stop = (past_length(inputs) or mask.shape[1] - new) + new
+            stop = (get_cached_length(inputs) or mask.shape[1] - new) + new
             text_mask = mask[:, stop - new : stop]
         elif mask is None and inputs.get("attention_mask") is not None:
             text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
         if cache_argument(self.base.forward) is None:  # `generate` makes a cache for every model
             inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
-        check_rows(inputs, input_ids, new)
+        check_row_order(inputs, input_ids, new)
         return {**inputs, "knn": knn, "text_mask": text_mask}
 
     def _prefill(  # type: ignore[override]
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
-        """Prefill the prompts. If another model filled the cache, first restore the texts in the cache.
+        """Prefill the prompts, as `GenerationMixin._prefill` does.
+
+        If another model filled the cache and the settings need the earlier text, the base model first
+        computes the cached tokens again, and their `TextState` is added to the cache.
 
         Raises:
-            ConfigError: the cache covers all of the input tokens.
+            ConfigError: the cache already contains all of the input tokens.
         """
-        mask, read = model_kwargs.get("attention_mask"), past_length(model_kwargs)
+        mask, read = model_kwargs.get("attention_mask"), get_cached_length(model_kwargs)
         covered = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if read and covered == input_ids.shape[1]:
             if read >= covered and model_kwargs.get("inputs_embeds") is None:
@@ -132,15 +136,17 @@ class StoreGeneration(GenerationMixin):
                     "both for the whole text; at least its last token must not be in the cache yet "
                     "(cache.crop(-1) takes it out)"
                 )
-            if texts_in(model_kwargs) is None:
+            if get_cached_texts(model_kwargs) is None:
                 knn = self.resolve_settings(model_kwargs.get("knn"))
                 if self.needs_text(knn):
-                    texts = self._read_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
+                    texts = self._restore_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
                     attach_texts(model_kwargs, texts)
         return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
 
-    def _read_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
-        """Compute the state of texts that another model has put into a cache, one `TextState` for each row.
+    def _restore_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
+        """Compute the `TextState` of each row of a cache that another model has filled.
+
+        Runs the base model over the tokens of each row. A row that is only padding gives an empty state.
 
         Args:
             input_ids: tokens of the texts, shape (b, n).
@@ -159,36 +165,39 @@ class StoreGeneration(GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self: Any, *, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Create the candidate generator; the assistant model does not receive our arguments."""
-        others = {name: value for name, value in model_kwargs.items() if name not in _OURS}
+        """Create the candidate generator of assisted decoding, without passing ``knn`` to the assistant."""
+        others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
         return super()._get_candidate_generator(model_kwargs=others, **kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(
         self: Any, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Return the logits processors; `Guidance` replaces the guidance processor of transformers."""
-        found: LogitsProcessorList = super()._get_logits_processor(  # type: ignore[misc]
+        """Return the logits processors of transformers, but `Guidance` for classifier-free guidance."""
+        processors: LogitsProcessorList = super()._get_logits_processor(  # type: ignore[misc]
             *args, model_kwargs=model_kwargs, **kwargs
         )
-        for at, processor in enumerate(found):
+        for index, processor in enumerate(processors):
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 given: dict[str, Any] = processor.unconditional_context
-                found[at] = Guidance(
+                processors[index] = Guidance(
                     self,
                     (model_kwargs or {})["knn"],
                     processor.guidance_scale,
                     given["input_ids"],
                     given["attention_mask"],
                 )
-        return found
+        return processors
 
     def _get_deprecated_gen_repo(self: Any, generation_mode: Any, *_: Any, **__: Any) -> None:
-        """Raise ConfigError for a mode whose code transformers would download; other modes are accepted."""
-        if generation_mode.value in _ELSEWHERE:
-            raise ConfigError(f"{_ELSEWHERE[generation_mode.value]} {_NO_OTHER_CODE}: leave it out")
+        """Raise ConfigError for a mode whose code transformers would download; return None for other modes.
+
+        transformers calls this method to find the repository with the mode's code.
+        """
+        if generation_mode.value in _FOREIGN_MODES:
+            raise ConfigError(f"{_FOREIGN_MODES[generation_mode.value]} {_NO_FOREIGN_CODE}: leave it out")
 
 
-_ELSEWHERE = {
+_FOREIGN_MODES = {
     "dola_generation": "dola_layers",
     "contrastive_search": "penalty_alpha",
     "group_beam_search": "num_beam_groups",
@@ -197,30 +206,35 @@ _ELSEWHERE = {
 """Modes of `generate` whose code is not in transformers, each with the option that selects the mode."""
 
 
-def _with_named_cache(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `generate`, with the cache under the name of the installed transformers."""
+def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the options of `generate`, with the cache under the installed transformers' name.
+
+    The name is ``cache`` or ``past_key_values``. A cache that already has this name stays.
+    """
     name = cache_argument(GenerationMixin.prepare_inputs_for_generation)
     others = {"cache", "past_key_values"} - {name}
-    found = {key: value for key, value in options.items() if key not in others}
+    renamed = {key: value for key, value in options.items() if key not in others}
     cache = next((options[key] for key in others if options.get(key) is not None), None)
     if cache is not None and name is not None:
-        found.setdefault(name, cache)
-    return found
+        renamed.setdefault(name, cache)
+    return renamed
 
 
-def _option(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option of `generate`: from its arguments, else from the configuration."""
+def _get_option(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """Return an option of `generate` from its arguments, else from the configuration; None if unknown."""
     return options.get(name, getattr(options.get("generation_config") or model.generation_config, name, None))
 
 
-def _refuse_modes(model: Any, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options of `generate` that do not work with a store."""
+def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option of `generate` does not work with a store; see the messages."""
     if isinstance(options.get("custom_generate"), str):
-        raise ConfigError(f"custom_generate={options['custom_generate']!r} {_NO_OTHER_CODE}: give a function")
+        raise ConfigError(
+            f"custom_generate={options['custom_generate']!r} {_NO_FOREIGN_CODE}: give a function"
+        )
     if options.get("trust_remote_code"):
-        raise ConfigError(f"trust_remote_code {_NO_OTHER_CODE}: leave it out")
+        raise ConfigError(f"trust_remote_code {_NO_FOREIGN_CODE}: leave it out")
     for name in ("assistant_early_exit", "use_mtp", "speculation_type"):
-        if _option(model, options, name):
+        if _get_option(model, options, name):
             raise ConfigError(f"{name} does not work with a store: leave it out")
-    if _option(model, options, "cache_implementation") == "paged":
+    if _get_option(model, options, "cache_implementation") == "paged":
         model.generate_batch()

@@ -2,9 +2,9 @@
 
     log p = log p_u + s (log p_c - log p_u)
 
-p_c is the mixture after the text. p_u is the mixture after the negative prompt followed by the generated
-tokens. s is the guidance scale. The processor of transformers calls the model without the settings of the
-call.
+p_c is the mixture after the prompt and the generated tokens. p_u is the mixture after the negative prompt and
+the generated tokens. s is the guidance scale. The guidance processor of transformers cannot be used, because
+it calls the model without the retrieval settings (`KNNSettings`) of the call.
 """
 
 from typing import Any
@@ -44,23 +44,33 @@ class Guidance(LogitsProcessor):
         """Tokens of the latest call and the cache with these tokens; None if the model gives no cache."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the guided log-probabilities of the tokens after `input_ids`, shape (b, v).
+        """Return the guided scores of the next token of each text, shape (b, v).
+
+        The scores are not normalized. The first call records the length of the prompt, so an object serves
+        one call of `generate`.
+
+        Args:
+            input_ids: prompts and generated tokens, int64, shape (b, t).
+            scores: logits or log-probabilities of the mixture after `input_ids`, shape (b, v).
 
         Raises:
             ConfigError: the prompt was given as embeddings without negative prompts, or the number of
-            negative
-                prompts does not divide the number of texts.
+                negative prompts does not divide the number of texts.
         """
         scores = scores.log_softmax(-1)
         if self._prompt_length is None:
             self._prompt_length = input_ids.shape[1]
             if self._negative_ids is None and not self._prompt_length:
                 raise ConfigError("guidance_scale with inputs_embeds needs negative_prompt_ids")
-        others = self._unconditional(input_ids).to(scores.device)
-        return self._scale * (scores - others) + others
+        unconditional = self._compute_unconditional(input_ids).to(scores.device)
+        return self._scale * (scores - unconditional) + unconditional
 
-    def _unconditional(self, input_ids: Tensor) -> Tensor:
-        """Log-probabilities after the negative prompts and the generated tokens, float32, shape (b, v)."""
+    def _compute_unconditional(self, input_ids: Tensor) -> Tensor:
+        """Compute log p_u after the negative prompts and the generated tokens, float32, shape (b, v).
+
+        Only the last token is computed if the tokens before it are those of the previous call. Keeps the
+        tokens and the cache for the next call.
+        """
         assert self._prompt_length is not None
         prompt, generated = input_ids[:, : self._prompt_length], input_ids[:, self._prompt_length :]
         negative = prompt[:, -1:] if self._negative_ids is None else self._negative_ids.to(input_ids.device)
@@ -87,7 +97,7 @@ class Guidance(LogitsProcessor):
             logits_to_keep=1,
             knn=self._knn,
         )
-        read = find_cache(output)
-        self._latest = None if read is None else (text, read)
+        new_cache = find_cache(output)
+        self._latest = None if new_cache is None else (text, new_cache)
         log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
         return log_probs

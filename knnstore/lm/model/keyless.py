@@ -14,6 +14,10 @@ from knnstore.store import KNNStore
 class KeylessText:
     """A store without keys, opened for writing, with the tokenizer of its model; `add` adds documents.
 
+    Args:
+        store: the store.
+        tokenizer: the tokenizer, which is checked against the store; None if no text will be tokenized.
+
     Raises:
         FingerprintMismatchError: the store was made with another tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Mixing what the store knows into the logits of one forward pass."""
+"""Mixing the predictions of the store into the logits of one forward pass (`LogitMixer`)."""
 
 from collections.abc import Sequence
 
@@ -15,24 +15,29 @@ from knnstore.store import Reader
 
 
 class LogitMixer:
-    """Mixes what is retrieved into the logits of forward passes, with settings for all texts or for each.
+    """Mixes the predictions of the store into the logits of forward passes.
 
     Args:
-        store: where to retrieve from.
+        store: the store that is searched.
     """
 
     def __init__(self, store: Reader) -> None:
         self._rows = RowMixer(store)
 
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
-        """Mix with one settings for all texts, or with those of each; see `RowMixer.mix`.
+        """Return the log-probabilities of the mixture at the kept positions of a pass; see `RowMixer.mix`.
+
+        Args:
+            read: the forward pass of b texts.
+            each: one element, the settings for all texts; or b elements, the settings of each text.
 
         Returns:
-            Shape (b, kept, v); the very logits of the pass where nothing was found at any position.
+            Log-probabilities, shape (b, kept, v). If nothing was retrieved at any position, `read.logits`
+            itself, the same object and not normalized.
 
         Raises:
-            ConfigError: there are neither one nor as many settings as texts; or the texts are not known, and
-                the settings need them.
+            ConfigError: `each` has neither one nor b elements, or the settings need the earlier text and it
+                is not known.
         """
         if len(each) not in (1, len(read.keys)):
             raise ConfigError(f"{len(each)} settings were given for {len(read.keys)} texts")
@@ -40,23 +45,26 @@ class LogitMixer:
             each = [settings for settings in each for _ in range(read.logits.shape[1])]
         needs_text = any(settings.needs_text for settings in each)
         logits = read.logits.flatten(0, -2)
-        rows = Rows(logits, read.kept_keys, _contexts(read) if needs_text else None, read.attended)
+        rows = Rows(logits, read.kept_keys, _get_contexts(read) if needs_text else None, read.attended)
         mixed: Tensor = self._rows.mix(rows, each)
         return read.logits if mixed is logits else mixed.reshape(read.logits.shape)
 
     def likelihoods(
         self, parts: Sequence[ForwardPass], targets: Tensor, settings: KNNSettings, count: int
     ) -> Likelihoods:
-        """Compute what the mixture gives to one token, and to the likeliest, at all positions of some texts.
+        """Compute the mixture's log-probability of the target token, and its most probable tokens.
 
         Args:
             parts: forward passes of one text each, with logits at all t_i positions.
-            targets: the token, int64, shape (sum of t_i,).
+            targets: the target token of each position of all passes, int64, shape (sum of t_i,).
             settings: the settings for all texts.
-            count: number of most probable tokens, at most the vocabulary.
+            count: number of most probable tokens; at most the size of the vocabulary is returned.
+
+        Returns:
+            The likelihoods of all positions, in the order of the passes.
         """
-        each = [_contexts(part) for part in parts] if settings.needs_text else []
-        known = [one for one in each if one is not None]
+        contexts = [_get_contexts(part) for part in parts] if settings.needs_text else []
+        known = [context for context in contexts if context is not None]
         rows = Rows(
             torch.cat([part.logits[0] for part in parts]),
             torch.cat([part.keys[0] for part in parts]),
@@ -65,6 +73,6 @@ class LogitMixer:
         return self._rows.likelihoods(rows, targets, settings, count)
 
 
-def _contexts(read: ForwardPass) -> Contexts | None:
-    """Return the positions of a pass in their texts; None where the texts are not known."""
+def _get_contexts(read: ForwardPass) -> Contexts | None:
+    """Return the contexts of the kept positions of a pass; None if some earlier token is not known."""
     return None if read.batch is None or not read.batch.has_all_tokens else read.contexts

@@ -20,14 +20,14 @@ from knnstore.lm.calibration import calibrate
 from knnstore.lm.components import KEYS, RecentText
 from knnstore.lm.explanation import explain
 from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions
-from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base, is_trainer_calling
+from knnstore.lm.model.delegating import delegate_to_base, is_delegated, is_trainer_calling
 from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
+from knnstore.lm.model.registering import KNNLMConfig, select_base_model_options, write_transformers_config
 from knnstore.lm.model.saving import read_config, write_config
-from knnstore.lm.model.text_generation import generate_text, with_cache
-from knnstore.lm.model.text_layer import attach_texts, texts_of_pass
+from knnstore.lm.model.text_generation import enable_cache, generate_text
+from knnstore.lm.model.text_layer import attach_texts, get_texts_of_pass
 from knnstore.lm.reading import (
     Encoder,
     TextReader,
@@ -55,17 +55,17 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     """Any causal language model of transformers, with retrieval from a store mixed into its output.
 
     `forward` returns log-probabilities of the mixture as ``logits``, so that `generate` in all its modes,
-    pipelines, `Trainer.evaluate` and evaluation harnesses work as they do with the base model. It
-    shares the base model's weights, configuration and generation configuration.
+    pipelines, `Trainer.evaluate` and evaluation harnesses work as with the base model. The model with a store
+    shares the base model's weights and configuration. The object is a context manager that closes the store.
 
     Args:
         base: the causal language model.
-        store: where to retrieve from; keys are taken at the place that its identity names.
-        knn: the settings of calls that give none; default are those that the store has.
-        tokenizer: the model's tokenizer, which only methods that take texts, and n-grams, need.
+        store: the store that is searched; its identity names the place in the model where keys are captured.
+        knn: the settings of calls without ``knn``; default are the settings that the store has.
+        tokenizer: the model's tokenizer, which methods that take texts need, and calls with n-grams.
 
     Raises:
-        FingerprintMismatchError: model or tokenizer are not those that the store was made with.
+        FingerprintMismatchError: the store was made with another model or tokenizer.
 
     Example:
         >>> model = KNNLMForCausalLM.from_base(base, store)  # doctest: +SKIP
@@ -74,13 +74,13 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
 
     config_class = KNNLMConfig
     base_model_prefix = "base"
-    # The loss is computed here, whatever the base model's own is.
+    # The loss is computed from the mixture, also if the base model has another loss.
     loss_type = "ForCausalLM"
     accepts_loss_kwargs = True
     # A search runs on the CPU in the middle of `forward`.
     _can_compile_fullgraph = False
 
-    # Each is documented, and tested, as the function that it is.
+    # These methods are functions of other modules; their docstrings are there.
     add = in_full_precision(add)
     audit = in_full_precision(scoring.audit)
     calibrate = in_full_precision(calibrate)
@@ -102,8 +102,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         check_matches(base, tokenizer, store.identity)
-        # `PreTrainedModel.__init__` prepares a model of one's own: it checks which attention and experts its
-        # layers can run. The base model has done all that, and answers for it.
+        # `PreTrainedModel.__init__` is skipped: it checks which attention implementations the layers can run.
+        # The base model has done so, and these attributes are delegated to it.
         nn.Module.__init__(self)
         self.base: Any = base
         self.config = base.config
@@ -113,25 +113,33 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         self.knn = knn or KNNSettings()
         self.encoder = Encoder.of(base, store)
         of_base: GenerationConfig | None = getattr(base, "generation_config", None)
-        self.generation_config = with_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
+        self.generation_config = enable_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._resolver = Resolver(store)
         self._mixer = LogitMixer(store)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         self.training = base.training
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the base model has of this name, if the model with a store has nothing."""
+        """Return the attribute of the base model if the model with a store has no attribute of this name.
+
+        Raises:
+            AttributeError: neither has it, or it is a private attribute of the base model's object.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
             base = self.__dict__.get("_modules", {}).get("base")
-            if base is None or not is_answered_by_base(base, name):
+            if base is None or not is_delegated(base, name):
                 raise
             return getattr(base, name)
 
     @property
     def reader(self) -> TextReader:
-        """The base model as it reads text, in the store's windows; a `ConfigError` without a tokenizer."""
+        """A `TextReader` that tokenizes text and runs the base model on windows of the store's length.
+
+        Raises:
+            ConfigError: the model has no tokenizer.
+        """
         if self.tokenizer is None:
             raise ConfigError("the model has no tokenizer: give one to from_base, or use knnstore.load")
         identity = self.store.identity
@@ -140,14 +148,22 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     def resolve_settings(
         self, knn: KNNSettings | None = None, purpose: Purpose = Purpose.SCORING
     ) -> KNNSettings:
-        """Return the settings in force for a call with `knn`; see `knnstore.lm.resolve`.
+        """Fill in the settings of a call with the saved and the default values; see `knnstore.lm.resolve`.
 
-        The default is ``self.knn``. The result is cached: it is the same object until the store changes.
+        The result is cached: it is the same object until the store changes.
+
+        Args:
+            knn: the settings of the call; default ``self.knn``.
+            purpose: scoring or generation; some components count in scoring only.
         """
         return self._resolver(knn or self.knn, purpose)
 
     def after_adding(self) -> None:
-        """Keep the default settings of these documents, so that later ones do not change them."""
+        """Save the default settings in the store, so that later documents do not change them.
+
+        Called after documents were added. If ``self.knn`` sets nothing but the selection, it is replaced by
+        the settings that are then in force. See `save_default_settings`.
+        """
         is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
         if save_default_settings(self.store) and is_unchosen:
             self.knn = resolve(self.store, KNNSettings(selection=self.knn.selection))
@@ -166,7 +182,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Self:
-        """Give a store to a model; the arguments are those of the class."""
+        """Create the model from a loaded base model and an open store; see the class for the arguments."""
         return cls(base, store, knn, tokenizer)
 
     @classmethod
@@ -180,51 +196,56 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         dtype: str | torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """Load what `save_pretrained` wrote.
+        """Load the base model and open the store that `save_pretrained` wrote down in a folder.
 
         Args:
-            directory: where ``knn_config.json`` is.
-            store: an open store in place of the one named there.
-            knn: settings in place of those written there.
-            device: where the base model runs; see `load_model`.
-            dtype: data type of its weights.
+            directory: the folder with ``knn_config.json``.
+            store: an open store, used instead of the saved store; by default the saved store is opened for
+                reading.
+            knn: settings that replace the saved settings.
+            device: device of the base model; see `load_model`.
+            dtype: dtype of the weights; see `load_model`.
             **options: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
-            ConfigError: there is no ``knn_config.json``, or it is of a newer format.
-            StoreNotFoundError: the store is not where it was.
+            ConfigError: ``knn_config.json`` is missing, or a newer version of knnstore wrote it.
+            StoreNotFoundError: the store is not at its saved path.
+            FingerprintMismatchError: the store was made with another model or tokenizer.
         """
         name, revision, store, knn = read_config(Path(directory), store, knn)
-        given = {"revision": revision, "dtype": dtype, **of_base_model(options)}
+        given = {"revision": revision, "dtype": dtype, **select_base_model_options(options)}
         base, tokenizer = load_model(name, device=device, **given)
         return cls(base, store, knn, tokenizer)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], **_: Any
     ) -> None:
-        """Write where the base model and the store are, and the settings; never any weights but a gate's.
+        """Write the names of the base model and the store, the settings, and the tokenizer to a folder.
+
+        The weights of the base model and the content of the store are not copied; networks that the settings
+        use are. Replaces existing files.
 
         Args:
-            save_directory: folder for ``knn_config.json``; made when it does not exist.
-            **_: options for weight files, which there are none of.
+            save_directory: the folder, created if needed.
+            **_: options of transformers for weight files; ignored.
 
         Raises:
-            ConfigError: the base model was never saved, so nothing could load it again.
-            FingerprintMismatchError: its weights have changed since the store was opened, and would be lost.
+            ConfigError: the base model has no path or hub id, so it could not be loaded again.
+            FingerprintMismatchError: the base model's weights have changed since the store was opened.
         """
         check_matches(self.base, None, self.store.identity)
         write_config(Path(save_directory), self.base, self.store, self.knn)
-        write_type(save_directory, self.base.config, self.tokenizer)
+        write_transformers_config(save_directory, self.base.config, self.tokenizer)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the base model's forward pass, see `torch.compile`; the search runs as it is."""
+        """Compile the base model's forward pass in place, see `torch.compile`; the search is not compiled."""
         self.base.compile(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, or evaluation mode, of the base model.
+        """Set training mode, or evaluation mode if `mode` is False, and return the model.
 
         Raises:
-            ConfigError: a `Trainer` is about to train the model.
+            ConfigError: a `Trainer` of transformers calls this to train the model.
         """
         if mode and is_trainer_calling():
             raise ConfigError(
@@ -236,31 +257,40 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         return self
 
     def load_adapter(self, *_: Any, **__: Any) -> Any:
-        """Raise a `ConfigError`: an adapter changes the states that the store's keys are."""
+        """Raise ConfigError, always: an adapter would change the hidden states, and keys would not match."""
         raise ConfigError(_OTHER_WEIGHTS.format("an adapter"))
 
     def add_adapter(self, *_: Any, **__: Any) -> None:
-        """Raise a `ConfigError`: an adapter changes the states that the store's keys are."""
+        """Raise ConfigError, always: an adapter would change the hidden states, and keys would not match."""
         raise ConfigError(_OTHER_WEIGHTS.format("an adapter"))
 
     def push_to_hub(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Raise a `ConfigError`: what `save_pretrained` writes names a store on this machine."""
+        """Raise ConfigError, always: a saved folder has only the path of the store on this machine."""
         raise ConfigError(
             "a model with a store cannot be pushed to the hub, which would get the path of the store alone: "
             "push the base model (lm.base.push_to_hub), and copy the store's folder"
         )
 
     def needs_text(self, knn: KNNSettings) -> bool:
-        """Check whether predictions with these settings need more of the text than the model's own cache."""
+        """Check whether predictions with these settings need the earlier tokens or hidden states of a text.
+
+        False if the settings use the model alone. The KV cache of the model has neither.
+        """
         return not knn.is_model_alone and (knn.needs_text or bool(self.encoder.joining.discounts))
 
     def prefix_for(self, each: Sequence[KNNSettings]) -> int | None:
-        """Return the token before every document, which n-grams and other components leave out of a text.
+        """Return the token that the tokenizer's model sees before every document, e.g. BOS, for components.
 
-        None where there is no such token, or where no settings look at a text's tokens: only then a model
-        without a tokenizer will do.
+        N-grams and other components that look at tokens skip this token at the beginning of a text.
+
+        Returns:
+            The token; None if documents have no prefix. Also None if no component in `each` looks at tokens,
+            and only then the model needs no tokenizer.
+
+        Raises:
+            ConfigError: a component looks at tokens, and the model has no tokenizer.
         """
-        reads_tokens = any(one.parts.keys() - {KEYS, RecentText.name} for one in each)
+        reads_tokens = any(settings.parts.keys() - {KEYS, RecentText.name} for settings in each)
         return self.reader.prefix if reads_tokens else None
 
     def extend_texts(
@@ -270,7 +300,17 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         states: Tensor,
         is_text: NDArray[np.bool_] | None,
     ) -> tuple[Tensor, TextBatch]:
-        """Extend texts by a forward pass, and make its keys; see `append_pass`."""
+        """Append the tokens and hidden states of a forward pass to texts; see `append_pass`.
+
+        Args:
+            texts: the text of each of b rows, changed in place.
+            tokens: int64, shape (b, t); None if the pass has embeddings without tokens.
+            states: hidden states at the place of the keys, shape (b, t, h).
+            is_text: False at padding, shape (b, t); None means no padding.
+
+        Returns:
+            The keys of all positions, shape (b, t, d), and the extended texts.
+        """
         joining, project = self.encoder.joining, self.encoder.projected
         extended: tuple[Tensor, TextBatch] = append_pass(texts, tokens, states, is_text, joining, project)
         return extended
@@ -292,38 +332,45 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Run the base model and mix what its keys retrieve into its predictions.
+        """Run the base model, and mix the predictions of the store into its predictions.
 
-        Positions whose attention mask is 0 are not searched. Where λ is 0 or nothing is found at
-        any position, the base model's logits are returned as they are. NaN or infinite logits raise
-        `ModelOutputError`, and tokens that the model does not have `InputError`.
+        The store is not searched for positions with attention mask 0. If λ is 0, or if nothing is found at
+        any position, the base model's logits are returned unchanged and not normalized.
 
         Args:
             input_ids: int64, shape (b, t).
-            attention_mask: shape (b, past + t), 0 for padding; other shapes reach the base model only.
+            attention_mask: shape (b, past + t), 0 for padding; a mask of another shape is only passed on to
+                the base model.
             position_ids: shape (b, t).
             past_key_values: the same as `cache`, under its name before transformers 5.24.
-            inputs_embeds: input of the base model in place of input_ids, shape (b, t, h). With both,
-                input_ids are the tokens that these embeddings stand for.
-            labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
+            inputs_embeds: input of the base model in place of input_ids, shape (b, t, h). If both are given,
+                input_ids are the tokens of these embeddings.
+            labels: target tokens, shape (b, t), -100 is ignored; the output then has the loss of the mixture.
             use_cache: True to return a cache.
-            logits_to_keep: number of last positions to predict from (0 is all), or their indices.
-            knn: settings of this call, or of each row; default ``self.knn``. Rows that share an object are
-                searched for together.
-            text_mask: 0 where a new position is padding, shape (b, t), if attention_mask has not two
-                dimensions; `generate` gives it.
+            logits_to_keep: number of last positions to predict from (0 means all), or indices of positions.
+            knn: settings of this call, or a sequence with the settings of each row; default ``self.knn``.
+                Rows with the same settings object are searched together.
+            text_mask: 0 where a new position is padding, shape (b, t); needed only if attention_mask does not
+                have two dimensions. `generate` passes it.
             return_dict: False returns a tuple.
-            cache: the cache of earlier tokens; the base model gets it under its own name. This model adds a
-                layer with the texts so far, which keys of several states, n-grams and the recent text need. A
-                cache that another model has filled works only for settings without these.
+            cache: the KV cache of earlier tokens. This model adds a layer with the texts so far, which keys
+                of several states, n-grams and the continuous cache need. With settings that use one of these,
+                a cache that another model has filled raises an error.
             **kwargs: further arguments of the base model, and ``num_items_in_batch`` for the loss.
 
         Returns:
-            The base model's output with ``logits`` float32 log-probabilities of the mixture,
-            shape (b, kept, vocabulary), and ``loss``.
+            The base model's output, with log-probabilities of the mixture as ``logits``, shape
+            (b, kept, vocabulary), and with ``loss`` if `labels` are given.
+
+        Raises:
+            ModelOutputError: logits of the base model are NaN or infinite, and the model is not in training
+                mode.
+            InputError: a token is not in the vocabulary of the model.
+            ConfigError: the settings need the earlier text, and it is not known; or the number of settings
+                does not match the rows.
         """
         given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
-        each = [self.resolve_settings(one) for one in given]
+        each = [self.resolve_settings(settings) for settings in given]
         of_loss = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
@@ -340,17 +387,19 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         read_tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert read_tokens is not None
         batch, length = read_tokens.shape[:2]
-        # 1) Find the texts that the pass continues, before the model reads on in its cache.
+        # 1) Find the texts that the pass continues, before the model extends its cache.
         known = {**inputs, **kwargs, "attention_mask": attention_mask, "position_ids": position_ids}
-        texts, is_text, why_not = texts_of_pass(known, batch, length, text_mask)
-        if texts is None and any(self.needs_text(one) for one in each):
+        texts, is_text, why_not = get_texts_of_pass(known, batch, length, text_mask)
+        if texts is None and any(self.needs_text(settings) for settings in each):
             raise ConfigError(why_not)
         # 2) Run the base model.
         try:
             with KeyCapture(self.base, self.encoder.location) as capture:
                 output = self.base(**inputs, **kwargs, return_dict=True)
         except IndexError:
-            if input_ids is not None:  # the likely cause; whatever else it is stays as it was raised
+            if (
+                input_ids is not None
+            ):  # a token out of range is the likely cause; another error is raised again
                 check_tokens(input_ids.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
             raise
         logits = output.logits
@@ -358,14 +407,14 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             logits = keep_positions(logits, logits_to_keep)
         if not self.training:  # in training a step that overflows is left to the loss scaler
             check_logits(self.base, logits, attention_mask)
-        # 3) Extend the texts, and let them ride in the cache that the model returns.
-        is_mixed = not all(one.is_model_alone for one in each)
+        # 3) Extend the texts, and store them in the cache that the model returns.
+        is_mixed = not all(settings.is_model_alone for settings in each)
         states = capture.keys(batch, length)
         if texts is None:
             keys, batch_of_texts = self.encoder.projected(states), None
         else:
             keys, batch_of_texts = self.extend_texts(texts, input_ids, states, is_text)
-        # Some models change the cache that they are given, and return none.
+        # Some models change the cache in their arguments, and return no cache.
         attach_texts(output if find_cache(output) is not None else known, texts)
         # 4) Mix.
         if is_mixed:

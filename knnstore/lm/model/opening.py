@@ -66,21 +66,19 @@ def create(
         location: URL or folder where the adapter stores the keys; default ``HOME/keys``.
         params: parameters of the adapter.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
-        key: the place of the keys in the model, see `locate`; default is ``ffn_input``, or ``final_hidden``
-        if the
-            model has no ``ffn_input``. None stores no keys: added text does not need the model, and the store
-            retrieves with n-grams only.
-        states: number of hidden states in a key: the state of its token and of the previous tokens. A key is
-        as
-            wide as one state.
-        discounts: discount of the previous token's state, then of the token before it, and so on; default
-        0.5,
-            0.35, ...
-        metric: ``l2`` or ``ip``.
+        key: the place in the model where keys are captured, see `locate`; default is ``ffn_input``, or
+            ``final_hidden`` if the model has no ``ffn_input``. None stores no keys: adding text does not need
+            the model, and the store retrieves with n-grams only.
+        states: number of hidden states that are combined in a key: the state of its token and of the
+            preceding tokens. A key has as many components as one state.
+        discounts: discount of the state of the preceding token, then of the token before the preceding one,
+            and so on; default 0.5, 0.35, ...
+        metric: ``l2`` (squared Euclidean distance) or ``ip`` (inner product).
         dim: number of components of the projected keys (PCA); default is no projection.
-        sample: documents that resemble those that will be stored; the projection is fitted on their keys.
-        on_bad: called with the error of each document of the sample that cannot be used; the document is
-            skipped. None raises the first error.
+        sample: documents like the documents that will be stored; the projection is fitted on their keys.
+            `dim` and `sample` are given together or not at all.
+        on_bad: called for each document of the sample that cannot be used; the document is skipped. With
+            None the first bad document raises an error.
         max_length: largest number of tokens in a window; default is the model's limit.
         stride: number of tokens between the ends of two windows; default is half of `max_length`.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
@@ -155,8 +153,7 @@ def load(
         params: parameters of the adapter that replace the saved ones; for reading only.
         knn: settings that replace the saved settings.
         model: folder or hub id of the model, or a loaded model, e.g. quantized, distributed over devices or
-        with
-            adapters of PEFT; default is the folder or hub id from which the store was created.
+            with adapters of PEFT; default is the folder or hub id from which the store was created.
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; see `load_model`.
@@ -166,9 +163,8 @@ def load(
         StoreNotFoundError: the folder has no store.
         FingerprintMismatchError: the loaded model is not the model of the store, or the saved settings were
             fitted for another model.
-        CorruptWeightsError: a network of the saved settings is missing or damaged. If `mode` is ``"a"``,
-        unusable
-            settings cause only a warning, so that `calibrate` can replace them.
+        CorruptWeightsError: the weights of a network of the saved settings are missing or damaged. If `mode`
+            is ``"a"``, unusable settings cause only a warning, so that `calibrate` can replace them.
     """
     opened = KNNStore.open(home, mode, params=params)
     try:

@@ -31,7 +31,7 @@ def read_part(
         lm: the model with a store.
         tokens: the text up to the end of the chunk, int64, shape (1, n).
         past: the KV cache of the earlier tokens; the chunk is appended.
-        text: the state of the same earlier tokens; the chunk is appended.
+        text: the `TextState` of the tokens in `past`; the chunk is appended.
         knn: settings for scoring or continuing the text.
         logits_to_keep: number of last positions whose logits are computed; 0 means all positions.
 
@@ -58,7 +58,16 @@ def read_part(
 
 
 def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
-    """Predict the token after a chunk of a text: log p of the mixture, float32, shape (v,)."""
+    """Predict the token after a chunk of a text, with retrieval.
+
+    Args:
+        lm: the model with a store.
+        part: the chunk from `read_part`; the logits of its last position are used.
+        knn: settings for the prediction.
+
+    Returns:
+        Log-probability of every token of the vocabulary in the mixture, float32, shape (v,).
+    """
     last = replace(part, logits=part.logits[:, -1:], logits_to_keep=1)
     with torch.inference_mode():
         mixed: Tensor = lm._mixer.mix(last, [lm.resolve_settings(knn)])
@@ -70,20 +79,20 @@ def likelihoods(
 ) -> list[Likelihoods]:
     """Compute log-probabilities of the target tokens and of the most probable tokens, for several chunks.
 
-    All chunks are retrieved for together.
+    One search of the store serves all chunks.
 
     Args:
         lm: the model with a store.
-        parts: chunks from `read_part`, each with the logits of all positions.
+        parts: at least one chunk from `read_part`, each with the logits of all positions.
         gold: target tokens of each chunk, int64, shapes (t_i,).
         knn: settings for all chunks.
         count: number of most probable tokens; at most the size of the vocabulary is returned.
 
     Returns:
-        The likelihoods of each chunk, on the CPU.
+        The likelihoods of each chunk, in the order of `parts`, on the CPU.
     """
     with torch.inference_mode():
-        found = lm._mixer.likelihoods(parts, torch.cat([*gold]), lm.resolve_settings(knn), count)
-    lengths = [len(one) for one in gold]
-    columns = (torch.split(column.cpu(), lengths) for column in found)
-    return [Likelihoods(*one) for one in zip(*columns, strict=True)]
+        joined = lm._mixer.likelihoods(parts, torch.cat([*gold]), lm.resolve_settings(knn), count)
+    lengths = [len(tokens) for tokens in gold]
+    columns = (torch.split(column.cpu(), lengths) for column in joined)
+    return [Likelihoods(*columns_of_chunk) for columns_of_chunk in zip(*columns, strict=True)]

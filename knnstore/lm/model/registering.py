@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-_OF_THE_FOLDER = frozenset(
+_FOLDER_OPTIONS = frozenset(
     {
         "config",
         "revision",
@@ -34,9 +34,10 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     model_type = "knnstore"
 
     @classmethod
-    def of(cls, base: PreTrainedConfig) -> "KNNLMConfig":
-        """Create the configuration with the fields of the base model that callers read before they load it.
+    def from_base_config(cls, base: PreTrainedConfig) -> "KNNLMConfig":
+        """Create the configuration with the fields that callers read before they load the model.
 
+        The fields are the size of the vocabulary, the largest number of positions, and the special tokens.
         Fields that the base model does not have are left out.
         """
         text = base.get_text_config()
@@ -46,10 +47,10 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         return cls(architectures=["KNNLMForCausalLM"], **given)
 
 
-def register(model: type[PreTrainedModel]) -> None:
-    """Register the model in the `Auto` classes, and as a model that generates text.
+def register_model(model: type[PreTrainedModel]) -> None:
+    """Register the model class in the `Auto` classes, and in transformers' list of causal language models.
 
-    Pipelines and lm-eval look for a model in the list of causal language models.
+    Pipelines and lm-eval look for a model in this list.
     """
     AutoConfig.register(KNNLMConfig.model_type, KNNLMConfig)
     AutoModelForCausalLM.register(KNNLMConfig, model)
@@ -57,27 +58,28 @@ def register(model: type[PreTrainedModel]) -> None:
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KNNLMConfig.model_type] = model.__name__
 
 
-def write_type(
+def write_transformers_config(
     folder: str | PathLike[str], base: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Write ``config.json`` and the tokenizer's files to a folder, for the `Auto` classes.
 
     Without a tokenizer only ``config.json`` is written.
     """
-    KNNLMConfig.of(base).save_pretrained(folder)
+    KNNLMConfig.from_base_config(base).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def of_base_model(options: dict[str, Any]) -> dict[str, Any]:
+def select_base_model_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `from_pretrained` that concern the base model.
 
-    Options that do not come from an `Auto` class are returned unchanged. Otherwise options of the folder and
-    options that are None are removed, and ``torch_dtype`` becomes ``dtype``.
+    If an `Auto` class has called, it has set ``config``. Then options in `_FOLDER_OPTIONS` and options that
+    are None are removed, and ``torch_dtype`` becomes ``dtype`` unless ``dtype`` is set. Other options are
+    returned unchanged.
     """
     if not isinstance(options.get("config"), KNNLMConfig):
         return options
     given = {name: value for name, value in options.items() if value is not None}
-    kept = {name: value for name, value in given.items() if name not in _OF_THE_FOLDER}
+    kept = {name: value for name, value in given.items() if name not in _FOLDER_OPTIONS}
     dtype = kept.pop("torch_dtype", None)
     return {**kept, "dtype": dtype} if dtype is not None and "dtype" not in kept else kept

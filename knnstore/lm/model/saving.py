@@ -13,7 +13,16 @@ _FORMAT = 1
 
 
 def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) -> None:
-    """Write ``knn_config.json`` and the weights that the settings use to a folder, which is created.
+    """Write ``knn_config.json`` and the weights that the settings use to a folder.
+
+    Creates the folder if needed, and replaces an existing ``knn_config.json``. The base model and the store
+    are saved as names only: a folder as its absolute path, or a hub id with its revision.
+
+    Args:
+        directory: the folder.
+        base: the base model.
+        store: the store; its folder is saved as an absolute path.
+        knn: the settings to save.
 
     Raises:
         ConfigError: the base model has no path or hub id.
@@ -37,18 +46,20 @@ def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) 
 def read_config(
     directory: Path, store: KNNStore | None, knn: KNNSettings | None
 ) -> tuple[str, str, KNNStore, KNNSettings]:
-    """Read a folder that `write_config` wrote, and open the store.
+    """Read a folder that `write_config` wrote, and open its store for reading unless `store` is given.
 
     Args:
         directory: the folder.
-        store: an open store, used instead of the saved one; None opens the saved store for reading.
-        knn: settings that replace the saved ones.
+        store: an open store, returned instead of the saved store; None opens the saved store.
+        knn: settings that are returned instead of the saved settings; None reads the saved settings and the
+            weights that they use.
 
     Returns:
         The base model's name and revision, the store and the settings.
 
     Raises:
-        ConfigError: the file is missing, or a newer version of knnstore wrote it.
+        ConfigError: ``knn_config.json`` is missing, or a newer version of knnstore wrote it.
+        StoreNotFoundError: the saved store does not exist.
     """
     path = directory / CONFIG_NAME
     if not path.is_file():

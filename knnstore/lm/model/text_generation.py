@@ -68,8 +68,9 @@ def generate_text(
         max_new_tokens: largest number of tokens in a continuation.
         knn: settings of this call, resolved for generation; default ``lm.knn``.
         seed: random seed, set before sampling for repeatable results; None sets no seed.
-        num_return_sequences: number of continuations of each prompt. More than one continuation needs
-            ``do_sample=True`` or at least as many beams.
+        num_return_sequences: number of continuations of each prompt; None leaves the number to the
+            generation configuration. More than one continuation needs ``do_sample=True`` or at least as many
+            beams.
         stop_strings: end a continuation after the token that completes one of these strings, which need not
             begin or end with a token. The continuation contains the string and all other text of the token,
             as with `generate` of transformers.
@@ -93,7 +94,7 @@ def generate_text(
         raise InputError("stop_strings are strings that are not empty")
     if isinstance(prompt, str):
         return _continue_text(lm, prompt, max_new_tokens, knn, stops, options)
-    return [_continue_text(lm, one, max_new_tokens, knn, stops, dict(options)) for one in prompt]
+    return [_continue_text(lm, text, max_new_tokens, knn, stops, dict(options)) for text in prompt]
 
 
 def _continue_text(
@@ -104,7 +105,10 @@ def _continue_text(
     stops: list[str],
     options: dict[str, Any],
 ) -> str | list[str]:
-    """Generate the continuations of one prompt; see `generate_text`. Changes `options`."""
+    """Generate the continuation of one prompt, or a list of continuations; see `generate_text`.
+
+    Adds to `options` the padding token, the tokenizer and the stop strings.
+    """
     # 1) Tokenize the prompt, and check its length.
     if not isinstance(prompt, str):
         raise InputError(f"a prompt is a string, not {type(prompt).__name__}")
@@ -134,24 +138,30 @@ def _continue_text(
     )
     # 3) Remove prompt and padding, and decode.
     rows = output if isinstance(output, Tensor) else output.sequences
-    named = options.get("eos_token_id", config.eos_token_id)
-    ends = {named} if isinstance(named, int) else set(named or ())
+    eos = options.get("eos_token_id", config.eos_token_id)
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
     pad = options.get("pad_token_id", tokenizer.pad_token_id)
-    written = rows[:, len(ids) :].tolist()
-    if len(written) == 1:
-        return "".join(_pieces(texts, ids, written[0]))
-    return ["".join(_pieces(texts, ids, _without_padding(row, ends, pad))) for row in written]
+    continuations = rows[:, len(ids) :].tolist()
+    if len(continuations) == 1:
+        return "".join(_decode_pieces(texts, ids, continuations[0]))
+    return ["".join(_decode_pieces(texts, ids, _remove_padding(row, ends, pad))) for row in continuations]
 
 
-def _pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[str]:
-    """Yield the text of a continuation piece by piece, with the pieces that streaming gives."""
+def _decode_pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[str]:
+    """Yield the text of a continuation in the same pieces as streaming does.
+
+    Args:
+        texts: the texts of the tokens.
+        prompt: tokens before the continuation, which decide about spaces at its beginning.
+        tokens: tokens of the continuation.
+    """
     detokenizer = Detokenizer(texts, prompt)
     for token in tokens:
         yield from (piece.text for piece in detokenizer.take(token))
     yield from (piece.text for piece in detokenizer.end())
 
 
-def _without_padding(tokens: list[int], ends: set[int], pad: int | None) -> list[int]:
+def _remove_padding(tokens: list[int], ends: set[int], pad: int | None) -> list[int]:
     """Return a row without padding.
 
     The row is cut after its first EOS token. If it has none, padding tokens at the end are removed, as after
@@ -162,9 +172,9 @@ def _without_padding(tokens: list[int], ends: set[int], pad: int | None) -> list
         ends: ids of the EOS tokens.
         pad: id of the padding token; None for no padding token.
     """
-    for at, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in ends:
-            return tokens[: at + 1]
+            return tokens[: index + 1]
     length = len(tokens)
     while length and tokens[length - 1] == pad:
         length -= 1
@@ -185,18 +195,18 @@ class _StopStrings(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
         """Return True for each row that has ended, bool, shape (b,), on the device of `input_ids`."""
-        written = (self._detokenizer.peek(row) for row in input_ids[:, self._length :].tolist())
-        ended = [any(stop in text for stop in self._stops) for text in written]
+        continuations = (self._detokenizer.peek(row) for row in input_ids[:, self._length :].tolist())
+        ended = [any(stop in text for stop in self._stops) for text in continuations]
         return torch.tensor(ended, device=input_ids.device)
 
 
-def with_cache(config: GenerationConfig) -> GenerationConfig:
-    """Return the configuration with the KV cache enabled; a copy if it was disabled.
+def enable_cache(config: GenerationConfig) -> GenerationConfig:
+    """Return the configuration itself if it enables the KV cache, else a copy with the cache enabled.
 
     Training often disables the cache in a model's files. Without the cache every decoding step processes the
     whole text again, and drafts are not possible.
     """
-    if config.use_cache is not False:  # None is what transformers takes for True
+    if config.use_cache is not False:  # transformers treats None as True
         return config
     config = copy(config)
     config.use_cache = True

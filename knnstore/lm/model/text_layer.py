@@ -35,7 +35,10 @@ class TextStateLayer(DummyLayer):
         self.texts = []
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of each text; their number may be negative, as in transformers."""
+        """Remove the last ``abs(tokens_to_remove)`` tokens of each text.
+
+        The sign does not matter, because versions of transformers differ in it.
+        """
         for text in self.texts:
             text.truncate(text.length - abs(tokens_to_remove))
 
@@ -56,7 +59,7 @@ class TextStateLayer(DummyLayer):
         self._select(torch.arange(len(self.texts), device=indices.device)[indices].tolist())
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Replace the texts by those of `rows`; repeated rows get copies."""
+        """Replace the texts by the texts of `rows`, in this order; repeated rows get copies."""
         taken, texts = set[int](), list[TextState]()
         for row in rows:
             texts.append(self.texts[row].fork() if row in taken else self.texts[row])
@@ -72,17 +75,17 @@ _ATTRIBUTE = "knnstore_texts"
 """Name of the attribute for the texts on a cache that is not a `Cache` of transformers."""
 
 
-def past_length(values: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens in the cache of a forward pass.
+def get_cached_length(values: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens in the KV cache of a forward pass, padding included.
 
     Args:
         values: arguments of the forward pass.
 
     Returns:
-        The number of tokens, padding included; 0 without a cache. None if the cache is not empty and does not
-        know its length, as for recurrent models.
+        The number of tokens; 0 without a cache. None if the cache does not know its length: the cache of a
+        recurrent model that is not empty, and every cache that is not a `Cache` of transformers.
     """
-    cache = _text_cache(values)
+    cache = _get_self_attention_cache(values)
     if cache is None:
         return 0
     if not isinstance(cache, Cache):
@@ -93,13 +96,13 @@ def past_length(values: Mapping[str, Any]) -> int | None:
         return None if cache.has_previous_state() else 0
 
 
-def texts_in(values: Mapping[str, Any]) -> Sequence[TextState] | None:
+def get_cached_texts(values: Mapping[str, Any]) -> Sequence[TextState] | None:
     """Return the texts in the cache of a forward pass; None if the cache has no texts.
 
     Args:
         values: arguments or results of the forward pass.
     """
-    cache = _text_cache(values)
+    cache = _get_self_attention_cache(values)
     if cache is not None and not isinstance(cache, Cache):
         return getattr(cache, _ATTRIBUTE, None)
     layer = cache.layers[-1] if isinstance(cache, Cache) and cache.layers else None
@@ -110,12 +113,11 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
     """Store texts in the cache of a forward pass, instead of earlier texts.
 
     Args:
-        values: arguments or results of the forward pass. Nothing is done if they have no cache. A cache that
-        is
-            a list or tuple is replaced in `values`.
+        values: arguments or results of the forward pass. Nothing is done if they have no cache. A cache
+            that is a list or tuple is replaced in `values`, because it has no attributes.
         texts: one text for each row; None removes the texts.
     """
-    cache = _text_cache(values)
+    cache = _get_self_attention_cache(values)
     if isinstance(cache, Cache):
         if cache.layers and isinstance(cache.layers[-1], TextStateLayer):
             cache.layers.pop()
@@ -130,19 +132,21 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
         setattr(cache, _ATTRIBUTE, texts)
 
 
-def check_rows(values: Mapping[str, Any], input_ids: Tensor, new: int) -> None:
-    """Check that the rows of a cache that is not a `Cache` of transformers were not reordered, as by beams.
+def check_row_order(values: Mapping[str, Any], input_ids: Tensor, new: int) -> None:
+    """Check that beam search has not reordered the rows of a cache that does not support reordering.
+
+    Only a cache that is not a `Cache` of transformers is checked, by comparing its texts with `input_ids`.
 
     Args:
         values: arguments of a forward pass.
-        input_ids: the texts so far, shape (b, n), or only the new tokens, which are not checked.
+        input_ids: the texts so far, shape (b, n). If it has only the new tokens, nothing is checked.
         new: number of tokens in the pass.
 
     Raises:
         ConfigError: the earlier tokens of a row differ from the text in the cache.
     """
-    texts = texts_in(values)
-    if texts is None or isinstance(_text_cache(values), Cache) or input_ids.shape[1] <= new:
+    texts = get_cached_texts(values)
+    if texts is None or isinstance(_get_self_attention_cache(values), Cache) or input_ids.shape[1] <= new:
         return
     for text, row in zip(texts, input_ids[:, :-new].cpu().numpy(), strict=True):
         tokens = text.tokens(max(0, text.length - len(row)), text.length)
@@ -165,10 +169,13 @@ class PassTexts(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def texts_of_pass(
+def get_texts_of_pass(
     values: Mapping[str, Any], batch: int, length: int, text_mask: Tensor | None = None
 ) -> PassTexts:
-    """Return the texts of a forward pass: from its cache, or new texts if the cache is empty or missing.
+    """Return the texts that a forward pass continues, and where the pass has padding.
+
+    The texts come from the cache of the pass. If the cache is empty or missing, they are new and empty. Never
+    raises: if the texts are not known, `PassTexts.why_not` has the error message for the caller.
 
     Args:
         values: arguments of the pass: its cache, ``attention_mask`` and ``position_ids``.
@@ -176,7 +183,11 @@ def texts_of_pass(
         length: number of positions in the pass.
         text_mask: shape (b, t), 0 at padding; if given, it replaces ``attention_mask``.
     """
-    mask, positions, read = values.get("attention_mask"), values.get("position_ids"), past_length(values)
+    mask, positions, read = (
+        values.get("attention_mask"),
+        values.get("position_ids"),
+        get_cached_length(values),
+    )
     is_text: NDArray[np.bool_] | None = None
     if text_mask is None and isinstance(mask, Tensor) and mask.ndim == 2:
         stop = mask.shape[1] if read is None else min(read + length, mask.shape[1])
@@ -187,9 +198,9 @@ def texts_of_pass(
             is_text = None
     if mask is not None:
         return PassTexts(None, is_text, _MASK)
-    if isinstance(positions, Tensor) and not _are_of_one_text(positions, is_text):
+    if isinstance(positions, Tensor) and not _are_consecutive(positions, is_text):
         return PassTexts(None, is_text, _PACKED)
-    texts = texts_in(values)
+    texts = get_cached_texts(values)
     if read == 0:
         texts = [TextState() for _ in range(batch)]
     if texts is None:
@@ -216,8 +227,11 @@ _ROWS = (
 )
 
 
-def _are_of_one_text(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bool:
-    """Check that positions increase by 1 along each row, except at padding, so that a row is one text."""
+def _are_consecutive(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bool:
+    """Check whether positions increase by 1 along each row, except at padding, so that a row is one text.
+
+    True for positions that do not have shape (b, t), or with t < 2.
+    """
     if positions.ndim != 2 or positions.shape[1] < 2:
         return True
     follows = positions.diff(dim=1).cpu().numpy() == 1
@@ -226,7 +240,10 @@ def _are_of_one_text(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bo
     return bool(follows.all())
 
 
-def _text_cache(values: Mapping[str, Any]) -> Any:
-    """Return the cache in a pass's arguments or results, without cross-attention; None if they have none."""
+def _get_self_attention_cache(values: Mapping[str, Any]) -> Any:
+    """Return the cache in a pass's arguments or results; None if they have no cache.
+
+    Returns the self-attention cache of an `EncoderDecoderCache`.
+    """
     cache = find_cache(values)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

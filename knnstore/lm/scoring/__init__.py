@@ -1,7 +1,12 @@
 """Scoring held-out text: perplexity, audits, scores of tokens, predictions of the store, and passages."""
 
 from knnstore.lm.scoring.auditing import Audit, Check, audit
-from knnstore.lm.scoring.confidence_intervals import FEWEST, Interval, blocks_of, interval_of
+from knnstore.lm.scoring.confidence_intervals import (
+    MIN_DOCUMENT_BLOCKS,
+    Interval,
+    assign_blocks,
+    compute_interval,
+)
 from knnstore.lm.scoring.evaluation import Evaluation, evaluate
 from knnstore.lm.scoring.loss_breakdown import DocumentScore, GroupScore, Intervals
 from knnstore.lm.scoring.passage_search import Passage, search
@@ -10,7 +15,7 @@ from knnstore.lm.scoring.token_scores import (
     HeldOut,
     ReadTokens,
     TokenScores,
-    grouped,
+    group_by_left_out,
     score_held_out,
     score_text_in_turns,
     score_texts,
@@ -18,7 +23,7 @@ from knnstore.lm.scoring.token_scores import (
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "FEWEST",
+    "MIN_DOCUMENT_BLOCKS",
     "Audit",
     "Check",
     "DocumentScore",
@@ -32,12 +37,12 @@ __all__ = [
     "TextNeighbors",
     "TokenScores",
     "TokenTable",
+    "assign_blocks",
     "audit",
-    "blocks_of",
+    "compute_interval",
     "evaluate",
     "export",
-    "grouped",
-    "interval_of",
+    "group_by_left_out",
     "keys",
     "neighbors",
     "p_knn",

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FEWEST = 8
-"""Least number of documents whose intervals are computed over documents; with fewer, blocks are used."""
+MIN_DOCUMENT_BLOCKS = 8
+"""Least number of documents with which each document is one block of an interval; see `assign_blocks`."""
 
 _MAX_DOCUMENT_SHARE = 0.75  # if one document has a larger share of the tokens, blocks are used
 _BLOCKS = 16  # number of blocks that a whole text is divided into
@@ -32,8 +32,8 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval_of(losses: NDArray[np.float64], lengths: NDArray[np.int64]) -> Interval:
-    """Compute a perplexity and its confidence interval.
+def compute_interval(losses: NDArray[np.float64], lengths: NDArray[np.int64]) -> Interval:
+    """Compute a perplexity, or a ratio of perplexities, and its 95 % confidence interval.
 
     Args:
         losses: negative log-likelihood of each document in nats, shape (n,), n >= 1. For the interval of a
@@ -56,13 +56,13 @@ def interval_of(losses: NDArray[np.float64], lengths: NDArray[np.int64]) -> Inte
     return Interval(_exp_or_inf(mean), _exp_or_inf(mean - radius), _exp_or_inf(mean + radius))
 
 
-def blocks_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+def assign_blocks(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     """Assign tokens to the blocks over which an interval is computed.
 
-    Each document is one block if there are at least `FEWEST` documents and none has more than three quarters
-    of the tokens; the interval then covers other documents of the same kind. Otherwise documents longer than
-    a 16th of the text are cut into blocks of at least 250 tokens, and the interval covers further text of the
-    same documents.
+    Each document is one block if there are at least `MIN_DOCUMENT_BLOCKS` documents and none has more than
+    three quarters of the tokens; the interval then covers other documents of the same kind. Otherwise
+    documents longer than a 16th of the text are cut into blocks of at least 250 tokens, and the interval
+    covers further text of the same documents.
 
     Args:
         documents: number of each token's document, shape (n,); the tokens of a document are in their order.
@@ -71,7 +71,7 @@ def blocks_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
         Number of each token's block, counted from 0, shape (n,). The blocks of a document are consecutive.
     """
     _, numbers, lengths = np.unique(documents, return_inverse=True, return_counts=True)
-    if len(lengths) >= FEWEST and lengths.max() <= _MAX_DOCUMENT_SHARE * len(documents):
+    if len(lengths) >= MIN_DOCUMENT_BLOCKS and lengths.max() <= _MAX_DOCUMENT_SHARE * len(documents):
         return numbers.astype(np.int64)
     size = max(_MIN_BLOCK_TOKENS, -(-len(documents) // _BLOCKS))
     counts = np.maximum(1, lengths // size)  # blocks of each document

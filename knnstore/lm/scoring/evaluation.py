@@ -139,7 +139,7 @@ def evaluate(
     """
     # 1) Read the documents, and find the ones that are in the store.
     settings, store, reader = resolve(lm.store, knn or lm.knn), lm.store, lm.reader
-    listed, stored = HeldOut.of(
+    listed, stored = HeldOut.compare_with_store(
         store, reader, usable_documents(reader, documents, on_bad), settings.selection
     )
     if leave_out and stored and settings.trained_components:

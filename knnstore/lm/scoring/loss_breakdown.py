@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.documents import TextDocument
-from knnstore.lm.scoring.confidence_intervals import Interval, blocks_of, interval_of
+from knnstore.lm.scoring.confidence_intervals import Interval, assign_blocks, compute_interval
 from knnstore.lm.scoring.token_scores import TokenScores
 
 _DISTANCE_SLICES = 10
@@ -96,13 +96,13 @@ class DocumentLosses:
         )
 
     def compute_intervals(self) -> Intervals:
-        """Compute the perplexities of all tokens with intervals over documents or blocks; see `blocks_of`."""
+        """Compute perplexities of all tokens, with intervals over the blocks of `assign_blocks`."""
         owners, positions, base, knn = self._columns()
         order = np.lexsort((positions, owners))
-        blocks = blocks_of(owners[order])
+        blocks = assign_blocks(owners[order])
         lengths = np.bincount(blocks)
         sums = [np.bincount(blocks, losses[order]).astype(np.float64) for losses in (base, knn)]
-        return Intervals(*(interval_of(losses, lengths) for losses in (*sums, sums[1] - sums[0])))
+        return Intervals(*(compute_interval(losses, lengths) for losses in (*sums, sums[1] - sums[0])))
 
     def _columns(self) -> list[NDArray[Any]]:
         """Return document, position, loss of the model and loss of the mixture of all tokens."""
@@ -127,7 +127,7 @@ def _score_group(group: Sequence[DocumentScore]) -> GroupScore:
     base, knn = (
         np.log([getattr(score, name) for score in group]) * lengths for name in ("base_ppl", "knn_ppl")
     )
-    intervals = (interval_of(losses, lengths) for losses in (base, knn, knn - base))
+    intervals = (compute_interval(losses, lengths) for losses in (base, knn, knn - base))
     return GroupScore(len(group), int(lengths.sum()), *intervals)
 
 

@@ -147,7 +147,7 @@ class HeldOut(NamedTuple):
     stored documents with the same text. Half of the text is enough; see `KNOWN`."""
 
     @classmethod
-    def of(
+    def compare_with_store(
         cls, store: Reader, reader: TextReader, documents: Iterable[object], selection: Selection
     ) -> "HeldOut":
         """Collect held-out documents, and find those that a search in the selection would find.
@@ -206,13 +206,13 @@ def score_held_out(
     Yields:
         The scores of a few tokens at a time; `TokenScores.documents` has indices into `documents`.
     """
-    for members, excluded in grouped(documents, left_out):
+    for members, excluded in group_by_left_out(documents, left_out):
         narrowed = replace(settings, selection=settings.selection.without(*excluded))
         for scores in score_documents(store, reader, [documents[at] for at in members], narrowed, progress):
             yield scores.with_documents(np.array(members, np.int64)[scores.documents])
 
 
-def grouped(
+def group_by_left_out(
     documents: Sequence[TextDocument], left_out: Mapping[str, Collection[str]]
 ) -> list[tuple[list[int], list[str]]]:
     """Group documents that leave out the same stored documents.

@@ -15,7 +15,7 @@ from knnstore.lm.mixing import (
     gate_start,
     mix_probs,
 )
-from knnstore.lm.scoring import blocks_of
+from knnstore.lm.scoring import assign_blocks
 from knnstore.lm.settings import KNNSettings
 
 
@@ -46,4 +46,4 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
 
 def blocks_among(scored: ScoredText, tokens: Tensor) -> Tensor:
     """Return each token's document, or its block of a long one, of which a network's fit holds out some."""
-    return torch.from_numpy(blocks_of(scored.documents[tokens].numpy()))
+    return torch.from_numpy(assign_blocks(scored.documents[tokens].numpy()))
