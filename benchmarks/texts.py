@@ -10,7 +10,7 @@ import numpy as np
 from knnstore.documents import TextDocument, read_documents
 from knnstore.errors import InputError
 from knnstore.lm.keys import locate
-from knnstore.lm.reading import Encoder, TextReader, load_model, window_of
+from knnstore.lm.reading import Encoder, TextReader, choose_window, load_model
 
 SPLITS = ("store", "dev", "test")
 FRACTIONS = (1, 2, 4, 8, 16, 32)
@@ -45,7 +45,7 @@ class Limits:
 def reader_of(model: str, device: str | None = "cpu") -> TextReader:
     """Return a model from its folder, as a store of it would read text, in single precision."""
     lm, tokenizer = load_model(model, device=device, dtype="float32")
-    window = window_of(lm)
+    window = choose_window(lm)
     return TextReader(Encoder(lm, locate(lm)), tokenizer, window, max(1, window // 2))
 
 

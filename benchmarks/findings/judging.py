@@ -125,6 +125,6 @@ def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
 
 def with_cache(scored: ScoredText, settings: KNNSettings) -> KNNSettings:
     """Return settings with the continuous cache that is likeliest beside what they mix already."""
-    evidence = RecentFitting.of(scored.reading)
+    evidence = RecentFitting.from_keys(scored.reading)
     every_token = torch.ones(len(scored), dtype=torch.bool)
     return replace(settings, cache=evidence.fit(scored.log_probs(settings).log_probs, every_token))

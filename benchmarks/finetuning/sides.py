@@ -217,7 +217,7 @@ class Fitted:
     @cached_property
     def _recent(self) -> Any:
         assert self.dev.reading is not None
-        return RecentFitting.of(self.dev.reading, self.dev.evidence.found["own n-grams"])
+        return RecentFitting.from_keys(self.dev.reading, self.dev.evidence.found["own n-grams"])
 
     def at(self, settings: KNNSettings) -> Floats:
         """Log p of each test token."""

@@ -38,7 +38,7 @@ from knnstore.lm.keys import (
     locate,
 )
 from knnstore.lm.mixing import Evidence, NeighborSums
-from knnstore.lm.reading import Encoder, TextReader, sample_tokens, window_of
+from knnstore.lm.reading import Encoder, TextReader, choose_window, sample_tokens
 from knnstore.lm.scoring import Interval
 from knnstore.progress import Progress
 
@@ -142,7 +142,7 @@ def probe_keys(
             raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     shown = progress or Progress()
     places = {key: locate(model, key) for key in keys or default_keys(model)}
-    window = window_of(model, max_length)
+    window = choose_window(model, max_length)
     encoder = Encoder(model, next(iter(places.values())))
     reader = TextReader(encoder, tokenizer, window, max(1, window // 2))
     texts = sample_tokens(reader, documents, tokens, longest=max(1, tokens // _LEAST_TEXTS), on_bad=on_bad)

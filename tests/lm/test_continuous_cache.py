@@ -257,7 +257,7 @@ def test_no_reach_is_tried_that_no_document_has_use_for(length, sizes):
     reading = DocumentKeys(
         torch.zeros(length, 1), torch.arange(length), torch.zeros(length, dtype=torch.long), "l2"
     )
-    assert RecentFitting.of(reading).sizes == (100, 400, 1600, 6400)[:sizes]
+    assert RecentFitting.from_keys(reading).sizes == (100, 400, 1600, 6400)[:sizes]
 
 
 def test_the_fit_finds_how_a_text_repeats_itself():
@@ -278,7 +278,7 @@ def test_the_fit_finds_how_a_text_repeats_itself():
         torch.full((count,), 1 / 50).log(), torch.zeros(count), torch.full((count, 1), torch.inf),
         torch.zeros((count, 1), dtype=torch.bool), reading.documents, keys=reading.keys, targets=gold,
     )  # fmt: skip
-    evidence = RecentFitting.of(reading)
+    evidence = RecentFitting.from_keys(reading)
     cache = evidence.fit(scored.lm_log_probs, torch.ones(count, dtype=torch.bool))
     assert cache.size >= 150
 

@@ -240,7 +240,7 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.only(scored.documents % 2 == 0)
-    others = {"cache": RecentFitting.of(scored.reading, scored.evidence.found["own n-grams"])}
+    others = {"cache": RecentFitting.from_keys(scored.reading, scored.evidence.found["own n-grams"])}
     one = fit_together(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)

@@ -139,7 +139,7 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
 
 def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(scored) -> None:
     (evidence,), first = gather_evidence(scored, [K]), first_half_of(scored.documents)
-    trial, cache = Trial(scored, ngrams=False), RecentFitting.of(scored.reading)
+    trial, cache = Trial(scored, ngrams=False), RecentFitting.from_keys(scored.reading)
     below = trial.fitted("keys", fit_fixed, evidence).log_probs
     other, own = (
         sum(cache.mix(below, cache.fit(below, half))[judged].double().sum() for half, judged in pairs)

@@ -178,7 +178,7 @@ def test_a_fit_takes_them_with_the_cache_and_saved_settings_have_them_only_then(
     scored = score_once(lm.store, lm.reader, texts, k=2, selection=EVERYTHING)
     every = torch.ones(len(scored), dtype=torch.bool)
     own = scored.evidence.found["own n-grams"]
-    evidence = RecentFitting.of(scored.reading, own)
+    evidence = RecentFitting.from_keys(scored.reading, own)
     cache = evidence.fit(scored.lm_log_probs, every)
     below = evidence.mix(scored.lm_log_probs, replace(cache, ngrams=None))
     assert cache.ngrams == NGramFitting(own).fit(below, every), "over the cache"

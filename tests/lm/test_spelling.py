@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError
-from knnstore.lm.reading import letters_of
+from knnstore.lm.reading import get_token_letters
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "examples" / "tiny-lm"
@@ -40,7 +40,7 @@ def with_bars() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("between", [" ", "  ", "\n", "\n\t"])
 def test_letters_are_those_of_the_text(tokenizer, between):
     tokens = tokenizer(between.join(TEXT.split()), add_special_tokens=False, return_tensors="np").input_ids[0]
-    assert "".join(map(chr, letters_of(tokenizer).of(tokens))) == "".join(TEXT.split())
+    assert "".join(map(chr, get_token_letters(tokenizer).of(tokens))) == "".join(TEXT.split())
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ class Trial:
         if scored.reading is None:
             return {}
         own = scored.evidence.found.get(OwnNGrams.name) if self._with_ngrams else None
-        others: dict[str, Fitting] = {RecentText.name: RecentFitting.of(scored.reading, own)}
+        others: dict[str, Fitting] = {RecentText.name: RecentFitting.from_keys(scored.reading, own)}
         for name, settings in scored.others.items():
             component, found = other_components()[name], scored.evidence.found[name]
             others[name] = DistributionFitting(component, found, scored.reading.targets, settings)

@@ -22,9 +22,9 @@ from knnstore.lm.components.gate import ScoredPart, collect_experts, fit_gate_ov
 from knnstore.lm.components.keys import (
     Keys,
     KeySettings,
-    most_records,
+    bound_record_count,
+    limit_k_to_store,
     probes_cells,
-    reachable,
     search_records,
     sum_cells,
 )
@@ -33,7 +33,7 @@ from knnstore.lm.components.ngrams import (
     NGrams,
     NGramSettings,
     TargetContinuation,
-    ngram_lambdas,
+    select_ngram_lambdas,
 )
 from knnstore.lm.components.own_ngrams import OwnNGrams
 from knnstore.lm.components.recent import (
@@ -74,17 +74,17 @@ __all__ = [
     "ScoredPart",
     "TargetContinuation",
     "TextComponent",
+    "bound_record_count",
     "check_others",
     "collect_experts",
     "find_by_name",
     "fit_gate_over",
-    "most_records",
-    "ngram_lambdas",
+    "limit_k_to_store",
     "other_components",
     "probes_cells",
-    "reachable",
     "register_component",
     "search_records",
+    "select_ngram_lambdas",
     "sum_cells",
     "weigh_by_gate",
 ]

@@ -1,8 +1,9 @@
-"""The protocol of a component: a memory whose predictions are mixed with the model's, in one file.
+"""The protocol of a component (`Component`): a memory whose predictions are mixed with the model's.
 
-A component looks up its memory at some positions and returns a distribution for each, with a weight λ over
-the mixture of the model and all earlier components. A gate, if the settings have one, replaces these weights,
-and chooses between several temperatures of each component. A component knows only its own settings.
+A component looks up its memory at some positions. For each position it returns a distribution over tokens,
+and a weight λ for the distribution in the mixture with the model and all earlier components. If the settings
+have a gate, the gate replaces the weights, and chooses between several temperatures of each component. A
+component receives only its own settings.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ S = TypeVar("S")
 
 
 class Form(Enum):
-    """The parts of a finding that are kept."""
+    """How much of the result of a look-up is kept."""
 
     DISTRIBUTION = "distribution"
-    """The probabilities of all tokens."""
+    """The probabilities of all tokens, to generate text."""
     TARGET = "target"
-    """Only the probability of the target token, which the texts hold: much less memory."""
+    """Only the probability of the target token, to score text. Takes much less memory."""
     SOURCES = "sources"
-    """The probability of the target token, and the places that it comes from."""
+    """The probability of the target token, and the places that it comes from, to explain text."""
 
 
 class Found(Protocol):
@@ -40,16 +41,20 @@ class Found(Protocol):
         ...
 
     def rows(self, rows: slice | Tensor) -> Self:
-        """Return the findings at some of the positions."""
+        """Return the results at the selected positions.
+
+        Args:
+            rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
+        """
         ...
 
     def to(self, device: torch.device) -> Self:
-        """Return the same on a device."""
+        """Return the results with all tensors on a device."""
         ...
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
-        """Concatenate findings of the same form for several groups of positions."""
+        """Concatenate the results, in the same form, for several groups of positions; at least one group."""
         ...
 
 
@@ -57,29 +62,30 @@ class Place(NamedTuple):
     """A place that a prediction comes from: a record of the store, or an earlier token of the same text."""
 
     token: int
-    """The token there."""
+    """The token at the place, which the place predicts."""
     share: float
-    """Its part of the probability that all components give together, between 0 and 1."""
+    """Weight of the place among the places of all components, between 0 and 1. Multiplied by λ of the whole
+    mixture, it is the probability that the place adds to its token."""
     component: str
-    """Name of the component."""
+    """Name of the component that found the place."""
     distance: float | None = None
-    """Distance of its key to the query; None where the component has no distances."""
+    """Distance of the place's key to the query; None if the component has no distances."""
     id: int = -1
-    """The record's id; -1 for a place of the same text."""
+    """Id of the record; -1 for a place in the same text."""
     matched: int = 0
-    """Number of tokens before it that equal the tokens before the position; the beginning of a document
-    counts as one."""
+    """Number of tokens before the place that equal the tokens before the predicted position. The beginning of
+    a document counts as one token."""
     position: int = -1
-    """Index in the same text; -1 for a record."""
+    """Index of the token in the same text; -1 for a record."""
 
 
 class Citations(NamedTuple):
-    """The places of one component for n tokens."""
+    """The places that one component's predictions of n tokens come from."""
 
     nearest: Sequence[Sequence[Place]]
-    """For each token the places whose contexts are nearest, whatever token they have."""
+    """For each token the places whose contexts are most similar, whatever token they predict."""
     causes: Sequence[Sequence[Place]]
-    """For each token the places that add most to its probability."""
+    """For each token the places that add most to the token's probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,59 +95,61 @@ class Question(Generic[S]):
     reader: Reader
     """The store."""
     selection: Selection
-    """The documents that may be looked at."""
+    """The stored documents that may be used."""
     settings: S
-    """The component's own settings."""
+    """The settings of the component."""
     contexts: Contexts
-    """The positions; their texts hold the tokens."""
+    """The positions, with the tokens of their texts."""
     vocabulary: int
-    """Number of tokens of the model."""
+    """Number of tokens that the model predicts."""
     factors: tuple[float, ...] = (1.0,)
-    """The factors of its temperature with which `Component.contribute` will be called."""
+    """The values of `factor` with which `Component.contribute` will be called for the result."""
     keys: Tensor | None = None
-    """The store's query at each position, float32, shape (n, d); d = 0 in a store without keys. None if the
+    """Query vector of each position, float32, shape (n, d); d = 0 in a store without keys. None if the
     question comes from `Component.cite` and the evidence has no keys."""
 
 
 class Component(Protocol):
-    """One kind of memory."""
+    """One kind of memory, such as the records near the query, or n-grams."""
 
     @property
     def name(self) -> str:
-        """Its name in settings, gates and explanations."""
+        """Name of the component in settings, gates and explanations."""
         ...
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Factors of its temperature, one for each of its experts in a gate."""
+        """Factors of the component's temperature. A gate uses the component at each of these temperatures."""
         ...
 
     @property
     def width(self) -> int:
-        """Number of its features, see `features`."""
+        """Number of features that `features` returns for each position."""
         ...
 
     def contribute(self, settings: Any, found: Any, factor: float = 1.0) -> Contribution:
-        """Weigh the findings at n positions.
+        """Convert the result of a look-up at n positions to distributions over tokens, with a weight λ each.
 
         Args:
             settings: the component's settings.
-            found: the findings, see `find_by_name`.
+            found: the result of the component's look-up, see `find_by_name`.
             factor: multiplies the component's temperature.
 
         Returns:
-            The distribution with its λ.
+            The distribution and λ of each position. Positions without a result have no weight.
         """
         ...
 
     def cite(self, question: Question[Any], found: Any, weights: Tensor, most: int) -> Citations | None:
-        """Name the places that its prediction of n tokens comes from.
+        """List the places that the component's predictions of n tokens come from.
 
         Args:
-            question: the positions of the tokens, and where to look.
-            found: the findings, in the form with sources.
-            weights: weight of each place of its contribution in the whole mixture, shape (n, places).
-            most: largest number of places of each kind for a token.
+            question: the input of the look-up; its contexts contain the tokens.
+            found: the result of the look-up, in the form with sources.
+            weights: share of each column of the component's contribution, see `Place.share`, shape
+                (n, columns).
+            most: largest number of nearest places, and of causes, of each token. A component may return more
+                causes.
 
         Returns:
             The places; None if the component has none.
@@ -152,8 +160,8 @@ class Component(Protocol):
         """Compute the component's features for a gate. Called only if the component is in use.
 
         Args:
-            found: the findings at n positions.
-            unit: distance that is counted as 1.
+            found: the result of the look-up at n positions.
+            unit: distance by which distances are divided, so that features do not depend on the model.
 
         Returns:
             Float32, shape (n, width); arbitrary where nothing was found.
@@ -162,43 +170,55 @@ class Component(Protocol):
 
 
 class Fitting(Protocol):
-    """Evidence of n scored tokens by which the settings of one component are fitted."""
+    """Fits the settings of one component on the results of its look-ups for n scored tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> Any:
-        """Find the component's likeliest settings.
+        """Return the settings with the largest likelihood of the tokens; λ is 0 if nothing was found.
 
         Args:
-            log_probs: log p of each token without the component, float32, shape (n,).
+            log_probs: log p of each token in the mixture without the component, float32, shape (n,).
             wanted: True for the tokens to fit on, bool, shape (n,).
         """
         ...
 
     def mix(self, log_probs: Tensor, fitted: Any) -> Tensor:
-        """Mix the component into log p of each token, shape (n,), with settings that were fitted."""
+        """Return log p of each token in the mixture with the component, float32, shape (n,).
+
+        Args:
+            log_probs: log p of each token in the mixture without the component, float32, shape (n,).
+            fitted: settings from `fit`.
+        """
         ...
 
     def lam(self, fitted: Any) -> float:
-        """Return λ of fitted settings, for reports."""
+        """Return λ of fitted settings, for reports; the mean if there are several."""
         ...
 
 
 class TextComponent(Component, Protocol):
-    """A component that looks at the tokens of a text or at its own past, and not at the query."""
+    """A component that uses the earlier tokens of a text or their keys; all components except the keys."""
 
     def look_up(self, question: Question[Any], form: Form) -> Found:
-        """Look up the next tokens at some positions.
+        """Look up predictions of the next token at n positions.
 
         Args:
-            question: the positions, and where to look.
-            form: how much of the findings is kept.
+            question: the positions, the store and the settings.
+            form: how much of the result is kept.
+
+        Returns:
+            The result for n positions, also for positions that are padding or have no prediction.
         """
         ...
 
 
 KEYS = "keys"
-"""The name of the component that searches the store."""
+"""Name of the component that searches the store for records near the query."""
 
 
 def find_by_name(evidence: Evidence, name: str) -> Any:
-    """Return the findings of a component; for `KEYS` the evidence itself, which holds its searches."""
+    """Return the result of a component's look-up; for `KEYS` the evidence itself, which has the searches.
+
+    Raises:
+        KeyError: the component was not looked up.
+    """
     return evidence if name == KEYS else evidence.found[name]

@@ -156,13 +156,13 @@ def fit_gate_over(
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
         return -(mixture_shares(outputs, present[rows]) * given[rows]).sum(1).log().mean()
 
-    start = _best_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
+    start = _fit_constant_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
     network = fit_network(seen, loss, blocks, start, query)
     listed = [[name, list(of)] for name, of in factors.items()]
     return JointGate(network.weights({**purpose, "of": "all components", "unit": unit, "experts": listed}))
 
 
-def _best_shares(probs: Tensor, present: Tensor) -> Tensor:
+def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
     """Find the likeliest shares of the model and of each expert, the same for all tokens; shape (1 + e,)."""
     shares = torch.full((probs.shape[1],), 1 / probs.shape[1])
     allowed = torch.cat([present.new_ones((len(present), 1)), present], 1)
@@ -188,7 +188,7 @@ def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tenso
 
     def mean(values: Sequence[PerQuery | None]) -> Tensor | None:
         given = [one for one in values if one is not None]
-        return (inside * _in_columns(given, total)).sum(1) if given else None
+        return (inside * _stack_columns(given, total)).sum(1) if given else None
 
     weights = torch.stack([one.weights for one in experts], 1)
     return merged._replace(
@@ -198,7 +198,7 @@ def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tenso
     )
 
 
-def _in_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
+def _stack_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
     """Put values, each for all rows or of shape (n,), in columns; shape (n, len(values))."""
     if not any(isinstance(one, Tensor) for one in values):
         return like.new_tensor(values)

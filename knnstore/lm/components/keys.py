@@ -1,7 +1,7 @@
-"""Keys: the records of the store near the query, weighed by the settings' mixer.
+"""The component `Keys`: the records of the store near the query, weighted by the settings' mixer.
 
-An engine either finds the k nearest records, or sums over all records of the probed cells. This module turns
-both into `TokenSums`, so that no other module distinguishes them.
+An engine (the datastore of the keys) either finds the k nearest records, or sums over all records of the
+probed cells. This module turns both into `TokenSums`, so that no other module distinguishes them.
 """
 
 import logging
@@ -33,8 +33,8 @@ from knnstore.lm.mixing import (
 from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
-_told: set[tuple[str, str, str]] = set()
-_MANY_IN_CELL = 8192  # records, as in a small domain that is a single cell
+_warned_domains: set[tuple[str, str, str]] = set()
+_ASSUMED_CELL_RECORDS = 8192  # records, as in a small domain that is a single cell
 
 T = TypeVar("T")
 
@@ -44,32 +44,35 @@ class KeySettings(Protocol):
 
     @property
     def k(self) -> int:
-        """Neighbors of each query."""
+        """Number of neighbors that are retrieved for each query."""
         ...
 
     @property
     def probes(self) -> int | None:
-        """Cells that each query visits, in a store that has cells, in place of a search for k neighbors."""
+        """Number of cells that are probed for each query; None searches for the k nearest records.
+
+        Ignored in a store without cells.
+        """
         ...
 
     @property
     def temperature(self) -> float:
-        """T, in the unit of the distances."""
+        """T of the softmax over distances, in the unit of the distances."""
         ...
 
     @property
     def mixer(self) -> Mixer:
-        """Chooses λ for each query, and where to search."""
+        """Chooses λ for each query, and the documents that are searched."""
         ...
 
     @property
     def selection(self) -> Selection:
-        """Which documents are retrieved from."""
+        """The documents that are searched."""
         ...
 
     @property
     def gate(self) -> Any:
-        """Weighs the component in place of the mixer; None where the mixer does."""
+        """Gate that chooses the weights of all components in place of the mixer; None without a gate."""
         ...
 
     @property
@@ -84,28 +87,33 @@ class KeySettings(Protocol):
 
 
 class Keys:
-    """Records from the store."""
+    """The component of the records in the store near the query; see `Component`."""
 
     name = KEYS
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2 * len(powers_up_to(DISTINCT_AMONG))
 
     def look_up(self, reader: Reader, settings: KeySettings, batch: Batch, form: Form) -> list[TokenSums]:
-        """Make the searches of the settings' mixer.
+        """Run the searches that the settings' mixer asks for, for example one for each domain.
 
         Args:
             reader: the store.
             settings: the settings in force.
             batch: the positions.
-            form: how much of the findings is kept.
+            form: how much of the result is kept.
 
         Returns:
-            The findings of each search, at least one. Padding finds nothing.
+            The result of each search, at least one. Nothing is found at padding, and at any position if λ is
+            always 0.
+
+        Raises:
+            ConfigError: `form` is a distribution, and the store contains a token that the model does not
+                predict.
         """
         # 1) Search for every position but padding.
         is_text = batch.is_text
         if not settings.retrieves or (is_text is not None and not is_text.any()):
-            return [_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)]
+            return [_convert_to_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)]
         queries = (batch.keys if is_text is None else batch.keys[is_text]).float().cpu().numpy()
         # 2) Sum over whole cells where texts are scored, which have no padding.
         targets = batch.targets if is_text is None and form is not Form.SOURCES else None
@@ -114,18 +122,21 @@ class Keys:
         # 3) Keep single records elsewhere.
         found = search_records(reader, queries, settings)
         if is_text is not None:
-            found = [one.spread(is_text.numpy()) for one in found]
-        return [_sums(one, batch, settings, form) for one in found]
+            found = [neighbors.spread(is_text.numpy()) for neighbors in found]
+        return [_convert_to_sums(neighbors, batch, settings, form) for neighbors in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
-        """Weigh the records by the mixer, which chooses λ and scales T."""
+        """Return p_kNN of each position, with λ and T chosen by the mixer; see `Component.contribute`."""
         if settings.gate is not None and len(found.searches) == 1:
-            found.prepare([settings.temperature * one for one in self.factors])
+            found.prepare([settings.temperature * each for each in self.factors])
         weights, lam, temperature = settings.mixer.weigh(found, settings.temperature * factor)
         return Contribution(weights, lam, found.tokens, found.hits, name=self.name, temperature=temperature)
 
     def cite(self, question: Question[KeySettings], found: Evidence, weights: Tensor, most: int) -> Citations:
-        """Name the nearest records, and records of the target token with most of p_kNN; see `Component`."""
+        """List the nearest records, and the records of the target token with the largest weights.
+
+        See `Component.cite`.
+        """
         distances, tokens, ids = found.distances, found.tokens, found.ids
         assert tokens is not None
         wanted, contexts = min(most, weights.shape[1]), question.contexts
@@ -134,7 +145,7 @@ class Keys:
             distances.topk(wanted, largest=False).indices,
             (weights * (tokens == targets[:, None])).topk(wanted).indices,
         )
-        return Citations(*(_places(ids, distances, weights, one) for one in columns))
+        return Citations(*(_list_places(ids, distances, weights, selected) for selected in columns))
 
     def features(self, found: Evidence, unit: float) -> Tensor:
         """Return distances of the nearest 1, 2, 4, … records, and numbers of different tokens among them."""
@@ -146,12 +157,16 @@ def probes_cells(reader: Reader, settings: KeySettings) -> bool:
     return settings.probes is not None and reader.has_cells
 
 
-def reachable(reader: Reader, settings: KeySettings) -> int:
-    """Lower k where the store holds fewer records, so that no memory is taken for missing ones.
+def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
+    """Return k, lowered to the number of records in the store, to allocate no memory for missing records.
 
     Returns:
-        At most the settings' k, and at least the number of records that a gate uses, so that every mixer
-        chooses as with the settings' k.
+        At most the settings' k, and at least `DISTINCT_AMONG` (or k, if k is smaller), which is the number of
+        records that mixers and gates look at, so that their choices do not change. The unchanged k if cells
+        are probed.
+
+    Raises:
+        DomainNotFoundError: a selected domain does not exist.
     """
     if settings.k <= DISTINCT_AMONG or probes_cells(reader, settings):
         return settings.k
@@ -160,52 +175,56 @@ def reachable(reader: Reader, settings: KeySettings) -> int:
     return min(settings.k, max([DISTINCT_AMONG, *counts]))
 
 
-def most_records(reader: Reader, settings: KeySettings) -> int:
-    """Return an upper bound of the number of records that a query finds in all searches together."""
+def bound_record_count(reader: Reader, settings: KeySettings) -> int:
+    """Return an upper bound of the number of records that one query retrieves in all searches together.
+
+    If cells are probed, each cell is assumed to have at most `_ASSUMED_CELL_RECORDS` records.
+    """
     columns = settings.k
     if probes_cells(reader, settings):
         assert settings.probes is not None
         records = _count_records(reader, settings.selection, strict=False)
-        columns = min(settings.probes * _MANY_IN_CELL, records or 1)
+        columns = min(settings.probes * _ASSUMED_CELL_RECORDS, records or 1)
     return columns * max(1, len(settings.mixer.searches(settings.selection)))
 
 
 def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> list[Neighbors]:
-    """Make the searches of the settings' mixer, and keep single records.
+    """Run the searches of the settings' mixer, and return the single records, without sums.
 
     Args:
-        reader: where to search.
+        reader: the store.
         queries: float32, shape (q, d).
         settings: k or probes, the mixer and the selection.
 
     Returns:
         The records of each search, with the same number of columns for all searches: the k nearest records,
-        fewer in a smaller store; or all records of the probed cells, the nearest first. A domain that is not
-        selected, or was removed, finds nothing. If the mixer makes no search: one entry without records.
+        fewer in a smaller store; or all records of the probed cells, the nearest first. For a domain that is
+        not selected or was removed, the result has no records. If the mixer asks for no search, one result
+        without records.
     """
 
     def search(selection: Selection) -> Neighbors:
         if not probes_cells(reader, settings):
-            return reader.search(queries, reachable(reader, settings), selection)
+            return reader.search(queries, limit_k_to_store(reader, settings), selection)
         assert settings.probes is not None
         found = Neighbors.visited(reader.visit(queries, settings.probes, selection), len(queries))
         return found.nearest_first(1 if settings.needs_nearest_only else DISTINCT_AMONG)
 
     searches = settings.mixer.searches(settings.selection)
-    found = [_search_selected(reader, settings, part, search) for part in searches] or [None]
-    every = [Neighbors.nothing(len(queries), 1) if one is None else one for one in found]
-    width = max(one.ids.shape[1] for one in every)
-    return [one.padded(width) for one in every]
+    found = [_search_within_selection(reader, settings, part, search) for part in searches] or [None]
+    every = [Neighbors.nothing(len(queries), 1) if hits is None else hits for hits in found]
+    width = max(hits.ids.shape[1] for hits in every)
+    return [hits.padded(width) for hits in every]
 
 
 def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings) -> CellSums:
-    """Sum over the cells of one search, for the target tokens.
+    """Sum over all records of the probed cells of one search, separately for the target token.
 
     Args:
         reader: a store with cells.
         queries: float32, shape (q, d).
-        targets: the next token of each, int64, shape (q,).
-        settings: probes, a mixer that makes one search, and the selection.
+        targets: the target token of each query, int64, shape (q,).
+        settings: probes, the selection, and a mixer that asks for exactly one search.
     """
     (found,) = _sum_cells(reader, queries, targets, settings, 0, Form.TARGET)
     return found
@@ -214,7 +233,19 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeyS
 def _sum_cells(
     reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings, vocabulary: int, form: Form
 ) -> list[CellSums]:
-    """Make the searches of the settings' mixer, and sum over the probed cells."""
+    """Run the searches of the settings' mixer, and sum over all records of the probed cells.
+
+    Args:
+        reader: a store with cells.
+        queries: float32, shape (q, d).
+        targets: the target token of each query, int64, shape (q,).
+        settings: probes, the mixer and the selection.
+        vocabulary: number of tokens that the model predicts; not used if `form` is `Form.TARGET`.
+        form: `Form.TARGET` sums for the target tokens only, `Form.DISTRIBUTION` for all tokens.
+
+    Returns:
+        The sums of each search.
+    """
     assert settings.probes is not None
 
     def probe(selection: Selection) -> list[ProbedCells]:
@@ -232,15 +263,22 @@ def _sum_cells(
     places = None if form is Form.TARGET else vocabulary
     features = 0 if settings.needs_nearest_only else DISTINCT_AMONG
     searches = settings.mixer.searches(settings.selection)
-    every = [_search_selected(reader, settings, part, probe) or [] for part in searches]
+    every = [_search_within_selection(reader, settings, part, probe) or [] for part in searches]
     return [CellSums(cells, targets, places, features) for cells in every]
 
 
-def _sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> NeighborSums:
-    """Convert the findings of a search to tensors, in a form.
+def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> NeighborSums:
+    """Convert the records of a search to tensors on the device of the batch, in a form.
+
+    Args:
+        found: the records, n rows.
+        batch: the n positions; with targets if `form` is `Form.TARGET`.
+        settings: the settings in force.
+        form: how much of the result is kept.
 
     Raises:
-        ConfigError: the model does not predict a token that the store holds.
+        ConfigError: `form` is a distribution, and the store contains a token that the model does not
+            predict.
     """
     device = batch.keys.device
     tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
@@ -260,11 +298,11 @@ def _sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> 
     return sums.for_targets(batch.targets, with_distinct=not settings.needs_nearest_only)
 
 
-def _places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> list[list[Place]]:
-    """Return the records of n tokens in the given columns, shape (n, m), without missing records."""
+def _list_places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> list[list[Place]]:
+    """Return the records of n tokens at `columns`, int64, shape (n, m), without missing records."""
     chosen = np.take_along_axis(ids, columns.numpy(), 1)
     values = chosen, tokens_of(chosen), distances.gather(1, columns), weights.gather(1, columns)
-    rows = zip(*(of_each.tolist() for of_each in values), strict=True)
+    rows = zip(*(matrix.tolist() for matrix in values), strict=True)
     return [
         [
             Place(token, share, Keys.name, distance, id)
@@ -276,7 +314,12 @@ def _places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> li
 
 
 def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int:
-    """Count the records of a selection. An unknown domain raises an error if `strict`; else it counts 0."""
+    """Return the number of records of a selection.
+
+    Raises:
+        DomainNotFoundError: a domain does not exist, and `strict` is True. If `strict` is False, 0 is
+            returned.
+    """
     try:
         return reader.record_count(selection)
     except DomainNotFoundError:
@@ -285,10 +328,21 @@ def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int
         return 0
 
 
-def _search_selected(
+def _search_within_selection(
     reader: Reader, settings: KeySettings, part: Selection, search: Callable[[Selection], T]
 ) -> T | None:
-    """Search in a part of the settings' selection; return None and warn once if its domain is missing."""
+    """Call `search` with one of the mixer's selections, restricted to the settings' selection.
+
+    Args:
+        reader: the store.
+        settings: the settings in force.
+        part: a selection from the mixer: the settings' selection itself, or a selection of domains.
+        search: runs the search.
+
+    Returns:
+        The result of `search`; None if the domain of `part` is not selected or was removed. Then a warning is
+        logged, once for each domain.
+    """
     if part is settings.selection:
         return search(part)
     selected = settings.selection.domains
@@ -301,8 +355,8 @@ def _search_selected(
             why = "which the store does not have any more"
     domain = ", ".join(part.domains or ())
     known = (str(reader.home.path), domain, why)
-    if known not in _told:  # once in a process
-        _told.add(known)
+    if known not in _warned_domains:  # once in a process
+        _warned_domains.add(known)
         _logger.warning(
             "the settings give a weight to the domain %r, %s: the model has that weight now", domain, why
         )

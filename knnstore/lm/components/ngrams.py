@@ -24,7 +24,7 @@ from knnstore.lm.mixing import (
 from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, Suffixes
 
 Rows = slice | Tensor
-_PLACES = 32
+_MIN_CITED_PLACES = 32
 """Least number of places that are named for each length of n-grams, if as many exist."""
 
 
@@ -112,7 +112,7 @@ class Continuation(NamedTuple):
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Weigh the distributions by the λ of their lengths."""
-        lam = ngram_lambdas(settings, self.suffixes[:, 0])
+        lam = select_ngram_lambdas(settings, self.suffixes[:, 0])
         return Contribution(self.weights, lam, self.tokens, rest=self.rest, base=self.unigrams, name=name)
 
 
@@ -163,7 +163,7 @@ class TargetContinuation(NamedTuple):
         known = self.probs.isfinite()
         weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
         hits = torch.tensor([[True, False]]).expand(len(weights), -1)
-        return Contribution(weights, ngram_lambdas(settings, self.lengths), hits=hits, name=name)
+        return Contribution(weights, select_ngram_lambdas(settings, self.lengths), hits=hits, name=name)
 
 
 class NGramFitting(NamedTuple):
@@ -189,7 +189,7 @@ class NGramFitting(NamedTuple):
 
     def lambdas(self, fitted: NGramSettings) -> Tensor:
         """Return λ of each token, shape (n,), 0 where no n-gram was found."""
-        return ngram_lambdas(fitted, self.found.lengths) * self.found.probs.isfinite()
+        return select_ngram_lambdas(fitted, self.found.lengths) * self.found.probs.isfinite()
 
     def lam(self, fitted: NGramSettings) -> float:
         """Return the mean λ."""
@@ -228,18 +228,18 @@ class NGrams(CountedNGrams):
         if form is not Form.DISTRIBUTION:
             found = TargetContinuation.empty(order, len(contexts))
             if not is_empty:
-                matches, rows, at = _matches(counts, contexts, order)
+                matches, rows, at = _match_contexts(counts, contexts, order)
                 found.probs[rows] = torch.from_numpy(matches.gold(at, order))
-                found.suffixes[rows] = side_by_side(matches.suffixes(at, order))
+                found.suffixes[rows] = stack_suffixes(matches.suffixes(at, order))
             return found
         if is_empty:
             return Continuation.empty(len(contexts))
-        matches, rows, at = _matches(counts, contexts, order)
+        matches, rows, at = _match_contexts(counts, contexts, order)
         seen = matches.distribution(at, order)
-        weights, tokens = in_columns(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
+        weights, tokens = arrange_by_row(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
         rest, suffixes = torch.zeros(len(contexts)), torch.zeros((len(contexts), 3), dtype=torch.int64)
         rest[rows] = torch.from_numpy(seen.rest)
-        suffixes[rows] = side_by_side(seen.suffixes)
+        suffixes[rows] = stack_suffixes(seen.suffixes)
         unigrams = torch.from_numpy(counts.unigrams)
         if len(unigrams) < question.vocabulary:
             unigrams = pad(unigrams, (0, question.vocabulary - len(unigrams)))
@@ -250,12 +250,12 @@ class NGrams(CountedNGrams):
     ) -> Citations:
         """Name where the next token followed the end of its context in the stored text; see `Component`.
 
-        Each length of n-grams gives at most `_PLACES` places, or `most` if that is more: those with the most
-        tokens of the context before them. Documents are credited for all of these places.
+        Each length of n-grams gives at most `_MIN_CITED_PLACES` places, or `most` if that is more: those with
+        the most tokens of the context before them. Documents are credited for all of these places.
         """
         contexts, order = question.contexts, question.settings.order
-        matches, _, at = _matches(question.reader.ngrams(question.selection), contexts, order)
-        occurrences = matches.occurrences(at, order, max(most, _PLACES))
+        matches, _, at = _match_contexts(question.reader.ngrams(question.selection), contexts, order)
+        occurrences = matches.occurrences(at, order, max(most, _MIN_CITED_PLACES))
         return cite_occurrences(self.name, contexts, weights, occurrences)
 
 
@@ -292,7 +292,7 @@ def cite_occurrences(
     return Citations(every, every)
 
 
-def _matches(
+def _match_contexts(
     counts: NGramCounts, contexts: Contexts, order: int
 ) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
     """Find the n-grams that end in the contexts.
@@ -306,13 +306,13 @@ def _matches(
     return matches, cut.rows, matches.firsts[cut.owners] + cut.lengths - 1
 
 
-def ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
+def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
     """Return λ of n-grams for each length of the longest end that was found: float32, shape as `lengths`."""
     table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
     return table[lengths.clamp(max=len(table) - 1)]
 
 
-def in_columns(
+def arrange_by_row(
     rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
 ) -> tuple[Tensor, Tensor]:
     """Arrange entries, given by ascending row, as two matrices of `count` rows: probabilities and tokens."""
@@ -326,6 +326,6 @@ def in_columns(
     return torch.from_numpy(weights), torch.from_numpy(spread)
 
 
-def side_by_side(suffixes: Suffixes) -> Tensor:
+def stack_suffixes(suffixes: Suffixes) -> Tensor:
     """Convert suffixes to the tensor of `Continuation.suffixes`, int64, shape (n, 3)."""
     return torch.from_numpy(np.stack(suffixes, 1))

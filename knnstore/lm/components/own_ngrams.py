@@ -23,8 +23,8 @@ from knnstore.lm.components.ngrams import (
     CountedNGrams,
     NGramSettings,
     TargetContinuation,
+    arrange_by_row,
     cite_occurrences,
-    in_columns,
 )
 from knnstore.lm.contexts import Contexts
 from knnstore.store import Occurrence
@@ -48,9 +48,9 @@ class OwnNGrams(CountedNGrams):
         contexts, order = question.contexts, question.settings.order
         if form is not Form.DISTRIBUTION:
             return self.target(contexts, order)
-        laid, rows, at = _lay_out(contexts)
-        seen = _before(laid, at, order)
-        weights, tokens = in_columns(
+        laid, rows, at = _concatenate_contexts(contexts)
+        seen = _find_continuations(laid, at, order)
+        weights, tokens = arrange_by_row(
             rows[seen.rows], seen.probs, laid.symbols[seen.places] - 1, len(contexts)
         )
         suffixes = torch.zeros((len(contexts), 3), dtype=torch.int64)
@@ -61,8 +61,8 @@ class OwnNGrams(CountedNGrams):
         """Return the probability that n-grams up to a length give to the next token of each context."""
         key = self.name, order
         if key not in contexts.known:  # once for all positions of the texts
-            laid = _LaidOut.concatenate(contexts.texts)
-            contexts.known[key] = laid.firsts, *_gold(laid, order)
+            laid = _ConcatenatedTexts.concatenate(contexts.texts)
+            contexts.known[key] = laid.firsts, *_compute_target_probs(laid, order)
         firsts, probs, suffixes = contexts.known[key]
         found, rows = TargetContinuation.empty(order, len(contexts)), np.flatnonzero(contexts.owners >= 0)
         at = firsts[contexts.owners[rows]] + contexts.lengths[rows] - 1
@@ -74,9 +74,9 @@ class OwnNGrams(CountedNGrams):
     ) -> Citations:
         """Name where the next token followed the same words earlier in the text, the largest shares first."""
         contexts = question.contexts
-        laid, _, at = _lay_out(contexts)
+        laid, _, at = _concatenate_contexts(contexts)
         symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
-        seen = _before(laid, at, question.settings.order)
+        seen = _find_continuations(laid, at, question.settings.order)
         same = np.flatnonzero(symbols[seen.places] == symbols[at + 1][seen.rows])
         same = same[np.lexsort((-seen.probs[same], seen.rows[same]))]
         ends = np.searchsorted(seen.rows[same], np.arange(1, len(at)))
@@ -90,23 +90,23 @@ class OwnNGrams(CountedNGrams):
         return cite_occurrences(self.name, contexts, weights, occurrences, is_same_text=True)
 
 
-def _lay_out(contexts: Contexts) -> tuple["_LaidOut", Places, Places]:
+def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Places, Places]:
     """Lay out the texts up to the contexts.
 
     Returns:
         The texts; the indices of the contexts that are not padding, shape (m,); and the places of their last
         tokens.
     """
-    cut = contexts.cut(_WHOLE)
-    laid = _LaidOut.concatenate(cut.texts)
+    cut = contexts.cut(_WHOLE_TEXT)
+    laid = _ConcatenatedTexts.concatenate(cut.texts)
     return laid, cut.rows, laid.firsts[cut.owners] + cut.lengths - 1
 
 
-_WHOLE = 1 << 62
+_WHOLE_TEXT = 1 << 62
 """Tokens before a position, if the whole text counts."""
 
 
-class _LaidOut(NamedTuple):
+class _ConcatenatedTexts(NamedTuple):
     """Texts one after another."""
 
     symbols: Places
@@ -117,7 +117,7 @@ class _LaidOut(NamedTuple):
     """Index of the text of each place."""
 
     @classmethod
-    def concatenate(cls, texts: Texts) -> "_LaidOut":
+    def concatenate(cls, texts: Texts) -> "_ConcatenatedTexts":
         """Put texts one after another, each after a 0."""
         lengths = np.array([len(text) + 1 for text in texts], np.int64)
         begun = [np.append(0, text.astype(np.int64) + 1) for text in texts]
@@ -130,7 +130,7 @@ class _LaidOut(NamedTuple):
         return self.text << _BITS | self.symbols
 
 
-class _Before(NamedTuple):
+class _Continuations(NamedTuple):
     """Earlier tokens that followed the ends of q contexts: e places in all."""
 
     rows: Places
@@ -145,7 +145,7 @@ class _Before(NamedTuple):
     """Suffix of each context, see `Continuation`, shape (q, 3)."""
 
 
-def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
+def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
     """Find the earlier places in the same text that follow a context's last token, and their probabilities.
 
     Each place also has the number of the context's last tokens, at most order - 1, that precede it. The
@@ -183,10 +183,10 @@ def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
         left[there] *= _DISCOUNT * (distinct / np.maximum(total, 1))[there]
         first = there & (suffixes[:, 0] == 0)
         suffixes[first] = np.stack([np.full(len(at), length), total, distinct], 1)[first]
-    return _Before(rows, ends + 1, matched, (probs / (1 - left)[rows]).astype(np.float32), suffixes)
+    return _Continuations(rows, ends + 1, matched, (probs / (1 - left)[rows]).astype(np.float32), suffixes)
 
 
-def _gold(laid: _LaidOut, order: int) -> tuple[NDArray[np.float32], Places]:
+def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray[np.float32], Places]:
     """Return each place's probability of its next token, NaN where no n-gram is found; and its suffix."""
     contexts, following = laid.keys, np.roll(laid.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))
@@ -196,8 +196,8 @@ def _gold(laid: _LaidOut, order: int) -> tuple[NDArray[np.float32], Places]:
         if length > 1:
             contexts = contexts << _BITS | np.roll(laid.symbols, length - 1)
         contexts = np.unique(contexts, return_inverse=True)[1]
-        total, in_order = _earlier(contexts)
-        seen, _ = _earlier(contexts << _BITS | following)
+        total, in_order = _count_earlier_equals(contexts)
+        seen, _ = _count_earlier_equals(contexts << _BITS | following)
         is_new = (seen == 0)[in_order]
         distinct = np.empty_like(seen)
         before = np.cumsum(is_new) - is_new
@@ -211,7 +211,7 @@ def _gold(laid: _LaidOut, order: int) -> tuple[NDArray[np.float32], Places]:
     return np.where(is_said, probs / np.where(is_said, 1 - left, 1), np.nan).astype(np.float32), suffixes
 
 
-def _earlier(values: Places) -> tuple[Places, Places]:
+def _count_earlier_equals(values: Places) -> tuple[Places, Places]:
     """Return the number of equal values before each value, and the order of all by value and place."""
     in_order = np.argsort(values, kind="stable")
     ordered, places = values[in_order], np.arange(len(values))

@@ -168,12 +168,12 @@ class RecentText:
         metric = question.reader.identity.metric
         if not (contexts.owners >= 0).any():  # nothing but padding
             return Recent(torch.full((len(contexts), 1), torch.inf), torch.zeros((len(contexts), 1)).long())
-        laid = _LaidOut.of(contexts, size)
+        laid = _KeysInReach.from_contexts(contexts, size)
         given = laid.keys, laid.tokens, laid.at, laid.starts
         if form is Form.TARGET:
             targets = torch.from_numpy(contexts.targets(laid.firsts)).to(laid.keys.device)
             temperatures = {question.settings.temperature * factor for factor in question.factors}
-            found = target_before(*given, targets, size, metric, sorted(temperatures))
+            found = look_back_for_targets(*given, targets, size, metric, sorted(temperatures))
             return found.rows(laid.order)
         recent = look_back(*given, size, metric)
         # Padding is a last row with nothing before it.
@@ -203,7 +203,7 @@ class RecentText:
         return Citations(
             *(
                 [
-                    _earlier_places(*row, most)
+                    _list_earlier_places(*row, most)
                     for row in zip(starts, found.tokens, found.distances, one, strict=True)
                 ]
                 for one in (weights, hits)
@@ -215,7 +215,9 @@ class RecentText:
         return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
 
 
-def _earlier_places(start: int, tokens: Tensor, distances: Tensor, weights: Tensor, most: int) -> list[Place]:
+def _list_earlier_places(
+    start: int, tokens: Tensor, distances: Tensor, weights: Tensor, most: int
+) -> list[Place]:
     """Return the earlier tokens of a text with the largest weights, where the first column is at `start`."""
     return [
         Place(
@@ -259,7 +261,7 @@ def look_back(
     return Recent(distances, tokens[before.clamp(min=0)])
 
 
-def target_before(
+def look_back_for_targets(
     keys: Tensor,
     tokens: Tensor,
     at: Tensor,
@@ -299,7 +301,7 @@ def target_before(
     return TargetRecent.joined(parts)
 
 
-class _LaidOut(NamedTuple):
+class _KeysInReach(NamedTuple):
     """The keys within reach of some contexts, one text after another."""
 
     keys: Tensor
@@ -316,7 +318,7 @@ class _LaidOut(NamedTuple):
     """Index of the first context with each of these q, shape (q,)."""
 
     @classmethod
-    def of(cls, contexts: Contexts, size: int) -> "_LaidOut":
+    def from_contexts(cls, contexts: Contexts, size: int) -> "_KeysInReach":
         """Lay out the texts of contexts, each from `size` tokens before its first position."""
         rows = np.flatnonzero(contexts.owners >= 0)
         used, owners = np.unique(contexts.owners[rows], return_inverse=True)
@@ -375,7 +377,7 @@ RECENT_SIZES = (100, 400, 1600, 6400)
 """Sizes of the cache that are tried, in tokens; sizes beyond the longest document are left out."""
 
 _OCTAVES = torch.arange(-6.0, 3.0, 0.5)
-_SAMPLE = 1024  # tokens to choose the temperatures by
+_SAMPLE_TOKENS = 1024  # tokens to choose the temperatures by
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +396,7 @@ class RecentFitting:
     """Fitting of the n-grams of each document, on top of the cache; None leaves them out."""
 
     @classmethod
-    def of(cls, keys: "DocumentKeys", own: TargetContinuation | None = None) -> Self:
+    def from_keys(cls, keys: "DocumentKeys", own: TargetContinuation | None = None) -> Self:
         """Compute p_cache of every token at each size and each temperature of a grid.
 
         Args:
@@ -406,8 +408,8 @@ class RecentFitting:
             size for at, size in enumerate(RECENT_SIZES) if at == 0 or RECENT_SIZES[at - 1] < longest - 1
         )
         every = torch.arange(len(keys.documents))
-        sample = keys.look_back(every[:: max(1, len(every) // _SAMPLE)], sizes[-1]).distances
-        temperatures = _typical_gap(sample) * 2**_OCTAVES
+        sample = keys.look_back(every[:: max(1, len(every) // _SAMPLE_TOKENS)], sizes[-1]).distances
+        temperatures = _compute_typical_gap(sample) * 2**_OCTAVES
         probs = torch.empty(len(sizes), len(every), len(temperatures))
         found = torch.empty(len(every), dtype=torch.bool)
         for chunk in torch.split(every, max(1, CHUNK_VALUES // min(sizes[-1], longest))):
@@ -449,7 +451,7 @@ class RecentFitting:
         return fitted.lam
 
 
-def _typical_gap(distances: Tensor) -> float:
+def _compute_typical_gap(distances: Tensor) -> float:
     """Return the mean distance beyond the nearest key, of tokens that have any before them."""
     known = distances.isfinite()
     nearest = torch.where(known.any(1), distances.amin(1), 0.0)

@@ -1,7 +1,8 @@
-"""Components of other packages: their list, and the check of their settings.
+"""Components of other packages: the list of them, and the check of their settings.
 
-A package offers a component as an entry point of the group `knnstore.components`. The entry point's own name
-is not used; the component's `name` is. See `knnstore.lm.components.DistributionComponent`.
+A package offers a component as an entry point of the group `knnstore.components`. Settings use the
+component's attribute `name`; the name of the entry point is ignored. See
+`knnstore.lm.components.DistributionComponent`.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,9 @@ _registered: dict[str, Any] = {}
 
 
 def register_component(component: C) -> C:
-    """Register a component in this process, without an entry point; usable as a decorator.
+    """Register a component class in this process, without an entry point, and return the class.
+
+    Can be used as a decorator. Creates one instance of the class.
 
     Args:
         component: a class whose constructor takes no arguments; see
@@ -29,21 +32,24 @@ def register_component(component: C) -> C:
     Raises:
         ConfigError: another component has the same name.
     """
-    _add(_registered, component, component.__name__)
+    _add_instance(_registered, component, component.__name__)
     return component
 
 
 def other_components() -> Mapping[str, Any]:
-    """Return an instance of each component of other packages, by name.
+    """Return one instance of each installed or registered component of other packages, by name.
 
     Raises:
         ConfigError: an entry point cannot be loaded, or two components have the same name.
     """
-    return {**_installed(), **_registered}
+    return {**_load_installed_components(), **_registered}
 
 
 def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the settings of components of other packages, completed by their defaults.
+    """Check the settings of components of other packages, and return them with default values filled in.
+
+    Args:
+        others: settings of each component, by the component's name.
 
     Raises:
         ConfigError: a component is not installed, or refuses its settings.
@@ -62,19 +68,33 @@ def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 @cache
-def _installed() -> dict[str, Any]:
+def _load_installed_components() -> dict[str, Any]:
+    """Load the entry points of the group, and return an instance of each component, by name; cached.
+
+    Raises:
+        ConfigError: an entry point cannot be loaded, or the name of its component is taken.
+    """
     found: dict[str, Any] = {}
     for entry in entry_points(group=GROUP):
         try:
             component = entry.load()
         except Exception as error:
             raise ConfigError(f"the component {entry.value} cannot be loaded: {error}") from error
-        _add(found, component, entry.value)
+        _add_instance(found, component, entry.value)
     return found
 
 
-def _add(components: dict[str, Any], component: type, source: str) -> None:
-    """Add an instance of a component to `components`. Raises ConfigError if its name is taken."""
+def _add_instance(components: dict[str, Any], component: type, source: str) -> None:
+    """Create an instance of a component class, and add it to `components` under its name.
+
+    Args:
+        components: instances by name; changed.
+        component: the class.
+        source: name of the class or of the entry point, for the error message.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
     made = component()
     if made.name in _BUILT_IN or made.name in components:
         raise ConfigError(f"{source} names its component {made.name!r}, which is the name of another one")

@@ -17,7 +17,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.model.drafting import enable_drafts, find_reason_against_drafts, warn_no_drafts
 from knnstore.lm.model.guidance import Guidance
 from knnstore.lm.model.text_layer import attach_texts, check_row_order, get_cached_length, get_cached_texts
-from knnstore.lm.reading import CACHE_NAMES, cache_argument, check_tokens
+from knnstore.lm.reading import CACHE_NAMES, check_tokens, get_cache_argument_name
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
@@ -111,7 +111,7 @@ class StoreGeneration(GenerationMixin):
             text_mask = mask[:, stop - new : stop]
         elif mask is None and inputs.get("attention_mask") is not None:
             text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
-        if cache_argument(self.base.forward) is None:  # `generate` makes a cache for every model
+        if get_cache_argument_name(self.base.forward) is None:  # `generate` makes a cache for every model
             inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
         check_row_order(inputs, input_ids, new)
         return {**inputs, "knn": knn, "text_mask": text_mask}
@@ -211,7 +211,7 @@ def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
 
     The name is ``cache`` or ``past_key_values``. A cache that already has this name stays.
     """
-    name = cache_argument(GenerationMixin.prepare_inputs_for_generation)
+    name = get_cache_argument_name(GenerationMixin.prepare_inputs_for_generation)
     others = {"cache", "past_key_values"} - {name}
     renamed = {key: value for key, value in options.items() if key not in others}
     cache = next((options[key] for key in others if options.get(key) is not None), None)

@@ -311,7 +311,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         Returns:
             The keys of all positions, shape (b, t, d), and the extended texts.
         """
-        joining, project = self.encoder.joining, self.encoder.projected
+        joining, project = self.encoder.joining, self.encoder.project
         extended: tuple[Tensor, TextBatch] = append_pass(texts, tokens, states, is_text, joining, project)
         return extended
 
@@ -411,7 +411,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         is_mixed = not all(settings.is_model_alone for settings in each)
         states = capture.keys(batch, length)
         if texts is None:
-            keys, batch_of_texts = self.encoder.projected(states), None
+            keys, batch_of_texts = self.encoder.project(states), None
         else:
             keys, batch_of_texts = self.extend_texts(texts, input_ids, states, is_text)
         # Some models change the cache in their arguments, and return no cache.

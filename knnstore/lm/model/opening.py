@@ -16,9 +16,9 @@ from knnstore.lm.reading import (
     Encoder,
     TextReader,
     check_runs,
+    get_model_name,
     identify,
     loaded,
-    name_of,
     sample_keys,
     warn_of_unknown_tokens,
 )
@@ -106,7 +106,7 @@ def create(
     identity = identify(
         base,
         tokenizer,
-        name=name_of(base if options.get("gguf_file") else model),
+        name=get_model_name(base if options.get("gguf_file") else model),
         key=key,
         joining=joining,
         metric=metric,

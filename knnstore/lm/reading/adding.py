@@ -23,7 +23,7 @@ from knnstore.errors import (
     ModelOutputError,
     UnusableDocumentError,
 )
-from knnstore.lm.reading.encoder import not_finite
+from knnstore.lm.reading.encoder import create_not_finite_error
 from knnstore.lm.reading.reader import (
     TextReader,
     check_tokens,
@@ -47,7 +47,7 @@ COMMIT_SECONDS = 30.0
 
 Half a minute, so that a group takes about a minute at most if the speed of the model halves.
 """
-_SLOWEST = 2e10
+_ASSUMED_OPERATIONS = 2e10
 """Operations per second that are assumed before the speed of the machine is measured.
 
 A token takes two operations for each weight of the model.
@@ -137,9 +137,8 @@ def add(
 
     Raises:
         InputError: the domain or a tag is not a valid name; or a document cannot be used and `on_bad` is
-        None.
-            Committed groups stay. If the document has no tokens or an unknown token, the other documents
-            of its chunk are committed before the error is raised.
+            None. Committed groups stay. If the document has no tokens or an unknown token, the other
+            documents of its chunk are committed before the error is raised.
         ModelOutputError: the model's hidden states of a document are NaN or infinite; the message names the
             document. Earlier groups stay committed.
         ReadOnlyError: the store was opened for reading.
@@ -150,7 +149,7 @@ def add(
     tokenizer = lm.tokenizer or lm.reader.tokenizer  # raises an error if the store has no tokenizer
     check_name(domain, "the domain's name")
     given = distinct_names(tags, "tag")
-    pace = _Pace(reader, commit_tokens, commit_seconds)
+    pace = _GroupSize(reader, commit_tokens, commit_seconds)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()
     tokens_read, bytes_read = 0, 0  # for the estimate of the remaining time
@@ -166,7 +165,7 @@ def add(
         began, before = time.perf_counter(), counts["tokens"]
         with store.ingest(documents) as ingest:
             texts = [document.tokens for document in documents]
-            for count in map(len, texts) if reader is None else _encode(reader, documents, ingest):
+            for count in map(len, texts) if reader is None else _store_keys(reader, documents, ingest):
                 counts["tokens"] += count
                 shown.advance(count)
         pace.record_speed(counts["tokens"] - before, time.perf_counter() - began)
@@ -204,7 +203,7 @@ def add(
         texts = tokenized(tokenizer, [document.text for document in fresh])
         for document, tokens in zip(fresh, texts, strict=True):
             version = versions.get(document.id)
-            problem = _problem_of(document, tokens, vocabulary, tokenizer)
+            problem = _find_problem(document, tokens, vocabulary, tokenizer)
             if problem is not None:
                 try:
                     if on_bad is None:
@@ -304,7 +303,7 @@ def sync(
     return Synced(added, removed)
 
 
-def _problem_of(
+def _find_problem(
     document: TextDocument,
     tokens: NDArray[np.uint32],
     vocabulary: int,
@@ -320,7 +319,7 @@ def _problem_of(
     return None
 
 
-def _encode(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
+def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
     """Compute and store the keys of documents, batch by batch; yield the number of keys of each batch.
 
     Raises:
@@ -337,12 +336,12 @@ def _encode(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest
             if finite.all():  # values outside the range of the engine
                 raise
             document = documents[int(batch.documents[int(np.argmin(finite))])]
-            found = not_finite(reader.encoder.model, "states")
+            found = create_not_finite_error(reader.encoder.model, "states")
             raise ModelOutputError(f"document {document.id!r}: {found}") from error
         yield len(batch.at)
 
 
-class _Pace:
+class _GroupSize:
     """Chooses the number of tokens in a group from the measured speed of the model.
 
     Args:
@@ -360,7 +359,7 @@ class _Pace:
         self._seconds = seconds
         if reader is not None:
             operations = 2 * sum(weights.numel() for weights in reader.encoder.model.parameters())
-            self.record_speed(1, operations / _SLOWEST)
+            self.record_speed(1, operations / _ASSUMED_OPERATIONS)
 
     def record_speed(self, tokens: int, seconds: float) -> None:
         """Set `group_tokens` from the duration of the latest group; zero tokens or seconds change nothing."""

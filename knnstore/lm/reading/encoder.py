@@ -138,12 +138,12 @@ class Encoder:
             The keys, float32, shape (n, d), on the model's device.
         """
         wanted = torch.as_tensor(at, device=self.model.device)
-        return self.projected(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
+        return self.project(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
 
     def key_states(self, input_ids: NDArray[np.int64] | Tensor) -> Tensor:
         """Compute the hidden states at the key's location in the model.
 
-        `joining` and `projected` turn them into keys. Layers behind the location do not run, if possible.
+        `joining` and `project` turn them into keys. Layers behind the location do not run, if possible.
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
@@ -175,7 +175,7 @@ class Encoder:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
                 states = self.model(ids, use_cache=False).logits
             keys = capture.keys(*ids.shape)
-        return Encoded(self.projected(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
+        return Encoded(self.project(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
     def encode_in_parts(
         self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor, most: int
@@ -213,7 +213,7 @@ class Encoder:
             keys.append(capture.keys(*part.shape))
             states.append(output[0] if self._head_suffices else output.logits)
         wanted = torch.as_tensor(at, device=self.model.device)
-        joined = self.projected(self.joining(torch.cat(keys, 1)).flatten(0, 1)[wanted])
+        joined = self.project(self.joining(torch.cat(keys, 1)).flatten(0, 1)[wanted])
         return Encoded(joined, torch.cat(states, 1).flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class Encoder:
         with torch.inference_mode():
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
-                logits = self._logits(states[part]).float()
+                logits = self._compute_logits(states[part]).float()
                 probs = logits.softmax(1)
                 best = probs.amax(1).log()
                 total = logits.amax(1) - best
@@ -253,10 +253,10 @@ class Encoder:
                     expected = (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
                 found.entropy[part] = total - expected
         if not found.best.isfinite().all():
-            raise not_finite(self.model)
+            raise create_not_finite_error(self.model)
         return found
 
-    def _logits(self, states: Tensor) -> Tensor:
+    def _compute_logits(self, states: Tensor) -> Tensor:
         """Compute the logits, shape (n, v), from states of `encode`, in the model's precision."""
         if not self._head_suffices:
             return states
@@ -264,7 +264,7 @@ class Encoder:
             logits: Tensor = self.head(states)
         return logits
 
-    def projected(self, keys: Tensor) -> Tensor:
+    def project(self, keys: Tensor) -> Tensor:
         """Project joined states to the store's keys.
 
         Args:
@@ -336,10 +336,10 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
         finite = finite | (mask[:, -finite.shape[1] :] == 0).to(finite.device)
         if finite.all():
             return
-    raise not_finite(model)
+    raise create_not_finite_error(model)
 
 
-def not_finite(model: PreTrainedModel, what: str = "logits") -> ModelOutputError:
+def create_not_finite_error(model: PreTrainedModel, what: str = "logits") -> ModelOutputError:
     """Return the error for NaN or infinite output, with the dtype and the probable cause.
 
     Args:

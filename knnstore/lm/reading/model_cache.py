@@ -16,7 +16,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "pas
 """All names of the cache argument, the newest first."""
 
 
-def cache_argument(forward: Callable[..., Any]) -> str | None:
+def get_cache_argument_name(forward: Callable[..., Any]) -> str | None:
     """Return the name of the cache argument of a forward function; None if it has no cache argument."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
@@ -32,7 +32,7 @@ def as_cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """
     if cache is None:
         return {}
-    name = cache_argument(model.forward)
+    name = get_cache_argument_name(model.forward)
     if name is None:
         raise ConfigError(f"{type(model).__name__} takes no cache of earlier tokens: give it the whole text")
     return {name: cache}

@@ -37,12 +37,12 @@ from knnstore.store import Identity
 
 _logger = logging.getLogger(__name__)
 
-_ALIKE = 0.05
+_LOGIT_ROUNDING = 0.05
 """Difference of logits that may be rounding, as a fraction of the largest logit."""
 
 _NO_CODE = "knnstore runs no code that comes with a model"
 
-_MOST = {
+_MAX_SIZES = {
     "num_hidden_layers": ("layers", 10_000),
     "hidden_size": ("components of a hidden state", 1 << 20),
     "intermediate_size": ("components of a feed-forward layer", 1 << 23),
@@ -106,7 +106,7 @@ def load_model(
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
     part = "config.json"  # the file that is loaded now, for error messages
     try:
-        _check_present(torch.device(place))
+        _check_device_exists(torch.device(place))
         # Without this option transformers asks on the terminal if it may run code from the repository.
         safe: dict[str, Any] = {"trust_remote_code": False}
         if check_model(name, options.get("revision")):
@@ -116,7 +116,7 @@ def load_model(
         config = AutoConfig.from_pretrained(folder, **pinned)
         _check_sizes(name, config)
         part = "the tokenizer's files (tokenizer.json, tokenizer_config.json)"
-        tokenizer = _tokenizer_of(folder, **pinned)
+        tokenizer = _load_tokenizer(folder, **pinned)
         part = "the weights, config.json or generation_config.json"
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository: transformers would download and run its code
@@ -134,7 +134,7 @@ def load_model(
                 f"asks for, {missing[0]!r} for one: they are not of one model"
             )
         if gguf_file is not None:
-            model.name_or_path = model.config.name_or_path = name_of(name)
+            model.name_or_path = model.config.name_or_path = get_model_name(name)
         placed = model if "device_map" in options else model.to(place)
         return Loaded(placed.eval(), tokenizer)
     except ConfigError:
@@ -143,11 +143,11 @@ def load_model(
         raise
     # Any exception is possible: transformers and torch do not check the types of values in a model's files.
     except BaseException as error:
-        if not is_of_files(error):
+        if not is_caused_by_files(error):
             raise
         files = gguf_file or _find_damaged_file(Path(folder)) or part
         raise ConfigError(
-            f"the model {name!r} cannot be loaded on {place}, because of {files}: {reason_of(error)}"
+            f"the model {name!r} cannot be loaded on {place}, because of {files}: {describe_reason(error)}"
         ) from error
 
 
@@ -185,8 +185,7 @@ def loaded(
 
     Args:
         model: a folder, a hub id, or a loaded causal language model, e.g. quantized, distributed over devices
-        or
-            with adapters of PEFT. A loaded model is set to evaluation mode.
+            or with adapters of PEFT. A loaded model is set to evaluation mode.
         tokenizer: default is the tokenizer in the model's folder or hub id.
         device: see `load_model`; only for a model that is given by its name.
         dtype: see `load_model`; only for a model that is given by its name.
@@ -212,24 +211,23 @@ def loaded(
         raise ConfigError(f"a model is a name or a transformers model, not {type(model).__name__}")
     if tokenizer is None:
         try:
-            folder, gguf_file = split_gguf_file(name_of(model))
+            folder, gguf_file = split_gguf_file(get_model_name(model))
             of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
-            tokenizer = _tokenizer_of(folder, trust_remote_code=False, **of_file)
+            tokenizer = _load_tokenizer(folder, trust_remote_code=False, **of_file)
         except BaseException as error:
-            if not is_of_files(error):
+            if not is_caused_by_files(error):
                 raise
             raise ConfigError("the model's folder has no tokenizer: give it as tokenizer=...") from error
     model.eval()  # type: ignore[no-untyped-call]
     return Loaded(model, tokenizer)
 
 
-def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
+def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer, and test it on one letter.
 
     Raises:
         ConfigError: the files of the tokenizer are missing. Transformers would return a tokenizer that has
-        only
-            special tokens.
+            only special tokens.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -242,10 +240,10 @@ def _check_sizes(name: str, config: Any) -> None:
     """Check the sizes in a configuration before the layers are built.
 
     Raises:
-        ConfigError: a size is larger than in `_MOST`, or the number of layers is below 1.
+        ConfigError: a size is larger than in `_MAX_SIZES`, or the number of layers is below 1.
     """
     text = config.get_text_config()
-    for field, (things, most) in _MOST.items():
+    for field, (things, most) in _MAX_SIZES.items():
         try:
             size = getattr(text, field, None)
         except Exception:  # each layer has its own size, which transformers checks
@@ -284,7 +282,7 @@ def check_shards(name: str, **options: Any) -> None:
     try:
         index = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {reason_of(error)}; copy the model again") from error
+        raise ConfigError(f"{file} cannot be read: {describe_reason(error)}; copy the model again") from error
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
         raise ConfigError(f"{file} is not an index of weights: copy the model again")
@@ -295,7 +293,7 @@ def check_shards(name: str, **options: Any) -> None:
             )
 
 
-def is_of_files(error: BaseException) -> bool:
+def is_caused_by_files(error: BaseException) -> bool:
     """Check whether an error during loading may be caused by the model's files.
 
     True for every `Exception`, and for a panic of the package tokenizers, which is a `BaseException` only.
@@ -303,7 +301,7 @@ def is_of_files(error: BaseException) -> bool:
     return isinstance(error, Exception) or is_panic(error)
 
 
-def reason_of(error: BaseException) -> str:
+def describe_reason(error: BaseException) -> str:
     """Return one line that explains an error of another package.
 
     Returns the name of the error's type if the error has no message.
@@ -321,7 +319,7 @@ def reason_of(error: BaseException) -> str:
     return whole if lines[0].endswith(":") else lines[0][:_REASON_CHARACTERS]
 
 
-def name_of(model: str | PreTrainedModel) -> str:
+def get_model_name(model: str | PreTrainedModel) -> str:
     """Return the name to load a model again: the absolute path of its folder, or its hub id.
 
     Returns an empty string if the model has no name.
@@ -330,7 +328,7 @@ def name_of(model: str | PreTrainedModel) -> str:
     return os.path.abspath(name) if name and os.path.exists(name) else name
 
 
-def _check_present(device: torch.device) -> None:
+def _check_device_exists(device: torch.device) -> None:
     """Check that a CUDA device exists, before a model is loaded.
 
     Raises:
@@ -366,7 +364,7 @@ def check_runs(model: PreTrainedModel) -> None:
         )
     check_logits(model, logits)
     before = logits[:, :2].float()
-    if (before[0] - before[1]).abs().amax() > _ALIKE * before.abs().amax():
+    if (before[0] - before[1]).abs().amax() > _LOGIT_ROUNDING * before.abs().amax():
         _logger.warning(
             "%s looks at later tokens, so perplexities are too low: a model like BERT needs is_decoder=True "
             "in its configuration",
@@ -415,7 +413,7 @@ def identify(
 
     Raises:
         ConfigError: the place of the keys, the metric, the prefix or the window is not possible for this
-        model.
+            model.
     """
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
@@ -427,7 +425,7 @@ def identify(
             f"which is not among the model's {vocabulary:,} tokens: use the tokenizer that the model was "
             "trained with"
         )
-    window = window_of(model, max_length)
+    window = choose_window(model, max_length)
     step = stride or max(1, window // 2)
     check_window(window, step)
     return Identity(
@@ -444,12 +442,12 @@ def identify(
     )
 
 
-def window_of(model: PreTrainedModel, max_length: int | None = None) -> int:
+def choose_window(model: PreTrainedModel, max_length: int | None = None) -> int:
     """Return `max_length` after a check against the model's limit; the limit if `max_length` is None.
 
     Raises:
         ConfigError: `max_length` is above the model's limit; or `max_length` is None and the model has no
-        limit.
+            limit.
     """
     try:
         limit = max_length_of(model.config)

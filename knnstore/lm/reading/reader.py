@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import OnBad, Origin, TextDocument, documents_of
 from knnstore.errors import InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of, named_panics
+from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, get_token_letters, named_panics
 from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, pack, prefix_of
 from knnstore.store import Letters
 
-_AHEAD = 64  # documents that are tokenized together, because fast tokenizers work in parallel
+_CHUNK_DOCUMENTS = 64  # documents that are tokenized together, because fast tokenizers work in parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TextReader:
     @property
     def letters(self) -> Letters:
         """Letters of each token in the vocabulary, without spaces."""
-        return letters_of(self.tokenizer)
+        return get_token_letters(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids of a text, without special tokens, shape (length,).
@@ -114,8 +114,7 @@ def usable_documents(
         reader: has the model and its tokenizer.
         documents: rows, texts or `TextDocument`s, see `documents_of`.
         on_bad: called with the error of each row that is not a document, and of each document with a token
-        that
-            the model does not have; both are skipped. None raises the first error.
+            that the model does not have; both are skipped. None raises the first error.
 
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
@@ -169,8 +168,7 @@ def check_tokens(
 
     Raises:
         InputError: a token is negative or not below `vocabulary`. The message names the first wrong token and
-        its
-            position, counted from 0.
+            its position, counted from 0.
     """
     ids = np.asarray(tokens)  # Python integers may be larger than int64
     is_outside = (ids < 0) | (ids >= vocabulary)
@@ -187,7 +185,9 @@ def check_tokens(
     )
 
 
-def in_chunks(documents: Iterable[TextDocument], size: int = _AHEAD) -> Iterator[list[TextDocument]]:
+def in_chunks(
+    documents: Iterable[TextDocument], size: int = _CHUNK_DOCUMENTS
+) -> Iterator[list[TextDocument]]:
     """Yield consecutive lists of at most `size` documents; no documents give no lists."""
     remaining = iter(documents)
     while chunk := list(islice(remaining, size)):

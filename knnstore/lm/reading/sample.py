@@ -72,8 +72,7 @@ def sample_tokens(
         count: total number of tokens; the last document is cut to reach it exactly.
         longest: number of tokens to which each document is cut; default `count`.
         on_bad: called with the error of each chosen document that has a token that the model does not have;
-        the
-            document is skipped. None raises the first error.
+            the document is skipped. None raises the first error.
 
     Returns:
         The token ids of each document, uint32, shapes (n_i,); fewer than `count` in total if the documents

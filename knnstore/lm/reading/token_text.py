@@ -2,7 +2,7 @@
 
 `decode_tokens` decodes a text. `TokenTexts` returns the text and the bytes of each token of a tokenizer.
 `Detokenizer` decodes a text token by token. `split_text` splits a given text into the parts of its tokens.
-`letters_of` returns the letters of each token without spaces.
+`get_token_letters` returns the letters of each token without spaces.
 
 The text of a continuation is the text of prompt and continuation without the text of the prompt. The tokens
 of a continuation cannot be decoded alone, because a tokenizer may drop the space at the beginning of a text.
@@ -119,7 +119,7 @@ class TokenTexts:
         A token that the tokenizer does not have gives ``token_id:N``; the vocabulary of a model may be
         larger.
         """
-        if not self._name(token):
+        if not self._get_vocabulary_name(token):
             return f"token_id:{token}"
         data = self.bytes_of(token)
         try:
@@ -144,7 +144,7 @@ class TokenTexts:
         """
         found = self._fallback_bytes.get(token)
         if found is None:
-            name = self._name(token)
+            name = self._get_vocabulary_name(token)
             found = bool(_FALLBACK_BYTE.fullmatch(name)) and name not in self.decode([token])
             self._fallback_bytes[token] = found
         return found
@@ -156,7 +156,7 @@ class TokenTexts:
         decoder = getattr(backend, "decoder", None)
         if decoder is None:
             return hasattr(self.tokenizer, "byte_decoder")
-        return "ByteLevel" in _types_of(json.loads(decoder.__getstate__()))
+        return "ByteLevel" in _collect_decoder_types(json.loads(decoder.__getstate__()))
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = (), *, special: bool = True) -> list[str]:
         """Return the text that each token adds after the previous tokens.
@@ -184,13 +184,13 @@ class TokenTexts:
 
     # -- names and bytes of single tokens
 
-    def _name(self, token: int) -> str:
+    def _get_vocabulary_name(self, token: int) -> str:
         """Return a token as the vocabulary writes it; empty if the tokenizer does not have the token."""
         return self.tokenizer.convert_ids_to_tokens(token) or ""
 
     def _find_bytes(self, token: int) -> bytes:
         """Compute the result of `bytes_of`."""
-        name = self._name(token)
+        name = self._get_vocabulary_name(token)
         if not name:
             return b""
         if self.is_byte_level:
@@ -199,8 +199,8 @@ class TokenTexts:
             return bytes(byte for byte in letters if byte is not None) if is_bytes else name.encode()
         if self.is_fallback_byte(token):
             return bytes([int(name[3:5], 16)])
-        before, whole = self.decode(self._anchor), self.decode([*self._anchor, token])
-        return whole[_common_length(before, whole) :].encode(errors="replace")
+        before, whole = self.decode(self._anchor_tokens), self.decode([*self._anchor_tokens, token])
+        return whole[_get_common_prefix_length(before, whole) :].encode(errors="replace")
 
     @cached_property
     def _added(self) -> frozenset[int]:
@@ -213,7 +213,7 @@ class TokenTexts:
         return frozenset(self.tokenizer.all_special_ids)
 
     @cached_property
-    def _anchor(self) -> list[int]:
+    def _anchor_tokens(self) -> list[int]:
         """One token of letters as context, so that the next token decodes as in the middle of a text.
 
         Empty if the tokenizer has no suitable token.
@@ -246,8 +246,8 @@ class Detokenizer:
         self._texts = texts
         self._special = special
         self._partial = codecs.getincrementaldecoder("utf-8")("replace")
-        self._tokens, self._given = self._context(before)
-        self._settled = len(self._tokens)
+        self._tokens, self._returned_text = self._choose_context(before)
+        self._returned_count = len(self._tokens)
         if texts.is_byte_level:
             for token in self._tokens:
                 self._read_bytes(token)
@@ -258,8 +258,8 @@ class Detokenizer:
         Returns an empty list while a character is incomplete; a later call then returns all waiting pieces.
         """
         self._tokens.append(token)
-        if not self._is_shown(token):
-            is_waiting = len(self._tokens) - self._settled > 1
+        if not self._adds_text(token):
+            is_waiting = len(self._tokens) - self._returned_count > 1
         elif self._texts.is_byte_level:
             is_waiting = self._read_bytes(token)
         else:
@@ -269,19 +269,23 @@ class Detokenizer:
         whole = self._decode(self._tokens)
         if whole.endswith(_REPLACEMENT) and not self._texts.is_byte_level:
             return []
-        return self._settle(whole)
+        return self._return_waiting(whole)
 
     def end(self) -> list[TokenPiece]:
         """Return the pieces of all waiting tokens; bytes of an incomplete character give U+FFFD."""
         self._partial.reset()
-        return self._settle(self._decode(self._tokens)) if self._settled < len(self._tokens) else []
+        return (
+            self._return_waiting(self._decode(self._tokens))
+            if self._returned_count < len(self._tokens)
+            else []
+        )
 
     def peek(self, tokens: Sequence[int]) -> str:
         """Return the text that is not returned yet, if the text ended after `tokens`. Changes no state."""
         whole = self._decode([*self._tokens, *tokens])
-        return whole[_common_length(self._given, whole) :]
+        return whole[_get_common_prefix_length(self._returned_text, whole) :]
 
-    def _context(self, before: Sequence[int]) -> tuple[list[int], str]:
+    def _choose_context(self, before: Sequence[int]) -> tuple[list[int], str]:
         """Choose the last tokens of a text that are enough context to decode a continuation.
 
         Returns:
@@ -297,50 +301,50 @@ class Detokenizer:
                 return tokens, text
             size *= 2
 
-    def _settle(self, whole: str) -> list[TokenPiece]:
+    def _return_waiting(self, whole: str) -> list[TokenPiece]:
         """Return the pieces of the waiting tokens, and mark them as returned.
 
         Args:
             whole: the text of all tokens in `_tokens`.
         """
-        waiting = self._tokens[self._settled :]
-        new = whole[_common_length(self._given, whole) :]
+        waiting = self._tokens[self._returned_count :]
+        new = whole[_get_common_prefix_length(self._returned_text, whole) :]
         # Drop the older context tokens, if the remaining tokens decode without a replacement character.
         text = self._decode(waiting) if new else ""
         if text and (self._texts.is_byte_level or text[0] != _REPLACEMENT):
-            self._tokens, self._given = waiting, text
+            self._tokens, self._returned_text = waiting, text
         else:
-            self._given = whole
-        self._settled = len(self._tokens)
-        return self._pieces(waiting, new)
+            self._returned_text = whole
+        self._returned_count = len(self._tokens)
+        return self._split_into_pieces(waiting, new)
 
-    def _pieces(self, tokens: Sequence[int], text: str) -> list[TokenPiece]:
+    def _split_into_pieces(self, tokens: Sequence[int], text: str) -> list[TokenPiece]:
         """Split a text into the pieces of its tokens, by the bytes of each token."""
-        data = [self._texts.bytes_of(token) if self._is_shown(token) else b"" for token in tokens]
-        for texts in (_characters(data), [self._in_invalid_run(token) for token in tokens]):
+        data = [self._texts.bytes_of(token) if self._adds_text(token) else b"" for token in tokens]
+        for texts in (_decode_parts(data), [self._get_invalid_run_text(token) for token in tokens]):
             if "".join(texts) == text:
                 return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
         # The bytes differ from the decoded text, e.g. because the tokenizer drops the first space.
-        shown = [at for at, token in enumerate(tokens) if self._is_shown(token)]
+        shown = [at for at, token in enumerate(tokens) if self._adds_text(token)]
         last = shown[-1] if shown else len(tokens) - 1
         texts = [text if at == last else "" for at in range(len(tokens))]
-        if _is_text(b"".join(data)):
+        if _is_valid_utf8(b"".join(data)):
             data = [one.encode(errors="replace") for one in texts]
         return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
 
-    def _in_invalid_run(self, token: int) -> str:
+    def _get_invalid_run_text(self, token: int) -> str:
         """Return a token's text if runs of fallback bytes are not valid UTF-8: U+FFFD for each byte."""
-        if not self._is_shown(token):
+        if not self._adds_text(token):
             return ""
         return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.name_of(token)
 
-    def _is_shown(self, token: int) -> bool:
+    def _adds_text(self, token: int) -> bool:
         """Check that a token adds text: special tokens do only with ``special=True``."""
         return self._special or not self._texts.is_skipped(token)
 
     def _read_bytes(self, token: int) -> bool:
         """Append the bytes of a token; return True if the last character is incomplete now."""
-        if self._is_shown(token):
+        if self._adds_text(token):
             self._partial.decode(self._texts.bytes_of(token))
         return bool(self._partial.getstate()[0])
 
@@ -375,20 +379,20 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
     return [text[start:end] for start, end in pairwise(ends)]
 
 
-def letters_of(tokenizer: PreTrainedTokenizerBase) -> Letters:
+def get_token_letters(tokenizer: PreTrainedTokenizerBase) -> Letters:
     """Return the letters of each token as the vocabulary writes them, without spaces and line ends."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return Letters([_SPACES.sub("", name or "") for name in names])
 
 
-def _common_length(one: str, other: str) -> int:
+def _get_common_prefix_length(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts."""
     if other.startswith(one):
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _characters(parts: Sequence[bytes]) -> list[str]:
+def _decode_parts(parts: Sequence[bytes]) -> list[str]:
     """Decode the parts of a text, with each character in the part that has its last byte.
 
     Bytes that are not valid UTF-8 give U+FFFD.
@@ -402,7 +406,7 @@ def _characters(parts: Sequence[bytes]) -> list[str]:
     return texts
 
 
-def _is_text(data: bytes) -> bool:
+def _is_valid_utf8(data: bytes) -> bool:
     """Check that bytes are valid UTF-8."""
     try:
         data.decode()
@@ -411,13 +415,13 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def _types_of(state: Any) -> set[str]:
+def _collect_decoder_types(state: Any) -> set[str]:
     """Return the type of a decoder and the types of its nested decoders."""
     found = {str(state.get("type"))}
-    return found.union(*(_types_of(one) for one in state.get("decoders", ())))
+    return found.union(*(_collect_decoder_types(one) for one in state.get("decoders", ())))
 
 
-def _bytes_of_letters() -> dict[str, int]:
+def _map_letters_to_bytes() -> dict[str, int]:
     """Return the byte that each letter means in the vocabulary of a byte-level BPE tokenizer.
 
     A byte that is a visible character of Latin-1 is written as this character. The other bytes are written as
@@ -431,4 +435,4 @@ def _bytes_of_letters() -> dict[str, int]:
     }
 
 
-_BYTES_OF_LETTERS = _bytes_of_letters()
+_BYTES_OF_LETTERS = _map_letters_to_bytes()

@@ -113,8 +113,7 @@ def pack(
         max_length: largest number of tokens in a window, the prefix included.
         stride: number of tokens between the ends of two windows.
         batch_tokens: largest number of tokens in a batch, padding included. A window that is longer is a
-        batch
-            of its own.
+            batch of its own.
 
     Yields:
         Batches that together predict every token of every document once; without a prefix every token except
@@ -149,11 +148,11 @@ def pack(
     while done < len(order):
         width = int(widths[order[done]])
         rows = order[done : done + max(1, batch_tokens // width)]
-        yield _batch(text, origins, table[rows], width)
+        yield _create_batch(text, origins, table[rows], width)
         done += len(rows)
 
 
-def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
+def _create_batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
     """Create the batch of windows.
 
     The input of a window is its tokens without the last one, padded with 0. Each token from `first` on is a
@@ -209,8 +208,7 @@ def check_window(max_length: int, stride: int) -> None:
 
     Raises:
         ConfigError: `max_length` is below 2, so that a window predicts nothing; or `stride` is not between 1
-        and
-            ``max_length - 1``.
+            and ``max_length - 1``.
     """
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")

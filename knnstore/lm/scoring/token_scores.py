@@ -18,7 +18,7 @@ from torch import Tensor
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
 from knnstore.lm.batch import Batch
-from knnstore.lm.components import Form, most_records, probes_cells, reachable
+from knnstore.lm.components import Form, bound_record_count, limit_k_to_store, probes_cells
 from knnstore.lm.contexts import Contexts, DocumentTexts
 from knnstore.lm.mixing import CellSums, Evidence, NeighborSums
 from knnstore.lm.mixture import look_up
@@ -266,7 +266,7 @@ def score_texts(
         settings: the settings in force.
         with_sources: keep each retrieved record in the evidence, also where the settings probe cells.
     """
-    settings = replace(settings, k=reachable(store, settings))
+    settings = replace(settings, k=limit_k_to_store(store, settings))
     lookup = EvidenceLookup(store, settings, Form.SOURCES if with_sources else Form.TARGET)
     document_texts = _follow_texts(reader, texts, settings)
     predictions = (predict_windows(reader, batch) for batch in reader.batches(texts))
@@ -297,7 +297,7 @@ def score_text_in_turns(
     Yields:
         At the end of each turn the scores of a few tokens, or None if the turn scored no token.
     """
-    settings = replace(settings, k=reachable(store, settings))
+    settings = replace(settings, k=limit_k_to_store(store, settings))
     lookup = EvidenceLookup(store, settings, Form.SOURCES, most)
     document_texts = _follow_texts(reader, [text], settings)
     for batch in replace(reader, batch_tokens=1).batches([text]):
@@ -360,7 +360,7 @@ class EvidenceLookup:
 
     Args:
         store: the store that is searched.
-        settings: the settings in force, with a k that is `reachable`.
+        settings: the settings in force, with a k that is `limit_k_to_store`.
         form: how much of the evidence is kept.
         turn_tokens: largest number of tokens of a part; a part then has at most `_MAX_TURN_NEIGHBORS`
             neighbors. With None only memory limits the parts.
@@ -372,7 +372,7 @@ class EvidenceLookup:
         self._store, self._settings, self._form = store, settings, form
         self._turn_tokens = turn_tokens
         self._max_neighbors = _MAX_NEIGHBORS if turn_tokens is None else _MAX_TURN_NEIGHBORS
-        self._max_tokens = max(1, self._max_neighbors // most_records(store, settings))
+        self._max_tokens = max(1, self._max_neighbors // bound_record_count(store, settings))
         if turn_tokens is not None:
             self._max_tokens = min(turn_tokens, self._max_tokens)
         cache_size = 1
