@@ -1,7 +1,9 @@
-"""The gate over all components: it weighs each token's experts in place of the components' own λ and T.
+"""The gate over all components: a network that chooses the weight of each expert for each token.
 
-An expert is a component at one temperature. `JointGate` of `knnstore.lm.mixing` is the network; this module
-collects the experts with their features, turns the network's weights into contributions, and fits it.
+An expert is a component at one temperature. The weights replace λ and T of the components' settings.
+`JointGate` of `knnstore.lm.mixing` is the network. This module collects the experts with their features
+(`collect_experts`), converts the network's weights to contributions (`weigh_by_gate`), and fits the network
+(`fit_gate_over`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,27 +25,27 @@ from knnstore.lm.mixing import (
     mixture_shares,
 )
 
-_LEAST_SHARE = 1e-3
-_ROUNDS = 50  # of expectation maximization, for where the network begins
+_LEAST_SHARE = 1e-3  # of an expert, where the fit of the network begins
+_ROUNDS = 50  # of expectation maximization, to fit the shares where the fit of the network begins
 
 Factors = Mapping[str, Sequence[float]]
 """Factors of each component's temperature, one for each expert of a gate."""
 
 
 class Experts(NamedTuple):
-    """The e experts of all components at n tokens, which a gate weighs."""
+    """The e experts of all components at n positions, with the features from which a gate chooses weights."""
 
     contributions: Mapping[str, Sequence[Contribution]]
-    """The experts of each component; none of a component that is not in use."""
+    """The distributions of each component's experts; an empty list if the component is not in use."""
 
     features: Tensor
-    """Features that are known before the token, NaN where one is unknown: float32, shape (n, f)."""
+    """Features that do not depend on the target token, float32, shape (n, f); NaN where unknown."""
 
     found: Tensor
-    """True where an expert has found something, bool, shape (n, e)."""
+    """True where an expert has a prediction, bool, shape (n, e)."""
 
     query: slice
-    """The features that are the query itself."""
+    """Columns of `features` that are the query vector."""
 
 
 def collect_experts(
@@ -56,17 +58,17 @@ def collect_experts(
     """Collect the experts of a gate with their features.
 
     Args:
-        components: all that this version knows.
-        parts: settings of the components in use, by name. A component of `factors` that is not in use finds
-            nothing, and its features are NaN.
-        evidence: for n positions, with their keys and the model's entropy.
-        factors: the components that the gate weighs, and at which temperatures.
-        unit: distance that is counted as 1.
+        components: all available components.
+        parts: settings of the components in use, by name. A component of `factors` that is not in use has no
+            predictions, and its features are NaN.
+        evidence: evidence for n positions, with their keys and the model's entropy.
+        factors: factors of the temperature for each component that the gate weighs; one expert each.
+        unit: see `Component.features`.
 
     Raises:
         ConfigError: the gate weighs a component that this version does not have.
     """
-    unknown = factors.keys() - {one.name for one in components}
+    unknown = factors.keys() - {component.name for component in components}
     if unknown:
         raise ConfigError(
             f"the gate weighs {min(unknown)!r}, which this version does not know; upgrade knnstore"
@@ -77,14 +79,14 @@ def collect_experts(
     contributions: dict[str, list[Contribution]] = {}
     features = [torch.stack([like, evidence.lm_entropy], 1), evidence.keys.float()]
     found = []
-    for component in (one for one in components if one.name in factors):
+    for component in (component for component in components if component.name in factors):
         contributions[component.name] = []
         if component.name in parts:
-            own, of_component = parts[component.name], find_by_name(evidence, component.name)
-            experts = [component.contribute(own, of_component, factor) for factor in factors[component.name]]
+            settings, result = parts[component.name], find_by_name(evidence, component.name)
+            experts = [component.contribute(settings, result, factor) for factor in factors[component.name]]
             contributions[component.name] = experts
             is_found = experts[0].is_found
-            features.append(component.features(of_component, unit).where(is_found[:, None], torch.nan))
+            features.append(component.features(result, unit).where(is_found[:, None], torch.nan))
         else:
             is_found = torch.zeros_like(like, dtype=torch.bool)
             features.append(like.new_full((len(like), component.width), torch.nan))
@@ -96,27 +98,44 @@ def collect_experts(
 def weigh_by_gate(
     gate: JointGate, components: Sequence[Component], parts: Mapping[str, Any], evidence: Evidence
 ) -> dict[str, Contribution]:
-    """Return the contribution of each component in use over the earlier ones, with the gate's shares."""
+    """Return the contribution of each component in use, with weights that the gate chooses.
+
+    Args:
+        gate: the network.
+        components: all available components.
+        parts: settings of the components in use, by name.
+        evidence: evidence for n positions, with their keys and the model's entropy.
+
+    Returns:
+        Contributions by name. λ of a contribution is its weight in the mixture with the model and all earlier
+        components.
+
+    Raises:
+        ConfigError: see `collect_experts`.
+    """
     experts = collect_experts(components, parts, evidence, gate.factors, gate.unit)
     shares = gate.shares(experts.features, experts.found)
-    below, every = shares[:, 0], torch.split(shares[:, 1:], [len(of) for of in gate.factors.values()], 1)
+    expert_counts = [len(factors) for factors in gate.factors.values()]
+    below, shares_of_components = shares[:, 0], torch.split(shares[:, 1:], expert_counts, 1)
     weighed = {}
-    for (name, contributions), own in zip(experts.contributions.items(), every, strict=True):
+    for (name, contributions), own_shares in zip(
+        experts.contributions.items(), shares_of_components, strict=True
+    ):
         if contributions:
-            weighed[name] = _merge_experts(contributions, own, below)
-            below = below + own.sum(1)
+            weighed[name] = _merge_experts(contributions, own_shares, below)
+            below = below + own_shares.sum(1)
     return weighed
 
 
 class ScoredPart(NamedTuple):
-    """Some tokens to fit a gate on."""
+    """A group of n scored tokens to fit a gate on."""
 
     evidence: Evidence
-    """Evidence in target form, n positions."""
+    """Evidence for the tokens, in target form."""
     targets: Tensor
     """The tokens, int64, shape (n,)."""
     lm_log_probs: Tensor
-    """log p_LM of each, float32, shape (n,)."""
+    """log p_LM of each token, float32, shape (n,)."""
 
 
 def fit_gate_over(
@@ -127,43 +146,58 @@ def fit_gate_over(
     unit: float,
     purpose: Mapping[str, Any],
 ) -> JointGate:
-    """Fit a gate over components. It starts from the best shares that are equal for all tokens.
+    """Fit a gate over the components in use, by the likelihood of scored tokens.
+
+    The fit starts from the shares with the largest likelihood that are equal for all tokens.
 
     Args:
-        components: all that this version knows.
-        parts: settings of the components in use, by name, each with a temperature of its own.
-        scored: the tokens to fit on, n in all.
-        blocks: the document of each, or its block of a long one, int64, shape (n,): some are kept apart
-            while the network is fitted.
-        unit: distance that is counted as 1.
-        purpose: store and model for which the weights are fitted; it is saved with them.
+        components: all available components.
+        parts: settings of the components in use, by name.
+        scored: groups of tokens to fit on, n tokens in all; at least one group.
+        blocks: number of each token's document, or of its block in a long document, int64, shape (n,). Some
+            blocks are held out to decide when the fit of the network stops.
+        unit: see `Component.features`.
+        purpose: metadata that is saved with the weights: the store and the model that they were fitted for.
     """
-    # 1) Collect what each expert gives to each token.
-    factors = {one.name: one.factors for one in components if one.name in parts}
+    # 1) Collect each expert's probability of each token.
+    factors = {component.name: component.factors for component in components if component.name in parts}
     features, found, probs, query = [], [], [], slice(0)
     for evidence, targets, lm_log_probs in scored:
         experts = collect_experts(components, parts, evidence, factors, unit)
         features.append(experts.features)
         found.append(experts.found)
         query = experts.query
-        every = [one.probs(targets) for of in experts.contributions.values() for one in of]
-        probs.append(torch.stack([lm_log_probs.exp(), *every], 1))
-    present, given = torch.cat(found), torch.cat(probs).clamp_(min=LEAST_PROBABILITY)
-    seen = torch.cat(features)
-    seen = fill_unknown(seen, seen.nanmean(0).nan_to_num())
+        expert_probs = [
+            contribution.probs(targets)
+            for contributions in experts.contributions.values()
+            for contribution in contributions
+        ]
+        probs.append(torch.stack([lm_log_probs.exp(), *expert_probs], 1))
+    present, token_probs = torch.cat(found), torch.cat(probs).clamp_(min=LEAST_PROBABILITY)
+    inputs = torch.cat(features)
+    inputs = fill_unknown(inputs, inputs.nanmean(0).nan_to_num())
 
     # 2) Fit the network to the likelihood of the mixture.
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        return -(mixture_shares(outputs, present[rows]) * given[rows]).sum(1).log().mean()
+        return -(mixture_shares(outputs, present[rows]) * token_probs[rows]).sum(1).log().mean()
 
-    start = _fit_constant_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
-    network = fit_network(seen, loss, blocks, start, query)
-    listed = [[name, list(of)] for name, of in factors.items()]
-    return JointGate(network.weights({**purpose, "of": "all components", "unit": unit, "experts": listed}))
+    start = _fit_constant_shares(token_probs, present).clamp(min=_LEAST_SHARE).log().tolist()
+    network = fit_network(inputs, loss, blocks, start, query)
+    experts_of_gate = [[name, list(of_component)] for name, of_component in factors.items()]
+    metadata = {**purpose, "of": "all components", "unit": unit, "experts": experts_of_gate}
+    return JointGate(network.weights(metadata))
 
 
 def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
-    """Find the likeliest shares of the model and of each expert, the same for all tokens; shape (1 + e,)."""
+    """Fit shares of the model and of each expert that are equal for all tokens, by expectation maximization.
+
+    Args:
+        probs: probability of each token by the model and by each expert, float32, shape (n, 1 + e).
+        present: True where an expert has a prediction, bool, shape (n, e).
+
+    Returns:
+        The shares, shape (1 + e,); they sum to 1.
+    """
     shares = torch.full((probs.shape[1],), 1 / probs.shape[1])
     allowed = torch.cat([present.new_ones((len(present), 1)), present], 1)
     for _ in range(_ROUNDS):
@@ -173,12 +207,16 @@ def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
 
 
 def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tensor) -> Contribution:
-    """Merge the experts of a component, which have the same places.
+    """Merge the experts of one component to one contribution: the mean of their distributions.
 
     Args:
-        experts: e of them.
-        shares: share of each in the whole mixture, shape (n, e).
-        below: share of all that lies below the component, shape (n,).
+        experts: the e experts, which have the same tokens in the same columns.
+        shares: share of each expert in the whole mixture, shape (n, e).
+        below: share of the model and all earlier components, shape (n,).
+
+    Returns:
+        The contribution. λ is the share of the experts in the mixture with the model and all earlier
+        components.
     """
     total = shares.sum(1)
     merged = experts[0]._replace(lam=total / (below + total))
@@ -186,20 +224,27 @@ def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tenso
         return merged
     inside = (shares / total[:, None]).where(total[:, None] > 0, 1 / len(experts))
 
-    def mean(values: Sequence[PerQuery | None]) -> Tensor | None:
-        given = [one for one in values if one is not None]
-        return (inside * _stack_columns(given, total)).sum(1) if given else None
+    def compute_mean(values: Sequence[PerQuery | None]) -> Tensor | None:
+        present = [value for value in values if value is not None]
+        return (inside * _stack_columns(present, total)).sum(1) if present else None
 
-    weights = torch.stack([one.weights for one in experts], 1)
+    weights = torch.stack([expert.weights for expert in experts], 1)
     return merged._replace(
         weights=(inside[:, None] @ weights)[:, 0],
-        rest=mean([one.rest for one in experts]),
-        temperature=mean([one.temperature for one in experts]),
+        rest=compute_mean([expert.rest for expert in experts]),
+        temperature=compute_mean([expert.temperature for expert in experts]),
     )
 
 
 def _stack_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
-    """Put values, each for all rows or of shape (n,), in columns; shape (n, len(values))."""
-    if not any(isinstance(one, Tensor) for one in values):
+    """Return values as columns that broadcast to shape (n, len(values)), with dtype and device of `like`.
+
+    Args:
+        values: floats, which hold for all rows, or tensors of shape (n,). If all are floats, the result has
+            shape (len(values),).
+        like: a tensor of shape (n,).
+    """
+    if not any(isinstance(value, Tensor) for value in values):
         return like.new_tensor(values)
-    return torch.stack([torch.as_tensor(one, device=like.device).expand(len(like)) for one in values], 1)
+    columns = [torch.as_tensor(value, device=like.device).expand(len(like)) for value in values]
+    return torch.stack(columns, 1)
