@@ -1,4 +1,8 @@
-"""N-grams of the stored text: the tokens that followed the last words of a text there, and how often."""
+"""The component `NGrams`: predictions from the tokens that followed the same last tokens in stored text.
+
+`CountedNGrams` is the base that n-grams of the text itself (`own_ngrams`) share. A suffix is the end of a
+context: its last 1 to 7 tokens. The prediction depends on the longest suffix that occurs in the counted text.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,26 +29,27 @@ from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, Suff
 
 Rows = slice | Tensor
 _MIN_CITED_PLACES = 32
-"""Least number of places that are named for each length of n-grams, if as many exist."""
+"""Least number of places that are cited for each length of n-grams, if the text has as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class NGramSettings:
-    """Order and weight of the n-grams of the selected documents; see `knnstore.store.ngrams`.
+    """Order and weight of n-grams; see `knnstore.store.ngrams` for the counts.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     order: int = 7
-    """Tokens of the longest n-grams, between 2 and 8: one more than the contexts have."""
+    """Number of tokens of the longest n-grams, between 2 and 8. Contexts have one token less."""
 
     lam: float = 0.25
-    """λ, between 0 and 1: the weight of the counts against the mixture of model and store."""
+    """λ, between 0 and 1: the weight of the n-grams in the mixture with the model and all earlier
+    components."""
 
     by_length: tuple[float, ...] | None = None
-    """λ by the number of tokens (0, 1, …) of the longest end of the context that was found; the last value
-    holds for all longer ones. `lam` is then only their mean. None: `lam` holds for all lengths."""
+    """λ for each length in tokens (0, 1, …) of the longest suffix that was found. The last value is used for
+    all longer suffixes. `lam` is then the mean λ, for reports only. None uses `lam` for all lengths."""
 
     def __post_init__(self) -> None:
         if self.by_length is not None:
@@ -59,41 +64,42 @@ class NGramSettings:
 
 
 class Continuation(NamedTuple):
-    """Distributions of counted n-grams in n contexts, over few tokens each, and a rest for all tokens."""
+    """Distributions of n-grams in n contexts: few tokens each, and a rest that is spread over all tokens."""
 
     weights: Tensor
-    """Probability of each of k places, float32, shape (n, k)."""
+    """Probabilities of k tokens, float32, shape (n, k); padded with 0."""
     tokens: Tensor
-    """Tokens at the places, int64, shape (n, k); arbitrary where the weight is zero."""
+    """The tokens of these probabilities, int64, shape (n, k); arbitrary where the probability is 0."""
     suffixes: Tensor
-    """The longest end of each context that is found: its length in tokens, its count, and the number of
-    different next tokens; zeros where none is found. int64, shape (n, 3)."""
+    """The longest suffix of each context that is found: its length in tokens, its count, and the number of
+    different next tokens; zeros if none is found. int64, shape (n, 3)."""
     rest: Tensor | None = None
-    """Probability that each context leaves to `unigrams`, float32, shape (n,); None leaves nothing."""
+    """Probability of each context that is distributed as `unigrams`, float32, shape (n,); None means 0."""
     unigrams: Tensor | None = None
-    """A distribution over the vocabulary, float32, shape (v,)."""
+    """Distribution of the rest over the vocabulary, float32, shape (v,)."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":
-        """Return the distributions of `count` contexts for a store without text: all weights are zero."""
+        """Return empty distributions for `count` contexts, as in a store without text: all zeros."""
         tokens = torch.zeros((count, 1), dtype=torch.int64)
         return cls(tokens.float(), tokens, torch.zeros((count, 3), dtype=torch.int64))
 
     @property
     def width(self) -> int:
-        """Places of each context."""
+        """Number of tokens of each context, k."""
         return self.weights.shape[1]
 
     def rows(self, rows: Rows) -> "Continuation":
-        """Return the distributions in some of the contexts."""
+        """Return the distributions of the selected contexts; `rows` is a slice, indices or a mask."""
         rest = None if self.rest is None else self.rest[rows]
         return self._replace(
             weights=self.weights[rows], tokens=self.tokens[rows], suffixes=self.suffixes[rows], rest=rest
         )
 
     def to(self, device: torch.device) -> "Continuation":
-        """Return the same on a device."""
-        return Continuation(*(None if one is None else one.to(device) for one in self))  # type: ignore[arg-type]
+        """Return the distributions with all tensors on a device."""
+        moved = (None if column is None else column.to(device) for column in self)
+        return Continuation(*moved)  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
@@ -111,7 +117,7 @@ class Continuation(NamedTuple):
         return cls(weights, tokens, suffixes, torch.cat(rests) if rests else None, parts[0].unigrams)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
-        """Weigh the distributions by the λ of their lengths."""
+        """Return the distributions with λ of each suffix length; `name` is the component's name."""
         lam = select_ngram_lambdas(settings, self.suffixes[:, 0])
         return Contribution(self.weights, lam, self.tokens, rest=self.rest, base=self.unigrams, name=name)
 
@@ -120,15 +126,15 @@ class TargetContinuation(NamedTuple):
     """Probability that counted n-grams give to the target token of each of n contexts."""
 
     order: int
-    """Tokens of the longest n-grams."""
+    """Number of tokens of the longest n-grams."""
     probs: Tensor
-    """Probability of each token, float32, shape (n,); NaN where nothing is counted."""
+    """Probability of each target token, float32, shape (n,); NaN for a context without a prediction."""
     suffixes: Tensor
-    """See `Continuation`, int64, shape (n, 3)."""
+    """See `Continuation.suffixes`, int64, shape (n, 3)."""
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":
-        """Return the probabilities of `count` contexts for a store without text: NaN."""
+        """Return probabilities NaN for `count` contexts, as in a store without text."""
         suffixes = torch.zeros((count, 3), dtype=torch.int64)
         return cls(order, torch.full((count,), torch.nan), suffixes)
 
@@ -139,27 +145,27 @@ class TargetContinuation(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of the longest end of each context that was found, int64, shape (n,)."""
+        """Length in tokens of the longest suffix of each context that was found, int64, shape (n,)."""
         return self.suffixes[:, 0]
 
     def rows(self, rows: Rows) -> "TargetContinuation":
-        """Return the probabilities in some of the contexts."""
+        """Return the probabilities of the selected contexts; `rows` is a slice, indices or a mask."""
         return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows])
 
     def to(self, device: torch.device) -> "TargetContinuation":
-        """Return the same on a device."""
+        """Return the probabilities with all tensors on a device."""
         return self._replace(probs=self.probs.to(device), suffixes=self.suffixes.to(device))
 
     @classmethod
     def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
-        """Concatenate the probabilities of several groups of contexts."""
+        """Concatenate the probabilities of several groups of contexts, all with the same order."""
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
         )
         return cls(parts[0].order, probs, suffixes)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
-        """Weigh the probabilities by the λ of their lengths."""
+        """Return two columns, for the target token and all other tokens, with λ of each suffix length."""
         known = self.probs.isfinite()
         weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
         hits = torch.tensor([[True, False]]).expand(len(weights), -1)
@@ -167,13 +173,16 @@ class TargetContinuation(NamedTuple):
 
 
 class NGramFitting(NamedTuple):
-    """Fits the weight of n-grams; see `Fitting`."""
+    """Fits λ of n-grams for each suffix length; see `Fitting`."""
 
     found: TargetContinuation
-    """Probability and suffix of each target token by n-grams, n entries."""
+    """The n-grams' predictions of the n target tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
-        """Find the likeliest λ by length, each drawn towards the best for all lengths by `PRIOR_TOKENS`."""
+        """Return settings with the λ of the largest likelihood for each suffix length; see `Fitting.fit`.
+
+        A prior of `PRIOR_TOKENS` tokens draws each λ towards the best λ for all lengths together.
+        """
         rows = wanted & self.found.probs.isfinite()
         if not rows.any():
             return NGramSettings(self.found.order, 0.0)
@@ -184,11 +193,11 @@ class NGramFitting(NamedTuple):
         return NGramSettings(self.found.order, float(lam[lengths].mean()), tuple(lam[:, 0].tolist()))
 
     def mix(self, log_probs: Tensor, fitted: NGramSettings) -> Tensor:
-        """Mix them into log p of each token, shape (n,)."""
+        """Return log p of each token with the n-grams mixed in, shape (n,); see `Fitting.mix`."""
         return mix_gold(log_probs, self.found.probs.nan_to_num(), self.lambdas(fitted))
 
     def lambdas(self, fitted: NGramSettings) -> Tensor:
-        """Return λ of each token, shape (n,), 0 where no n-gram was found."""
+        """Return λ of each token, float32, shape (n,); 0 if n-grams do not predict it."""
         return select_ngram_lambdas(fitted, self.found.lengths) * self.found.probs.isfinite()
 
     def lam(self, fitted: NGramSettings) -> float:
@@ -197,7 +206,7 @@ class NGramFitting(NamedTuple):
 
 
 class CountedNGrams:
-    """Base of both components of n-grams: λ by length, and features of the context."""
+    """Base of both components of n-grams: λ by suffix length, and features of the suffix for a gate."""
 
     name: str
     factors = (1.0,)
@@ -206,22 +215,29 @@ class CountedNGrams:
     def contribute(
         self, settings: NGramSettings, found: Continuation | TargetContinuation, factor: float = 1.0
     ) -> Contribution:
-        """Weigh the findings by the λ of the longest end of each context; n-grams have no temperature."""
+        """Return the distributions with λ of each suffix length; `factor` is ignored. See `Component`."""
         return found.contribution(settings, self.name)
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
-        """Return length, log count and log successors of the longest end of each context."""
+        """Return length, log(1 + count) and log(1 + next tokens) of the longest suffix, shape (n, 3)."""
         length, *counts = found.suffixes.to(torch.float32).unbind(1)
         return torch.stack([length, *(count.log1p() for count in counts)], 1)
 
 
 class NGrams(CountedNGrams):
-    """N-grams of the selected documents, with interpolated Kneser-Ney smoothing, see `NGramCounts`."""
+    """The component of n-grams of the selected documents, with interpolated Kneser-Ney smoothing.
+
+    See `NGramCounts` for the counts.
+    """
 
     name = "n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Look up the tokens that followed the ends of the contexts; see `TextComponent`."""
+        """Look up the tokens that followed the contexts' suffixes in stored text; see `TextComponent`.
+
+        Returns:
+            A `Continuation` if `form` is `Form.DISTRIBUTION`, else a `TargetContinuation`.
+        """
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
         is_empty = not counts.unigrams.any()
@@ -248,10 +264,11 @@ class NGrams(CountedNGrams):
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
-        """Name where the next token followed the end of its context in the stored text; see `Component`.
+        """List where each target token follows a suffix of its context in stored text; see `Component.cite`.
 
-        Each length of n-grams gives at most `_MIN_CITED_PLACES` places, or `most` if that is more: those with
-        the most tokens of the context before them. Documents are credited for all of these places.
+        For each length of n-grams at most `_MIN_CITED_PLACES` places are listed, or `most` places if `most`
+        is larger: the places with the longest match before them. So more than `most` places may be returned;
+        the effects of documents are computed from all of them.
         """
         contexts, order = question.contexts, question.settings.order
         matches, _, at = _match_contexts(question.reader.ngrams(question.selection), contexts, order)
@@ -267,39 +284,43 @@ def cite_occurrences(
     *,
     is_same_text: bool = False,
 ) -> Citations:
-    """Return the places of n-grams that end in the next token of each context.
+    """Convert occurrences of the target tokens to citations; `nearest` and `causes` are the same places.
 
     Args:
         name: name of the component.
-        contexts: n positions.
-        weights: see `Component.cite`, shape (n, places).
-        occurrences: the occurrences for each position.
-        is_same_text: True if they are positions in the same text; False if they are in the store.
+        contexts: n positions, whose texts contain the target tokens.
+        weights: see `Component.cite`, shape (n, columns).
+        occurrences: the occurrences of each position's target token.
+        is_same_text: True if the occurrences are positions in the same text, False if they are in the store.
     """
     targets = contexts.targets(np.arange(len(contexts)))
     every = list[list[Place]]()
     for token, share, found in zip(targets.tolist(), weights.sum(1).tolist(), occurrences, strict=True):
-        positions = np.array([one.position for one in found], np.int64)
+        positions = np.array([occurrence.position for occurrence in found], np.int64)
         ids = record_ids(positions, np.full(len(found), token)).tolist()
-        every.append(
-            [
-                Place(token, share * one.share, name, matched=one.matched, position=one.position)
-                if is_same_text
-                else Place(token, share * one.share, name, id=id, matched=one.matched)
-                for id, one in zip(ids, found, strict=True)
-            ]
-        )
+        places = list[Place]()
+        for id, occurrence in zip(ids, found, strict=True):
+            place = Place(token, share * occurrence.share, name, matched=occurrence.matched)
+            places.append(
+                place._replace(position=occurrence.position) if is_same_text else place._replace(id=id)
+            )
+        every.append(places)
     return Citations(every, every)
 
 
 def _match_contexts(
     counts: NGramCounts, contexts: Contexts, order: int
 ) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
-    """Find the n-grams that end in the contexts.
+    """Match the contexts with the counted text.
+
+    Args:
+        counts: the counts of the selected documents.
+        contexts: n positions.
+        order: number of tokens of the longest n-grams.
 
     Returns:
-        The matches; the indices of the contexts that are not padding, shape (m,); and their places in the
-        matches.
+        The matches of all positions of the texts; the indices of the m contexts that are not padding; and the
+        position of each of these contexts in the matches. Both arrays are int64, shape (m,).
     """
     cut = contexts.cut(order)
     matches = Matches.of(counts, cut.texts, cut.is_whole)
@@ -307,7 +328,7 @@ def _match_contexts(
 
 
 def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
-    """Return λ of n-grams for each length of the longest end that was found: float32, shape as `lengths`."""
+    """Return λ of n-grams for each suffix length in tokens, float32, in the shape of `lengths`."""
     table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
     return table[lengths.clamp(max=len(table) - 1)]
 
@@ -315,15 +336,26 @@ def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
 def arrange_by_row(
     rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Arrange entries, given by ascending row, as two matrices of `count` rows: probabilities and tokens."""
+    """Arrange e entries as two matrices, of probabilities and of tokens, with a row for each context.
+
+    Args:
+        rows: row of each entry, ascending, shape (e,).
+        probs: probability of each entry, shape (e,).
+        tokens: token of each entry, shape (e,).
+        count: number of rows, n.
+
+    Returns:
+        Probabilities, float32, and tokens, int64, shape (n, k), padded with 0; k is the largest number of
+        entries of a row, at least 1.
+    """
     if count == 1 and len(rows):
         return torch.from_numpy(probs)[None], torch.from_numpy(tokens)[None]
     per_row = np.bincount(rows, minlength=count)
     column = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
     shape = count, max(1, int(per_row.max(initial=0)))
-    weights, spread = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-    weights[rows, column], spread[rows, column] = probs, tokens
-    return torch.from_numpy(weights), torch.from_numpy(spread)
+    prob_matrix, token_matrix = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+    prob_matrix[rows, column], token_matrix[rows, column] = probs, tokens
+    return torch.from_numpy(prob_matrix), torch.from_numpy(token_matrix)
 
 
 def stack_suffixes(suffixes: Suffixes) -> Tensor:

@@ -1,12 +1,15 @@
-"""N-grams of the text itself: the tokens that followed the same words earlier in the same text.
+"""The component `OwnNGrams`: the tokens that followed the same words earlier in the same text.
 
-Absolute discounting. Of a context h, its end h' without the first token, and a token w:
+The probabilities use absolute discounting. For a context h, its suffix h' without the first token, and a
+token w:
 
     p(w | h) = max(c(h w) - D, 0) / c(h) + D n(h) / c(h) p(w | h')
 
-c counts in the text before this position; n(h) is the number of different tokens that came after h. The
-shortest context is one token. The probability that it leaves is not given to any token: all probabilities are
-divided by their sum. Where the last token occurs for the first time, nothing is found.
+c counts occurrences in the text before the position; n(h) is the number of different tokens that followed h.
+The shortest context is one token. The probability that the shortest context would pass on is dropped: all
+probabilities are divided by their sum. If the last token occurs for the first time, there is no prediction.
+
+All texts are concatenated to one array of symbols (`_ConcatenatedTexts`). A place is an index of this array.
 """
 
 from collections.abc import Sequence
@@ -30,21 +33,25 @@ from knnstore.lm.contexts import Contexts
 from knnstore.store import Occurrence
 
 _DISCOUNT = 0.6
-"""D, of all lengths."""
+"""D, for contexts of all lengths."""
 
-_BITS = 21  # of a symbol
+_BITS = 21  # bits of a symbol, when it is packed together with another number into 64 bits
 
 Places = NDArray[np.int64]
 Texts = Sequence[NDArray[np.integer[Any]]]
 
 
 class OwnNGrams(CountedNGrams):
-    """N-grams of each text itself; they are used together with the recent-text cache."""
+    """The component of n-grams of each text itself; `CacheSettings.ngrams` has its settings."""
 
     name = "own n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Look up which tokens followed the ends of the contexts before, in the same text."""
+        """Look up the tokens that followed the contexts' suffixes earlier in the same text.
+
+        Returns:
+            A `Continuation` if `form` is `Form.DISTRIBUTION`, else a `TargetContinuation`.
+        """
         contexts, order = question.contexts, question.settings.order
         if form is not Form.DISTRIBUTION:
             return self.target(contexts, order)
@@ -58,7 +65,14 @@ class OwnNGrams(CountedNGrams):
         return Continuation(weights, tokens, suffixes)
 
     def target(self, contexts: Contexts, order: int) -> TargetContinuation:
-        """Return the probability that n-grams up to a length give to the next token of each context."""
+        """Return the n-grams' predictions of the target tokens of n contexts.
+
+        Computed once for all positions of the texts, and kept in `contexts.known`.
+
+        Args:
+            contexts: the positions; the texts contain the target tokens.
+            order: number of tokens of the longest n-grams.
+        """
         key = self.name, order
         if key not in contexts.known:  # once for all positions of the texts
             laid = _ConcatenatedTexts.concatenate(contexts.texts)
@@ -72,7 +86,7 @@ class OwnNGrams(CountedNGrams):
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
-        """Name where the next token followed the same words earlier in the text, the largest shares first."""
+        """List earlier places where each target token followed the same words, the largest shares first."""
         contexts = question.contexts
         laid, _, at = _concatenate_contexts(contexts)
         symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
@@ -82,8 +96,8 @@ class OwnNGrams(CountedNGrams):
         ends = np.searchsorted(seen.rows[same], np.arange(1, len(at)))
         occurrences = [
             [
-                Occurrence(int(seen.places[one] - first), int(seen.matched[one]), float(seen.probs[one]))
-                for one in places[:most]
+                Occurrence(int(seen.places[hit] - first), int(seen.matched[hit]), float(seen.probs[hit]))
+                for hit in places[:most]
             ]
             for first, places in zip(firsts, np.split(same, ends), strict=True)
         ]
@@ -91,11 +105,11 @@ class OwnNGrams(CountedNGrams):
 
 
 def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Places, Places]:
-    """Lay out the texts up to the contexts.
+    """Concatenate the texts of contexts, each up to the target token of its last position.
 
     Returns:
-        The texts; the indices of the contexts that are not padding, shape (m,); and the places of their last
-        tokens.
+        The texts; the indices of the m contexts that are not padding; and the place of the last token of each
+        of these contexts. Both arrays are int64, shape (m,).
     """
     cut = contexts.cut(_WHOLE_TEXT)
     laid = _ConcatenatedTexts.concatenate(cut.texts)
@@ -103,22 +117,22 @@ def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Pla
 
 
 _WHOLE_TEXT = 1 << 62
-"""Tokens before a position, if the whole text counts."""
+"""Argument of `Contexts.cut` that keeps all tokens before a position."""
 
 
 class _ConcatenatedTexts(NamedTuple):
-    """Texts one after another."""
+    """Several texts in one array, with a separator before each text."""
 
     symbols: Places
-    """Tokens plus 1, and a 0 before each text, which no context crosses: it occurs once in a text."""
+    """The token + 1 at each place, and the separator 0 before each text, shape (p,)."""
     firsts: Places
-    """The place of each text's first token."""
+    """The place of the first token of each text."""
     text: Places
-    """Index of the text of each place."""
+    """Index of the text of each place, shape (p,)."""
 
     @classmethod
     def concatenate(cls, texts: Texts) -> "_ConcatenatedTexts":
-        """Put texts one after another, each after a 0."""
+        """Concatenate texts; no texts give empty arrays."""
         lengths = np.array([len(text) + 1 for text in texts], np.int64)
         begun = [np.append(0, text.astype(np.int64) + 1) for text in texts]
         symbols = np.concatenate([np.zeros(0, np.int64), *begun])
@@ -126,35 +140,34 @@ class _ConcatenatedTexts(NamedTuple):
 
     @property
     def keys(self) -> Places:
-        """Number of each place; equal numbers mean the same symbol in the same text."""
+        """A number for each place, shape (p,); equal numbers mean the same symbol in the same text."""
         return self.text << _BITS | self.symbols
 
 
 class _Continuations(NamedTuple):
-    """Earlier tokens that followed the ends of q contexts: e places in all."""
+    """The e earlier places whose token followed a suffix of one of q contexts."""
 
     rows: Places
-    """Index of the context that each place follows, ascending, shape (e,)."""
+    """Index of the context for each place, ascending, shape (e,)."""
     places: Places
-    """Index of the place in the symbols, shape (e,)."""
+    """Index into `_ConcatenatedTexts.symbols`, shape (e,)."""
     matched: Places
-    """Number of tokens of the context that precede the place, shape (e,)."""
+    """Number of tokens before the place that equal the end of the context, shape (e,)."""
     probs: NDArray[np.float32]
-    """Probability of the place, shape (e,); the places of a context sum to 1."""
+    """Probability of the place, shape (e,); the probabilities of one context sum to 1."""
     suffixes: Places
-    """Suffix of each context, see `Continuation`, shape (q, 3)."""
+    """Longest suffix of each context that occurs earlier, see `Continuation.suffixes`, shape (q, 3)."""
 
 
 def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
-    """Find the earlier places in the same text that follow a context's last token, and their probabilities.
+    """Find all earlier places in the same text that follow a context's last token, with their probabilities.
 
-    Each place also has the number of the context's last tokens, at most order - 1, that precede it. The
-    probabilities are those of absolute discounting, see the module.
+    The probabilities use absolute discounting, see the module.
 
     Args:
         laid: the texts.
         at: place of the last token of each of q contexts, int64, shape (q,).
-        order: tokens of the longest n-grams.
+        order: number of tokens of the longest n-grams; at most order - 1 tokens of a context are compared.
     """
     symbols, none = laid.symbols, np.zeros(0, np.int64)
     begins = (laid.firsts[laid.text[at]] - 1).tolist()
@@ -162,12 +175,12 @@ def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Co
         np.flatnonzero(symbols[begin:end] == symbols[end]) + begin
         for begin, end in zip(begins, at.tolist(), strict=True)
     ]
-    rows = np.repeat(np.arange(len(at)), [len(one) for one in found])
+    rows = np.repeat(np.arange(len(at)), [len(places) for places in found])
     ends = np.concatenate([*found, none])
-    matched, going = np.ones(len(rows), np.int64), np.arange(len(rows))
+    matched, matching = np.ones(len(rows), np.int64), np.arange(len(rows))
     for back in range(1, order - 1):
-        going = going[symbols[ends[going] - back] == symbols[at[rows[going]] - back]]
-        matched[going] += 1
+        matching = matching[symbols[ends[matching] - back] == symbols[at[rows[matching]] - back]]
+        matched[matching] += 1
     probs, left, suffixes = np.zeros(len(rows)), np.ones(len(at)), np.zeros((len(at), 3), np.int64)
     following = rows << _BITS | symbols[ends + 1]
     for length in range(order - 1, 0, -1):
@@ -177,17 +190,26 @@ def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Co
         kinds, which, seen = np.unique(following[longer], return_inverse=True, return_counts=True)
         total = np.bincount(rows[longer], minlength=len(at))
         distinct = np.bincount(kinds >> _BITS, minlength=len(at))
-        there = total > 0
-        of = rows[longer]
-        probs[longer] += left[of] * ((seen - _DISCOUNT) / seen)[which] / total[of]
-        left[there] *= _DISCOUNT * (distinct / np.maximum(total, 1))[there]
-        first = there & (suffixes[:, 0] == 0)
-        suffixes[first] = np.stack([np.full(len(at), length), total, distinct], 1)[first]
+        occurs = total > 0
+        row = rows[longer]
+        probs[longer] += left[row] * ((seen - _DISCOUNT) / seen)[which] / total[row]
+        left[occurs] *= _DISCOUNT * (distinct / np.maximum(total, 1))[occurs]
+        is_longest = occurs & (suffixes[:, 0] == 0)
+        suffixes[is_longest] = np.stack([np.full(len(at), length), total, distinct], 1)[is_longest]
     return _Continuations(rows, ends + 1, matched, (probs / (1 - left)[rows]).astype(np.float32), suffixes)
 
 
 def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray[np.float32], Places]:
-    """Return each place's probability of its next token, NaN where no n-gram is found; and its suffix."""
+    """Compute the n-grams' probability of the token that follows each place.
+
+    Args:
+        laid: the texts, p places.
+        order: number of tokens of the longest n-grams.
+
+    Returns:
+        Probabilities, float32, shape (p,), NaN without a prediction; and the longest suffix that ends at each
+        place and occurs earlier, see `Continuation.suffixes`, int64, shape (p, 3).
+    """
     contexts, following = laid.keys, np.roll(laid.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))
     left += 1
@@ -202,17 +224,21 @@ def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray
         distinct = np.empty_like(seen)
         before = np.cumsum(is_new) - is_new
         distinct[in_order] = before - before[np.arange(len(before)) - total[in_order]]
-        there = total > 0
-        share = _DISCOUNT * distinct[there] / total[there]
-        probs[there] = np.maximum(seen[there] - _DISCOUNT, 0) / total[there] + share * probs[there]
-        left[there] *= share
-        suffixes[there] = np.stack([np.full(len(total), length), total, distinct], 1)[there]
-    is_said = suffixes[:, 0] > 0
-    return np.where(is_said, probs / np.where(is_said, 1 - left, 1), np.nan).astype(np.float32), suffixes
+        occurs = total > 0
+        share = _DISCOUNT * distinct[occurs] / total[occurs]
+        probs[occurs] = np.maximum(seen[occurs] - _DISCOUNT, 0) / total[occurs] + share * probs[occurs]
+        left[occurs] *= share
+        suffixes[occurs] = np.stack([np.full(len(total), length), total, distinct], 1)[occurs]
+    is_predicted = suffixes[:, 0] > 0
+    normalized = probs / np.where(is_predicted, 1 - left, 1)
+    return np.where(is_predicted, normalized, np.nan).astype(np.float32), suffixes
 
 
 def _count_earlier_equals(values: Places) -> tuple[Places, Places]:
-    """Return the number of equal values before each value, and the order of all by value and place."""
+    """Return for each value the number of equal values before it; and the indices that sort the values.
+
+    The sort is stable: equal values stay in their order. Both arrays are int64, in the shape of `values`.
+    """
     in_order = np.argsort(values, kind="stable")
     ordered, places = values[in_order], np.arange(len(values))
     begins = np.ones(len(values), bool)

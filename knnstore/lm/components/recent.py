@@ -42,24 +42,24 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Reach, temperature and weight of the recent text, which is mixed over the model, keys and n-grams.
+    """Size, temperature and weight of the continuous cache, which compares keys of the same text.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     size: int = 500
-    """M >= 1: the number of tokens back that it reaches; published values are between 100 and 2,000."""
+    """M >= 1: number of preceding tokens that are compared; published values are between 100 and 2,000."""
 
     temperature: float = 1.0
-    """T > 0, in the unit of the distances."""
+    """T > 0 of the softmax over distances, in the unit of the distances."""
 
     lam: float = 0.1
-    """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
+    """λ, between 0 and 1: the weight of the cache in the mixture with the model, the keys and the n-grams."""
 
     ngrams: NGramSettings | None = None
-    """Order and weight of the text's own n-grams, counted in the whole text so far and mixed over all other
-    components; None leaves them out."""
+    """Order and weight of n-grams that are counted in the whole text so far (`OwnNGrams`). They are the last
+    built-in component of the mixture. None leaves them out."""
 
     def __post_init__(self) -> None:
         if isinstance(self.ngrams, dict):  # as it is saved
@@ -79,36 +79,37 @@ class Recent(NamedTuple):
     """The last m tokens before each of n positions, the latest in the last column."""
 
     distances: Tensor
-    """Distances of their keys, float32, shape (n, m); +inf before the beginning of the text."""
+    """Distance of the key of each preceding token to the position's key, float32, shape (n, m); +inf before
+    the beginning of the text."""
     tokens: Tensor
-    """Tokens that the keys predicted, int64, shape (n, m); arbitrary before the beginning of the text."""
+    """The token that followed each preceding token, int64, shape (n, m); arbitrary before the beginning."""
 
     @property
     def width(self) -> int:
-        """Tokens before each position."""
+        """Number of preceding tokens of each position, m."""
         return self.distances.shape[1]
 
     @property
     def nearest(self) -> Tensor:
-        """Distance of the nearest key, float32, shape (n,); +inf where there is none."""
+        """Distance of the nearest key, float32, shape (n,); +inf for a position without preceding keys."""
         return self.distances.amin(1)
 
     @property
     def counts(self) -> Tensor:
-        """Number of keys, int64, shape (n,)."""
+        """Number of keys that precede each position, int64, shape (n,)."""
         return self.distances.isfinite().sum(1)
 
     def rows(self, rows: Rows) -> "Recent":
-        """Return the past of a subset of the positions."""
+        """Return the preceding tokens of the selected positions; `rows` is a slice, indices or a mask."""
         return Recent(self.distances[rows], self.tokens[rows])
 
     def to(self, device: torch.device) -> "Recent":
-        """Return the same on a device."""
+        """Return the preceding tokens with both tensors on a device."""
         return Recent(self.distances.to(device), self.tokens.to(device))
 
     @classmethod
     def joined(cls, parts: Sequence["Recent"]) -> "Recent":
-        """Concatenate the past of several groups of positions."""
+        """Concatenate several groups of positions, padded at the front to one width."""
         width = max(part.width for part in parts)
         short = [(part, (width - part.width, 0)) for part in parts]
         return cls(
@@ -118,14 +119,14 @@ class Recent(NamedTuple):
 
 
 class TargetRecent(NamedTuple):
-    """Probability that the recent text gives to the target token of n positions; smaller than `Recent`."""
+    """The continuous cache's probability of the target tokens at n positions; smaller than `Recent`."""
 
     nearest: Tensor
-    """Distance of the nearest key, float32, shape (n,); +inf where there is none."""
+    """Distance of the nearest preceding key, float32, shape (n,); +inf for a position without any."""
     counts: Tensor
-    """Number of keys, int64, shape (n,)."""
+    """Number of preceding keys, int64, shape (n,)."""
     probs: Tensor
-    """Probability of the next token, float32, shape (n, t)."""
+    """Probability of the target token at each temperature, float32, shape (n, t)."""
     temperatures: tuple[float, ...]
     """The t temperatures, ascending."""
 
@@ -135,55 +136,65 @@ class TargetRecent(NamedTuple):
         return 1
 
     def rows(self, rows: Rows) -> "TargetRecent":
-        """Return the probabilities at some of the positions."""
+        """Return the probabilities at the selected positions; `rows` is a slice, indices or a mask."""
         return self._replace(nearest=self.nearest[rows], counts=self.counts[rows], probs=self.probs[rows])
 
     def to(self, device: torch.device) -> "TargetRecent":
-        """Return the same on a device."""
-        nearest, counts, probs = (one.to(device) for one in (self.nearest, self.counts, self.probs))
+        """Return the probabilities with all tensors on a device."""
+        nearest, counts, probs = (column.to(device) for column in (self.nearest, self.counts, self.probs))
         return TargetRecent(nearest, counts, probs, self.temperatures)
 
     @classmethod
     def joined(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
-        """Concatenate the probabilities at several groups of positions."""
+        """Concatenate several groups of positions with the same temperatures."""
         nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
         return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
 
     def weights(self, temperature: float) -> Tensor:
-        """Return the weights of the target token and of all others at a temperature, shape (n, 2)."""
+        """Return the probabilities of the target token and of all other tokens together, shape (n, 2).
+
+        Rows sum to 1, or are 0 without preceding keys.
+
+        Raises:
+            ValueError: the temperature is none of `temperatures`.
+        """
         probs = self.probs[:, self.temperatures.index(temperature)]
         return torch.stack([probs, (self.counts > 0).float() - probs], 1)
 
 
 class RecentText:
-    """The component of the last tokens of the text, weighed by the distances of their keys."""
+    """The component of the continuous cache: preceding tokens, weighted by the distances of their keys."""
 
     name = "cache"
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2
 
     def look_up(self, question: Question[CacheSettings], form: Form) -> Recent | TargetRecent:
-        """Compare the key of each position with those before it in its text; see `TextComponent`."""
+        """Compare the key of each position with preceding keys of the same text; see `TextComponent`.
+
+        Returns:
+            A `TargetRecent` if `form` is `Form.TARGET` and a position is not padding, else a `Recent`.
+        """
         contexts, size = question.contexts, question.settings.size
         metric = question.reader.identity.metric
         if not (contexts.owners >= 0).any():  # nothing but padding
             return Recent(torch.full((len(contexts), 1), torch.inf), torch.zeros((len(contexts), 1)).long())
         laid = _KeysInReach.from_contexts(contexts, size)
-        given = laid.keys, laid.tokens, laid.at, laid.starts
+        columns = laid.keys, laid.tokens, laid.at, laid.starts
         if form is Form.TARGET:
             targets = torch.from_numpy(contexts.targets(laid.firsts)).to(laid.keys.device)
             temperatures = {question.settings.temperature * factor for factor in question.factors}
-            found = look_back_for_targets(*given, targets, size, metric, sorted(temperatures))
+            found = look_back_for_targets(*columns, targets, size, metric, sorted(temperatures))
             return found.rows(laid.order)
-        recent = look_back(*given, size, metric)
-        # Padding is a last row with nothing before it.
+        recent = look_back(*columns, size, metric)
+        # Padding has the last row, which has no preceding keys.
         nothing = Recent(torch.full_like(recent.distances[:1], torch.inf), recent.tokens[:1])
         return Recent.joined([recent, nothing]).rows(laid.order)
 
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
     ) -> Contribution:
-        """Weigh the tokens before each position by their distances, with one λ."""
+        """Return the softmax over distances with λ of the settings; see `Component.contribute`."""
         temperature = settings.temperature * factor
         tokens, hits = None, None
         if isinstance(found, TargetRecent):
@@ -195,7 +206,7 @@ class RecentText:
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
     def cite(self, question: Question[CacheSettings], found: Recent, weights: Tensor, most: int) -> Citations:
-        """Name the earlier tokens of the text with the largest weights; see `Component`."""
+        """List the preceding tokens with the largest weights; see `Component.cite`."""
         contexts = question.contexts
         targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
         hits = weights * (found.tokens == targets[:, None])
@@ -204,21 +215,29 @@ class RecentText:
             *(
                 [
                     _list_earlier_places(*row, most)
-                    for row in zip(starts, found.tokens, found.distances, one, strict=True)
+                    for row in zip(starts, found.tokens, found.distances, column_weights, strict=True)
                 ]
-                for one in (weights, hits)
+                for column_weights in (weights, hits)
             )
         )
 
     def features(self, found: Recent | TargetRecent, unit: float) -> Tensor:
-        """Return the distance of the nearest key and the log of their number."""
+        """Return asinh of the nearest distance / unit, and log(1 + number of keys), shape (n, 2)."""
         return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
 
 
 def _list_earlier_places(
     start: int, tokens: Tensor, distances: Tensor, weights: Tensor, most: int
 ) -> list[Place]:
-    """Return the earlier tokens of a text with the largest weights, where the first column is at `start`."""
+    """Return the at most `most` preceding tokens with the largest weights, without missing tokens.
+
+    Args:
+        start: position in the text of the first column.
+        tokens: token of each column, shape (m,).
+        distances: distance of each column, shape (m,); +inf if missing.
+        weights: weight of each column, shape (m,).
+        most: largest number of places.
+    """
     return [
         Place(
             int(tokens[column]),
@@ -235,15 +254,18 @@ def _list_earlier_places(
 def look_back(
     keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
 ) -> Recent:
-    """Compute the distances of some keys to the keys before them in the same text.
+    """Compute the distances of n keys to the preceding keys of the same text.
 
     Args:
-        keys: keys of one text after another, float32, shape (m, d).
-        tokens: the token that each key predicts, int64, shape (m,); not read for the last key of a text.
-        at: the queries: rows of `keys`, int64, shape (n,), ascending.
-        starts: the first row of each query's text, int64, shape (n,).
-        size: largest number of rows back that a query reaches.
-        metric: measure of the distances.
+        keys: keys of several texts, concatenated, float32, shape (m, d).
+        tokens: the token that each key predicts, int64, shape (m,); not used for the last key of a text.
+        at: row in `keys` of each query, int64, shape (n,), ascending.
+        starts: row in `keys` where the text of each query begins, int64, shape (n,).
+        size: largest number of preceding keys that are compared.
+        metric: ``l2`` or ``ip``.
+
+    Returns:
+        At least one column, and at most `size`; missing keys have the distance +inf.
     """
     reach = int((at - starts).max()) if len(at) else 0
     width = min(size, max(reach, 1))
@@ -271,17 +293,17 @@ def look_back_for_targets(
     metric: Metric | str,
     temperatures: Sequence[float],
 ) -> TargetRecent:
-    """Return the probabilities that the keys before some keys give to the target tokens, computed in blocks.
+    """Compute the continuous cache's probability of each target token, in blocks that bound memory.
 
     Args:
-        keys: keys of one text after another, float32, shape (m, d).
-        tokens: the token that each key predicts, int64, shape (m,).
-        at: the queries: rows of `keys`, int64, shape (n,), ascending.
-        starts: the first row of each query's text, int64, shape (n,).
-        targets: the token that each query predicts, int64, shape (n,).
-        size: largest number of rows back that a query reaches.
-        metric: measure of the distances.
-        temperatures: the temperatures of the result.
+        keys: see `look_back`.
+        tokens: see `look_back`.
+        at: see `look_back`.
+        starts: see `look_back`.
+        targets: target token of each query, int64, shape (n,).
+        size: see `look_back`.
+        metric: see `look_back`.
+        temperatures: the temperatures of the result, at least one.
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
     for rows in torch.split(torch.arange(len(at), device=at.device), _BLOCK_ROWS):
@@ -302,24 +324,27 @@ def look_back_for_targets(
 
 
 class _KeysInReach(NamedTuple):
-    """The keys within reach of some contexts, one text after another."""
+    """The keys of n contexts and their preceding keys, of several texts, concatenated.
+
+    Contexts at the same position of the same text are one query, so there are q <= n queries.
+    """
 
     keys: Tensor
-    """float32, shape (m, d)."""
+    """Keys, float32, shape (m, d)."""
     tokens: Tensor
-    """Token that each key predicts, int64, shape (m,); arbitrary at the end of a text."""
+    """The token that each key predicts, int64, shape (m,); arbitrary at the end of a text."""
     at: Tensor
-    """Rows of the keys of the contexts themselves, each once, int64, shape (q,), ascending."""
+    """Row in `keys` of each query, int64, shape (q,), ascending."""
     starts: Tensor
-    """Row of the first key of the text of each, shape (q,)."""
+    """Row in `keys` where the text of each query begins, int64, shape (q,)."""
     order: Tensor
-    """Index of each context among these q, shape (n,); q stands for padding."""
+    """Index of the query of each context, int64, shape (n,); q for padding."""
     firsts: NDArray[np.int64]
-    """Index of the first context with each of these q, shape (q,)."""
+    """Index of the first context of each query, shape (q,)."""
 
     @classmethod
     def from_contexts(cls, contexts: Contexts, size: int) -> "_KeysInReach":
-        """Lay out the texts of contexts, each from `size` tokens before its first position."""
+        """Concatenate the keys of texts, each from `size` tokens before its first position to its last."""
         rows = np.flatnonzero(contexts.owners >= 0)
         used, owners = np.unique(contexts.owners[rows], return_inverse=True)
         ends = contexts.ends[rows]
@@ -349,23 +374,23 @@ class _KeysInReach(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DocumentKeys:
-    """The keys of whole documents, one after another: n tokens."""
+    """The keys of the n predicted tokens of whole documents, concatenated."""
 
     keys: Tensor
-    """float32, shape (n, d)."""
+    """The key from which each token is predicted, float32, shape (n, d)."""
     targets: Tensor
-    """The tokens that they predict, int64, shape (n,)."""
+    """The predicted tokens, int64, shape (n,)."""
     documents: Tensor
     """The document of each token, int64, shape (n,); tokens of a document are adjacent and in order."""
     metric: Metric | str
-    """Measure of the distances between keys."""
+    """``l2`` or ``ip``."""
 
     def look_back(self, tokens: Tensor, size: int) -> Recent:
-        """Compare the keys of some tokens with at most `size` keys before each in its document.
+        """Compute the distances of tokens' keys to the preceding keys of the same document.
 
         Args:
             tokens: indices of the tokens, int64, shape (m,), ascending.
-            size: the largest number of keys before a token.
+            size: largest number of preceding keys that are compared.
         """
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
@@ -374,7 +399,8 @@ class DocumentKeys:
 
 
 RECENT_SIZES = (100, 400, 1600, 6400)
-"""Sizes of the cache that are tried, in tokens; sizes beyond the longest document are left out."""
+"""Sizes of the continuous cache that a fit tries, in tokens. Of the sizes that cover the longest document, only
+the smallest is tried."""
 
 _OCTAVES = torch.arange(-6.0, 3.0, 0.5)
 _SAMPLE_TOKENS = 1024  # tokens to choose the temperatures by
@@ -382,30 +408,32 @@ _SAMPLE_TOKENS = 1024  # tokens to choose the temperatures by
 
 @dataclass(frozen=True, slots=True)
 class RecentFitting:
-    """p_cache of n tokens at every size and temperature, and own n-grams on top; see `Fitting`."""
+    """Fits size, T and λ of the continuous cache, and λ of the documents' own n-grams; see `Fitting`."""
 
     sizes: tuple[int, ...]
-    """Ascending."""
+    """The sizes to try, ascending."""
     temperatures: Tensor
-    """A grid of half octaves, float32, shape (m,)."""
+    """The temperatures to try, each √2 times the temperature before, float32, shape (m,)."""
     probs: Tensor
-    """p_cache of each token at each size and temperature, float32, shape (n, len(sizes), m)."""
+    """p_cache of each of n tokens at each size and temperature, float32, shape (n, len(sizes), m)."""
     found: Tensor
-    """True for tokens that have earlier tokens in their document, bool, shape (n,)."""
+    """True for tokens that have preceding keys in their document, bool, shape (n,)."""
     own: NGramFitting | None = None
-    """Fitting of the n-grams of each document, on top of the cache; None leaves them out."""
+    """Fits the documents' own n-grams, which are mixed after the cache; None leaves them out."""
 
     @classmethod
     def from_keys(cls, keys: "DocumentKeys", own: TargetContinuation | None = None) -> Self:
-        """Compute p_cache of every token at each size and each temperature of a grid.
+        """Create the fitting; computes p_cache of every token at each size and temperature.
 
         Args:
-            keys: keys of whole documents.
-            own: probabilities that the documents' own n-grams give to the tokens; None leaves them out.
+            keys: keys of whole documents, at least one token.
+            own: predictions of the tokens by the documents' own n-grams; None leaves them out.
         """
         longest = int(torch.unique_consecutive(keys.documents, return_counts=True)[1].max())
         sizes = tuple(
-            size for at, size in enumerate(RECENT_SIZES) if at == 0 or RECENT_SIZES[at - 1] < longest - 1
+            size
+            for index, size in enumerate(RECENT_SIZES)
+            if index == 0 or RECENT_SIZES[index - 1] < longest - 1
         )
         every = torch.arange(len(keys.documents))
         sample = keys.look_back(every[:: max(1, len(every) // _SAMPLE_TOKENS)], sizes[-1]).distances
@@ -423,7 +451,10 @@ class RecentFitting:
         )
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
-        """Find the likeliest size, T and λ, then λ of own n-grams over the cache."""
+        """Return the size, T and λ with the largest likelihood, then fit λ of own n-grams; see `Fitting.fit`.
+
+        λ is 0 if no token in `wanted` has preceding keys.
+        """
         rows = wanted & self.found
         if not rows.any():
             return CacheSettings(self.sizes[0], self.temperatures[0].item(), 0.0)
@@ -438,7 +469,10 @@ class RecentFitting:
         return replace(cache, ngrams=self.own.fit(self.mix(log_probs, cache), wanted))
 
     def mix(self, log_probs: Tensor, fitted: CacheSettings) -> Tensor:
-        """Mix a cache with a size and T from these grids into log p of each token, shape (n,)."""
+        """Return log p of each token with the cache and its n-grams mixed in, shape (n,); see `Fitting.mix`.
+
+        The size must be one of `sizes`; the nearest temperature of the grid is used.
+        """
         column = int((self.temperatures - fitted.temperature).abs().argmin())
         probs = self.probs[:, self.sizes.index(fitted.size), column]
         log_probs = mix_gold(log_probs, probs, fitted.lam * self.found)
@@ -452,8 +486,12 @@ class RecentFitting:
 
 
 def _compute_typical_gap(distances: Tensor) -> float:
-    """Return the mean distance beyond the nearest key, of tokens that have any before them."""
-    known = distances.isfinite()
-    nearest = torch.where(known.any(1), distances.amin(1), 0.0)
-    gaps = torch.where(known, distances - nearest[:, None], 0.0)
-    return float(gaps.sum() / known.sum().clamp(min=1)) or 1.0
+    """Return the mean difference between a distance and the nearest distance of its row; 1 instead of 0.
+
+    Args:
+        distances: shape (n, k); +inf if missing, which is left out.
+    """
+    is_found = distances.isfinite()
+    nearest = torch.where(is_found.any(1), distances.amin(1), 0.0)
+    gaps = torch.where(is_found, distances - nearest[:, None], 0.0)
+    return float(gaps.sum() / is_found.sum().clamp(min=1)) or 1.0
