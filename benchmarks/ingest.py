@@ -25,7 +25,7 @@ import torch
 import knnstore
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm.mixing import Contribution, Mixture, neighbor_weights
+from knnstore.lm.mixing import Contribution, Mixture, compute_neighbor_weights
 from knnstore.store import EVERYTHING
 
 PARAMS: dict[str, dict[str, object]] = {
@@ -102,7 +102,7 @@ def main() -> None:
             modeled = time.perf_counter()
             found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
             searched = time.perf_counter()
-            weights = neighbor_weights(torch.from_numpy(found.distances), 20.0)
+            weights = compute_neighbor_weights(torch.from_numpy(found.distances), 20.0)
             neighbors = torch.from_numpy(tokens_of(found.ids))
             mixture = Mixture([Contribution(weights, torch.full((len(weights),), 0.5), neighbors)])
             mixture.gold(log_probs, torch.from_numpy(batch.gold))

@@ -16,7 +16,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Likelihoods, entropy
+from knnstore.lm.mixing import Likelihoods, compute_entropy
 from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
@@ -146,7 +146,7 @@ def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor
     return Batch(
         rows.keys.to(log_probs.device).float(),
         log_probs.amax(-1),
-        None if settings.needs_nearest_only else entropy(log_probs),
+        None if settings.needs_nearest_only else compute_entropy(log_probs),
         log_probs.shape[1],
         contexts=rows.contexts if settings.needs_text else None,
         targets=targets,

@@ -183,7 +183,7 @@ def probe_keys(
     key, metric, one = single.key, single.metric, single.fitted
     samples = {1: _Sample(store.keys[key], text.keys[key])}
     for n in joined:
-        reader = replace(reader, encoder=Encoder(model, places[key], Joining.of(n)))
+        reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_states(n)))
         samples[n] = _Sample(stored_keys(_keys(reader, stored)), _keys(reader, held_out))
         judge(key, metric, samples[n], n, one)
     best = min(found, key=_perplexity).states

@@ -456,7 +456,7 @@ def test_one_of_an_earlier_version_is_used_with_one_warning(lm, substitute, capl
     # Without the package the store opens, and the settings are refused by name.
     lm.store.save_settings(SavedSettings.of_payload(former), ["phrases"])
     monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_installed", dict)
+    monkeypatch.setattr(registry, "_load_installed_components", dict)
     with pytest.raises(ConfigError, match="no component 'substitute' of another package is installed"):
         settings_for(lm.store, PHRASES_ONLY)
     lm.store.save_settings(SavedSettings.of_payload({**query, "substitute": None}), ["phrases"])
@@ -468,5 +468,7 @@ def test_the_rows_of_the_output_begin_no_substitute_of_joined_keys(make_model) -
     head, tokens = base.get_output_embeddings().weight, torch.arange(101)
     one = make_first_rows(Encoder(base, locate(base)), 32, tokens, 1, torch.Generator())
     assert torch.equal(one[0], head)
-    joined = make_first_rows(Encoder(base, locate(base), Joining.of(3)), 32, tokens, 1, torch.Generator())
+    joined = make_first_rows(
+        Encoder(base, locate(base), Joining.from_states(3)), 32, tokens, 1, torch.Generator()
+    )
     assert joined.abs().max() < 0.2

@@ -76,7 +76,7 @@ def test_settings_that_are_gone_and_had_no_value_are_ignored_silently(store, cap
 
 def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store, monkeypatch) -> None:
     monkeypatch.setattr(components, "_registered", {})
-    monkeypatch.setattr(components, "_installed", dict)
+    monkeypatch.setattr(components, "_load_installed_components", dict)
     weights = store.save_weights({"rows": np.zeros(3, np.float32)}, {})
     part = {"lam": 0.6, "weights": weights, "traces": {**asdict(store.lineage()), "domains": []}}
     record = {"substitute": part, "rows": 1, "tokens": 5}

@@ -15,7 +15,7 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import find_bins, fit_lambdas, targets_on_grid
+from knnstore.lm.mixing import compute_target_probs_on_grid, find_bins, fit_lambdas
 from tests.lm.scored import near_and_far
 
 
@@ -175,7 +175,7 @@ def test_a_text_for_which_nothing_is_found_is_refused():
 def test_only_differences_of_distances_count_however_large_they_are():
     scored, temperatures = near_and_far(), torch.tensor([0.5, 2.0])
     near, far = (
-        targets_on_grid(scored.distances + shift, scored.sums.hits, [4, 16], temperatures)
+        compute_target_probs_on_grid(scored.distances + shift, scored.sums.hits, [4, 16], temperatures)
         for shift in (0, 4096)
     )
     assert float(near.max()) > 0.5

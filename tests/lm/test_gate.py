@@ -17,9 +17,9 @@ from knnstore.lm.mixing import (
     GateLambda,
     NeighborSums,
     Network,
-    distinct_tokens,
+    compute_gate_features,
+    count_distinct_tokens,
     fit_network,
-    gate_features,
 )
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
@@ -58,7 +58,7 @@ def test_distinct_tokens_are_counted_up_to_powers_of_two() -> None:
     distances = np.sort(rng.random((50, 70)).astype(np.float32), 1)
     distances[10:20, 5:] = np.inf
     distances[20] = np.inf
-    found = distinct_tokens(torch.from_numpy(tokens), torch.from_numpy(distances))
+    found = count_distinct_tokens(torch.from_numpy(tokens), torch.from_numpy(distances))
     for row in range(50):
         for column, limit in enumerate([1, 2, 4, 8, 16]):
             near = {t for t, d in zip(tokens[row, :limit], distances[row, :limit], strict=True) if d < np.inf}
@@ -88,7 +88,7 @@ def test_a_gate_sees_each_of_its_features_in_its_own_unit() -> None:
     keys, distinct = rng.standard_normal((n, 3)).astype(np.float32), rng.integers(1, 9, (n, 4))
     surest, entropy = -rng.random(n).astype(np.float32), rng.random(n).astype(np.float32)
     of = torch.from_numpy
-    seen = gate_features(
+    seen = compute_gate_features(
         Evidence(
             of(surest), [NeighborSums(of(distances), known_distinct=of(distinct))], of(keys), of(entropy),
         ), K, 10.0,
@@ -186,7 +186,7 @@ def scored(lm):
 def gated(scored) -> KNNSettings:
     """A gate whose choices differ between tokens."""
     purpose = {**scored.fitted_for, "scale": 1.0, "k": K}
-    gate = unlike(gate_features(scored.evidence, K, 1.0), [0.0, 0.0]).weights(purpose)
+    gate = unlike(compute_gate_features(scored.evidence, K, 1.0), [0.0, 0.0]).weights(purpose)
     return KNNSettings(K, temperature=4.0, mixer=GateLambda(gate))
 
 

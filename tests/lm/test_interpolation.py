@@ -9,14 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from knnstore.lm.mixing import Contribution, Mixture, neighbor_weights
+from knnstore.lm.mixing import Contribution, Mixture, compute_neighbor_weights
 
 MISSING_TOKEN = 2**20 - 1  # the token of id -1
 
 
 def mixture(distances, temperature, tokens, lam) -> Mixture:
     lambdas = torch.as_tensor(lam).expand(len(distances))
-    return Mixture([Contribution(neighbor_weights(distances, temperature), lambdas, tokens)])
+    return Mixture([Contribution(compute_neighbor_weights(distances, temperature), lambdas, tokens)])
 
 
 def oracle(lm, distances, tokens, temperature, lam):
@@ -107,19 +107,19 @@ def test_lambda_one_is_retrieval_alone():
 @pytest.mark.parametrize("shift", [0.0, 1e6, 1e30, -1e30])
 def test_only_differences_of_distances_count(shift):
     """Squared distances of wide models are huge; the softmax must not under- or overflow."""
-    weights = neighbor_weights(torch.tensor([[0.0, 0.0, torch.inf]]) + shift, 1.0)
+    weights = compute_neighbor_weights(torch.tensor([[0.0, 0.0, torch.inf]]) + shift, 1.0)
     assert torch.equal(weights, torch.tensor([[0.5, 0.5, 0.0]]))
 
 
 def test_large_distances_keep_their_small_differences():
     """1e6 / 0.7 rounds to steps of 0.125: the subtraction must come before the division."""
-    weights = neighbor_weights(torch.tensor([[1e6, 1e6 + 1]]), 0.7)
+    weights = compute_neighbor_weights(torch.tensor([[1e6, 1e6 + 1]]), 0.7)
     torch.testing.assert_close(weights, torch.tensor([[0.0, -1 / 0.7]]).softmax(1))
 
 
 def test_temperature_may_differ_by_query():
     distances = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    weights = neighbor_weights(distances, torch.tensor([1.0, 10.0]))
+    weights = compute_neighbor_weights(distances, torch.tensor([1.0, 10.0]))
     torch.testing.assert_close(weights[0], torch.tensor([0.0, -1.0]).softmax(0))
     torch.testing.assert_close(weights[1], torch.tensor([0.0, -0.1]).softmax(0))
 

@@ -21,7 +21,7 @@ from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.components import CacheSettings, NGramFitting, RecentFitting, collect_experts, gate
 from knnstore.lm.drafts import Drafts
-from knnstore.lm.mixing import FixedLambda, Network, fit_network, mixture_shares
+from knnstore.lm.mixing import FixedLambda, Network, compute_mixture_shares, fit_network
 from knnstore.lm.mixture import all_components
 from knnstore.lm.settings import CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
@@ -71,7 +71,7 @@ def definition(scored, settings) -> np.ndarray:
     evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
     features = collect_experts(all_components(), settings.parts, evidence, gate.factors, gate.unit).features
-    network = Network.of(gate.weights)
+    network = Network.from_weights(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
     near, hits = evidence.distances.double().numpy(), evidence.hits.numpy()
     recent = evidence.found["cache"].distances.double().numpy() if settings.cache else None
@@ -187,7 +187,9 @@ def test_every_row_has_settings_of_its_own(lm, gated) -> None:
 def test_what_is_said_by_no_other_stays_possible() -> None:
     outputs = torch.tensor([[-90.0, 90.0, 0.0], [0.0, 90.0, 90.0]])
     found = torch.tensor([[True, True], [False, False]])
-    np.testing.assert_allclose(mixture_shares(outputs, found), [[0.001, 0.999, 0], [1, 0, 0]], atol=1e-6)
+    np.testing.assert_allclose(
+        compute_mixture_shares(outputs, found), [[0.001, 0.999, 0], [1, 0, 0]], atol=1e-6
+    )
 
 
 @pytest.mark.slow

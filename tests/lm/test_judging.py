@@ -14,7 +14,7 @@ from knnstore.lm.calibration.judging import first_half_of
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.components import CacheSettings, RecentFitting, TargetContinuation
-from knnstore.lm.mixing import FixedLambda, distinct_tokens
+from knnstore.lm.mixing import FixedLambda, count_distinct_tokens
 from knnstore.lm.settings import KNNSettings
 from tests.lm.scored import scored_text, with_evidence
 
@@ -43,7 +43,7 @@ def scored() -> ScoredText:
         keys=keys,
         targets=targets,
         lm_entropy=torch.from_numpy(rng.random(TOKENS).astype(np.float32)),
-        distinct=distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
+        distinct=count_distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
         fitted_for={},
         found={
             "n-grams": TargetContinuation(

@@ -68,9 +68,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(package)
     importlib.invalidate_caches()
-    registry._installed.cache_clear()
+    registry._load_installed_components.cache_clear()
     yield
-    registry._installed.cache_clear()
+    registry._load_installed_components.cache_clear()
 
 
 @pytest.fixture(scope="module")

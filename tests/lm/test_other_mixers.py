@@ -52,10 +52,10 @@ def install(monkeypatch) -> Iterator:
     def installed(*loads) -> None:
         entries = [SimpleNamespace(value="a_package:Mixer", load=load) for load in loads]
         monkeypatch.setattr(registry, "entry_points", lambda group: entries)
-        registry._installed.cache_clear()
+        registry._load_installed_mixers.cache_clear()
 
     yield installed
-    registry._installed.cache_clear()
+    registry._load_installed_mixers.cache_clear()
 
 
 def test_the_mixer_of_a_package_is_a_candidate_if_it_goes_with_the_text(install) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import FixedLambda, mix_probs, temperature_grid
+from knnstore.lm.mixing import FixedLambda, make_temperature_grid, mix_probs
 from knnstore.store import Selection
 
 TITLE = "Half of a store does nearly as well"
@@ -80,7 +80,7 @@ def fit_and_mix(
     dev: ScoredText, on_dev: WeightedNeighbors, test: ScoredText, on_test: WeightedNeighbors
 ) -> Tensor:
     """Fit T and λ on dev; return log p of every token of test."""
-    temperatures = temperature_grid(on_dev.distances[:: max(1, len(dev) // _SAMPLE)])
+    temperatures = make_temperature_grid(on_dev.distances[:: max(1, len(dev) // _SAMPLE)])
     knn = torch.stack([on_dev.knn_probs(temperature) for temperature in temperatures.tolist()], 1)
     lm = dev.lm_log_probs.exp()[:, None]
     evidence = GridEvidence(dev.k, temperatures, knn, lm, dev.evidence, torch.arange(len(dev)))

@@ -12,8 +12,8 @@ from knnstore.lm.mixing import (
     Evidence,
     Mixer,
     NeighborSums,
-    targets_on_grid,
-    temperature_grid,
+    compute_target_probs_on_grid,
+    make_temperature_grid,
 )
 from knnstore.lm.settings import KNNSettings
 
@@ -94,7 +94,7 @@ def evidence_of(
     knn = torch.empty(len(ks), len(scored), len(temperatures))
     for rows, found in parts:
         assert found.hits is not None
-        knn[:, rows] = targets_on_grid(found.distances, found.hits, ks, temperatures)
+        knn[:, rows] = compute_target_probs_on_grid(found.distances, found.hits, ks, temperatures)
     nearest, lm = _nearest(scored, tokens)
     return [GridEvidence(k, temperatures, knn[at, tokens], lm, nearest, tokens) for at, k in enumerate(ks)]
 
@@ -110,4 +110,4 @@ def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
 def temperatures_for(scored: ScoredText) -> Tensor:
     """Return the grid for a text in which a neighbor was found, float32, shape (m,), ascending."""
     found = scored.found
-    return temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
+    return make_temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])

@@ -21,9 +21,9 @@ from knnstore.lm.mixing import (
     CellSums,
     NeighborSums,
     TargetSums,
+    compute_target_probs_on_grid,
     interpolate_on_grid,
     mix_probs,
-    targets_on_grid,
 )
 from knnstore.lm.scoring import group_by_left_out
 from knnstore.lm.settings import KNNSettings
@@ -81,7 +81,9 @@ class FurtherSearches:
             found = TargetSums.nothing(len(scored), temperatures)
             for tokens, near in self._search(k, title, selection):
                 assert near.hits is not None
-                found.knn[tokens] = targets_on_grid(near.distances, near.hits, [k], temperatures)[0]
+                found.knn[tokens] = compute_target_probs_on_grid(
+                    near.distances, near.hits, [k], temperatures
+                )[0]
                 found.found[tokens] = True
             apart.append(found)
         knn = torch.stack([one.knn.where(one.found[:, None], lm[:, None]) for one in apart])

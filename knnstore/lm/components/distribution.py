@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Question
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, fit_lambdas, mix_gold
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, fit_lambdas, mix_target_log_probs
 from knnstore.store import Reader, Selection
 
 
@@ -64,7 +64,9 @@ class DistributionFitting(NamedTuple):
     def mix(self, log_probs: Tensor, fitted: Mapping[str, Any]) -> Tensor:
         """Return log p of each token with the component mixed in, shape (n,); see `Fitting.mix`."""
         weighed = self.component.weigh(self.found, fitted)
-        return mix_gold(log_probs, weighed.probs(self.targets), weighed.lam.where(weighed.is_found, 0.0))
+        return mix_target_log_probs(
+            log_probs, weighed.probs(self.targets), weighed.lam.where(weighed.is_found, 0.0)
+        )
 
     def lam(self, fitted: Mapping[str, Any]) -> float:
         """Return λ of fitted settings."""

@@ -20,9 +20,9 @@ from knnstore.lm.mixing import (
     Evidence,
     JointGate,
     PerQuery,
-    fill_unknown,
+    compute_mixture_shares,
+    fill_unknown_features,
     fit_network,
-    mixture_shares,
 )
 
 _LEAST_SHARE = 1e-3  # of an expert, where the fit of the network begins
@@ -175,11 +175,11 @@ def fit_gate_over(
         probs.append(torch.stack([lm_log_probs.exp(), *expert_probs], 1))
     present, token_probs = torch.cat(found), torch.cat(probs).clamp_(min=LEAST_PROBABILITY)
     inputs = torch.cat(features)
-    inputs = fill_unknown(inputs, inputs.nanmean(0).nan_to_num())
+    inputs = fill_unknown_features(inputs, inputs.nanmean(0).nan_to_num())
 
     # 2) Fit the network to the likelihood of the mixture.
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        return -(mixture_shares(outputs, present[rows]) * token_probs[rows]).sum(1).log().mean()
+        return -(compute_mixture_shares(outputs, present[rows]) * token_probs[rows]).sum(1).log().mean()
 
     start = _fit_constant_shares(token_probs, present).clamp(min=_LEAST_SHARE).log().tolist()
     network = fit_network(inputs, loss, blocks, start, query)

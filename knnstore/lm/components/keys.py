@@ -27,8 +27,8 @@ from knnstore.lm.mixing import (
     NeighborSums,
     ProbedCells,
     TokenSums,
-    neighbor_features,
-    powers_up_to,
+    compute_neighbor_features,
+    list_powers_of_two,
 )
 from knnstore.store import Reader, Selection
 
@@ -91,7 +91,7 @@ class Keys:
 
     name = KEYS
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
-    width = 2 * len(powers_up_to(DISTINCT_AMONG))
+    width = 2 * len(list_powers_of_two(DISTINCT_AMONG))
 
     def look_up(self, reader: Reader, settings: KeySettings, batch: Batch, form: Form) -> list[TokenSums]:
         """Run the searches that the settings' mixer asks for, for example one for each domain.
@@ -149,7 +149,7 @@ class Keys:
 
     def features(self, found: Evidence, unit: float) -> Tensor:
         """Return distances of the nearest 1, 2, 4, … records, and numbers of different tokens among them."""
-        return neighbor_features(found, DISTINCT_AMONG, unit)
+        return compute_neighbor_features(found, DISTINCT_AMONG, unit)
 
 
 def probes_cells(reader: Reader, settings: KeySettings) -> bool:

@@ -23,7 +23,7 @@ from knnstore.lm.mixing import (
     PRIOR_TOKENS,
     Contribution,
     fit_lambdas,
-    mix_gold,
+    mix_target_log_probs,
 )
 from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, Suffixes
 
@@ -194,7 +194,7 @@ class NGramFitting(NamedTuple):
 
     def mix(self, log_probs: Tensor, fitted: NGramSettings) -> Tensor:
         """Return log p of each token with the n-grams mixed in, shape (n,); see `Fitting.mix`."""
-        return mix_gold(log_probs, self.found.probs.nan_to_num(), self.lambdas(fitted))
+        return mix_target_log_probs(log_probs, self.found.probs.nan_to_num(), self.lambdas(fitted))
 
     def lambdas(self, fitted: NGramSettings) -> Tensor:
         """Return λ of each token, float32, shape (n,); 0 if n-grams do not predict it."""

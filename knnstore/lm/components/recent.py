@@ -27,11 +27,11 @@ from knnstore.lm.mixing import (
     LEAST_PROBABILITY,
     LEAST_TEMPERATURE,
     Contribution,
+    compute_neighbor_weights,
+    compute_target_probs_on_grid,
     fit_lambdas,
-    halving_chains,
-    mix_gold,
-    neighbor_weights,
-    targets_on_grid,
+    group_into_halving_chains,
+    mix_target_log_probs,
 )
 
 _BLOCK_ROWS = 256
@@ -201,7 +201,7 @@ class RecentText:
             weights = found.weights(temperature)
             hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         else:
-            weights, tokens = neighbor_weights(found.distances, temperature), found.tokens
+            weights, tokens = compute_neighbor_weights(found.distances, temperature), found.tokens
         lam = torch.full((len(weights),), settings.lam, device=weights.device)
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
@@ -311,7 +311,7 @@ def look_back_for_targets(
         row, column = (recent.tokens == targets[rows, None]).nonzero(as_tuple=True)
         nearest, probs = recent.nearest, torch.empty(len(rows), len(ascending), device=keys.device)
         gaps = nearest.where(nearest.isfinite(), 0)[:, None] - recent.distances
-        for chain in halving_chains(ascending):
+        for chain in group_into_halving_chains(ascending):
             powers = (gaps / chain[0]).exp_()
             for temperature in chain:
                 if temperature != chain[0]:
@@ -399,8 +399,8 @@ class DocumentKeys:
 
 
 RECENT_SIZES = (100, 400, 1600, 6400)
-"""Sizes of the continuous cache that a fit tries, in tokens. Of the sizes that cover the longest document, only
-the smallest is tried."""
+"""Sizes of the continuous cache that a fit tries, in tokens. Of the sizes that cover the longest document,
+only the smallest is tried."""
 
 _OCTAVES = torch.arange(-6.0, 3.0, 0.5)
 _SAMPLE_TOKENS = 1024  # tokens to choose the temperatures by
@@ -445,13 +445,13 @@ class RecentFitting:
             distances = recent.distances.flip(1)  # the latest first
             hits = recent.tokens.flip(1) == keys.targets[chunk, None]
             found[chunk] = distances.isfinite().any(1)
-            probs[:, chunk] = targets_on_grid(distances, hits, sizes, temperatures)
+            probs[:, chunk] = compute_target_probs_on_grid(distances, hits, sizes, temperatures)
         return cls(
             sizes, temperatures, probs.transpose(0, 1), found, None if own is None else NGramFitting(own)
         )
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
-        """Return the size, T and λ with the largest likelihood, then fit λ of own n-grams; see `Fitting.fit`.
+        """Return the size, T and λ with the largest likelihood, and λ of own n-grams; see `Fitting.fit`.
 
         λ is 0 if no token in `wanted` has preceding keys.
         """
@@ -475,7 +475,7 @@ class RecentFitting:
         """
         column = int((self.temperatures - fitted.temperature).abs().argmin())
         probs = self.probs[:, self.sizes.index(fitted.size), column]
-        log_probs = mix_gold(log_probs, probs, fitted.lam * self.found)
+        log_probs = mix_target_log_probs(log_probs, probs, fitted.lam * self.found)
         if self.own is None or fitted.ngrams is None:
             return log_probs
         return self.own.mix(log_probs, fitted.ngrams)

@@ -1,19 +1,19 @@
 """Mixing: distributions from search results, and the mixers, which choose λ and T for each token."""
 
 from knnstore.lm.mixing.bins import BinnedLambda, find_bins
-from knnstore.lm.mixing.cell_sums import CellSums, ProbedCells, halving_chains
+from knnstore.lm.mixing.cell_sums import CellSums, ProbedCells, group_into_halving_chains
 from knnstore.lm.mixing.domain_weights import DomainWeights
 from knnstore.lm.mixing.gate_network import (
     GateLambda,
     JointGate,
     Network,
+    compute_gate_features,
+    compute_mixture_shares,
+    compute_neighbor_features,
     decode_gate,
-    fill_unknown,
+    fill_unknown_features,
     fit_network,
-    gate_features,
-    gate_start,
-    mixture_shares,
-    neighbor_features,
+    make_gate_start,
 )
 from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
@@ -24,11 +24,11 @@ from knnstore.lm.mixing.interpolation import (
     Likelihoods,
     Mixture,
     PerQuery,
-    entropy,
+    compute_entropy,
+    compute_neighbor_weights,
     fit_lambdas,
-    mix_gold,
     mix_probs,
-    neighbor_weights,
+    mix_target_log_probs,
 )
 from knnstore.lm.mixing.mixer import Chosen, Evidence, FixedLambda, Mixer, SimpleMixer
 from knnstore.lm.mixing.registry import is_registered, load_mixer, other_mixers, register_mixer
@@ -38,11 +38,11 @@ from knnstore.lm.mixing.token_sums import (
     NeighborSums,
     TargetSums,
     TokenSums,
-    distinct_tokens,
+    compute_target_probs_on_grid,
+    count_distinct_tokens,
     interpolate_on_grid,
-    powers_up_to,
-    targets_on_grid,
-    temperature_grid,
+    list_powers_of_two,
+    make_temperature_grid,
 )
 
 __all__ = [
@@ -71,27 +71,27 @@ __all__ = [
     "SimpleMixer",
     "TargetSums",
     "TokenSums",
+    "compute_entropy",
+    "compute_gate_features",
+    "compute_mixture_shares",
+    "compute_neighbor_features",
+    "compute_neighbor_weights",
+    "compute_target_probs_on_grid",
+    "count_distinct_tokens",
     "decode_gate",
-    "distinct_tokens",
-    "entropy",
-    "fill_unknown",
+    "fill_unknown_features",
     "find_bins",
     "fit_lambdas",
     "fit_network",
-    "gate_features",
-    "gate_start",
-    "halving_chains",
+    "group_into_halving_chains",
     "interpolate_on_grid",
     "is_registered",
+    "list_powers_of_two",
     "load_mixer",
-    "mix_gold",
+    "make_gate_start",
+    "make_temperature_grid",
     "mix_probs",
-    "mixture_shares",
-    "neighbor_features",
-    "neighbor_weights",
+    "mix_target_log_probs",
     "other_mixers",
-    "powers_up_to",
     "register_mixer",
-    "targets_on_grid",
-    "temperature_grid",
 ]

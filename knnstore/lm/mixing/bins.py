@@ -17,14 +17,14 @@ class BinnedLambda(SimpleMixer):
     """A mixer with a λ for each bin of the nearest neighbor's distance (Drozdov et al. 2022).
 
     https://arxiv.org/abs/2210.15859. With `confidence_edges` each bin is divided again, by the
-    log-probability of the model's likeliest token. A value on an edge belongs to the upper bin.
+    log-probability of the model's most probable token. A value on an edge belongs to the upper bin.
     """
 
     distance_edges: tuple[float, ...]
     """Edges between the bins of distances, ascending, finite; b edges make b + 1 bins."""
 
     lambdas: tuple[float, ...]
-    """λ of each bin. The confidence bins of one distance bin stand together; the nearest come first."""
+    """λ of each bin: all confidence bins of the nearest distance bin, then of the next distance bin, etc."""
 
     temperature_factors: tuple[float, ...] = ()
     """Factor of the settings' T in each bin, in the order of `lambdas`; empty for 1 everywhere."""
@@ -53,7 +53,7 @@ class BinnedLambda(SimpleMixer):
             raise ConfigError("every temperature factor of bins must be above 0 and finite")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T by the bin of each query."""
+        """Return λ and T of each query's bin; see `SimpleMixer`."""
         bins = find_bins(evidence, self.distance_edges, self.confidence_edges)
         lam = torch.tensor(self.lambdas, device=bins.device)[bins]
         if not self.temperature_factors:
@@ -65,12 +65,18 @@ class BinnedLambda(SimpleMixer):
 def find_bins(
     evidence: Evidence, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
 ) -> Tensor:
-    """Find the bin of each query in a `BinnedLambda` with these edges, int64, shape (n,)."""
-    confidence = _bins(evidence.lm_max, confidence_edges)
-    return _bins(evidence.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
+    """Return the bin of each query, an index into `BinnedLambda.lambdas`, int64, shape (n,).
+
+    Args:
+        evidence: the evidence for n queries.
+        distance_edges: see `BinnedLambda.distance_edges`.
+        confidence_edges: see `BinnedLambda.confidence_edges`.
+    """
+    confidence = _assign_bins(evidence.lm_max, confidence_edges)
+    return _assign_bins(evidence.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
 
 
-def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:
+def _assign_bins(values: Tensor, edges: Sequence[float]) -> Tensor:
     """Return the number of edges at or below each value, int64, shape (n,)."""
     limits = torch.tensor(edges, dtype=torch.float32, device=values.device)
     return torch.bucketize(values.contiguous(), limits, right=True)

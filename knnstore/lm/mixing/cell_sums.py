@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from knnstore.datastore import TOKEN_LIMIT
 from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
-from knnstore.lm.mixing.token_sums import NeighborSums, distinct_tokens
+from knnstore.lm.mixing.token_sums import NeighborSums, count_distinct_tokens
 
 _SAME = 3e-7
 """Relative tolerance when a temperature is compared with half of another one; float32 rounds this much."""
@@ -85,10 +85,10 @@ class CellSums:
         self._features = features
         self._cells = [some.on(device) for some in cells]
         asked = torch.cat([self._targets[:0], *(some.queries.flatten() for some in self._cells)])
-        self._asked = asked.where(asked >= 0, len(targets))
-        self._near = _in_a_row([some.distances.amin(2) for some in self._cells], device)
-        nearest = self._nearest_of(self._near)
-        self._zero = nearest.where(nearest.isfinite(), 0)
+        self._query_of_pair = asked.where(asked >= 0, len(targets))
+        self._nearest_of_pair = _flatten_pairs([some.distances.amin(2) for some in self._cells], device)
+        nearest = self._compute_nearest(self._nearest_of_pair)
+        self._finite_nearest = nearest.where(nearest.isfinite(), 0)
         self._weights: dict[float, Tensor] = {}
         self._device = targets.device
         self.nearest = nearest[:-1].to(self._device)
@@ -113,9 +113,9 @@ class CellSums:
 
     @cached_property
     def distinct(self) -> Tensor:
-        """The `distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """The `count_distinct_tokens` of the nearest records, int16, shape (n, r)."""
         distances, tokens = self._nearest_records
-        return distinct_tokens(tokens, distances)
+        return count_distinct_tokens(tokens, distances)
 
     @cached_property
     def _nearest_records(self) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class CellSums:
 
         A missing record has the distance +inf and an arbitrary token.
         """
-        distances, tokens = nearest_records(self._cells, self._asked, len(self.nearest), k)
+        distances, tokens = nearest_records(self._cells, self._query_of_pair, len(self.nearest), k)
         return distances.to(self._device), tokens.to(self._device)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
@@ -154,17 +154,21 @@ class CellSums:
         """
         if self._vocabulary is not None:
             return
-        gaps = self._gaps()
-        for temperature, sums in self._summed(set(temperatures) - self._weights.keys()):
-            self._weights[temperature] = self._shares(self._zero.new_tensor([temperature]), sums, gaps)
+        gaps = self._compute_gaps()
+        for temperature, sums in self._iterate_sums(set(temperatures) - self._weights.keys()):
+            self._weights[temperature] = self._compute_target_shares(
+                self._finite_nearest.new_tensor([temperature]), sums, gaps
+            )
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """Compute p_kNN of the target token and of all other tokens, or of each token; see `TokenSums`."""
         if self._vocabulary is not None:
-            return self._by_token(temperature, self._vocabulary)
+            return self._compute_token_probs(temperature, self._vocabulary)
         if isinstance(temperature, Tensor) and temperature.ndim:
-            own = pad(temperature.float(), (0, 1), value=1.0).to(self._zero.device)
-            return self._shares(own, self._chained([own], [[1.0]])[0][0], self._gaps())
+            own = pad(temperature.float(), (0, 1), value=1.0).to(self._finite_nearest.device)
+            return self._compute_target_shares(
+                own, self._sum_chains([own], [[1.0]])[0][0], self._compute_gaps()
+            )
         self.prepare([float(temperature)])
         return self._weights[float(temperature)]
 
@@ -193,22 +197,24 @@ class CellSums:
             Float32, shape (c, n, m).
         """
         device = self._targets.device
-        ranks = _in_a_row([some.ranks for some in self._cells if some.ranks is not None], device)
-        gaps = [self._gaps(ranks < count) for count in probes]
+        ranks = _flatten_pairs([some.ranks for some in self._cells if some.ranks is not None], device)
+        gaps = [self._compute_gaps(ranks < count) for count in probes]
         found = torch.empty(len(probes), len(self.nearest), len(temperatures))
         columns = {temperature: column for column, temperature in enumerate(temperatures.tolist())}
-        for temperature, sums in self._summed(columns):
-            one = self._zero.new_tensor([temperature])
+        for temperature, sums in self._iterate_sums(columns):
+            one = self._finite_nearest.new_tensor([temperature])
             for at, of_cells in enumerate(gaps):
-                found[at, :, columns[temperature]] = self._shares(one, sums, of_cells)[:, 0]
+                found[at, :, columns[temperature]] = self._compute_target_shares(one, sums, of_cells)[:, 0]
         return found
 
-    def _by_token(self, temperature: PerQuery, vocabulary: int) -> Tensor:
+    def _compute_token_probs(self, temperature: PerQuery, vocabulary: int) -> Tensor:
         """Compute p_kNN of each token, float32, shape (n, v)."""
         temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
-        temperatures = pad(temperatures, (0, 1), value=1.0).to(self._zero.device)
-        sums = self._zero.new_zeros(len(self._zero), vocabulary)
-        for some, zero, asked in self._with(self._zero[self._asked], self._asked):
+        temperatures = pad(temperatures, (0, 1), value=1.0).to(self._finite_nearest.device)
+        sums = self._finite_nearest.new_zeros(len(self._finite_nearest), vocabulary)
+        for some, zero, asked in self._iterate_cells(
+            self._finite_nearest[self._query_of_pair], self._query_of_pair
+        ):
             of_each = (zero - some.distances).div_(temperatures[asked]).exp_()
             # The weight of a missing record is 0, so its token does not matter.
             at = asked * vocabulary + some.tokens.clamp(max=vocabulary - 1)[:, None]
@@ -216,14 +222,14 @@ class CellSums:
         sums = sums[:-1]
         return sums.div_(sums.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).to(self._device)
 
-    def _summed(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
-        """Yield each temperature with its sums, shape (2, pairs); see `_chained`."""
-        chains = halving_chains(temperatures)
-        sums = self._chained([self._zero.new_tensor(of[:1]) for of in chains], chains)
+    def _iterate_sums(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
+        """Yield each temperature with its sums, shape (2, pairs); see `_sum_chains`."""
+        chains = group_into_halving_chains(temperatures)
+        sums = self._sum_chains([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
             yield from zip(of_chain, of_sums, strict=True)
 
-    def _chained(
+    def _sum_chains(
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
         """Sum exp(-d/T) for each pair of query and cell, over all records and over the hits.
@@ -239,9 +245,9 @@ class CellSums:
         """
         if not chains:
             return []
-        near = self._near.where(self._near.isfinite(), 0)
+        near = self._nearest_of_pair.where(self._nearest_of_pair.isfinite(), 0)
         totals = [[list[Tensor]() for _ in of] for of in chains]
-        for some, zero, asked in self._with(near, self._asked):
+        for some, zero, asked in self._iterate_cells(near, self._query_of_pair):
             gaps = zero - some.distances
             for own, of_chain in zip(temperatures, totals, strict=True):
                 divisors = own if len(own) == 1 else own[asked]
@@ -253,51 +259,55 @@ class CellSums:
         pairs, distances = self._hits
         found = []
         for own, of_chain in zip(temperatures, totals, strict=True):
-            divisors = own if len(own) == 1 else own[self._asked[pairs]]
+            divisors = own if len(own) == 1 else own[self._query_of_pair[pairs]]
             powers = ((near[pairs] - distances) / divisors).exp_()
             found.append(list[Tensor]())
             for sums in of_chain:
                 if sums is not of_chain[0]:
                     powers.square_()
-                total = _in_a_row(sums, near.device)
+                total = _flatten_pairs(sums, near.device)
                 target = torch.zeros_like(total).index_add_(0, pairs, powers)
                 found[-1].append(torch.stack([total, target]))
         return found
 
-    def _shares(self, temperatures: Tensor, sums: Tensor, gaps: Tensor) -> Tensor:
+    def _compute_target_shares(self, temperatures: Tensor, sums: Tensor, gaps: Tensor) -> Tensor:
         """Compute p_kNN of the target token and of all other tokens, shape (n, 2), from sums over cells.
 
         Args:
             temperatures: shape (1,), or (n + 1,) for one of each query.
-            sums: sums at these temperatures, shape (2, pairs); see `_chained`.
-            gaps: see `_gaps`.
+            sums: sums at these temperatures, shape (2, pairs); see `_sum_chains`.
+            gaps: see `_compute_gaps`.
         """
-        divisors = temperatures if len(temperatures) == 1 else temperatures[self._asked]
+        divisors = temperatures if len(temperatures) == 1 else temperatures[self._query_of_pair]
         parts = sums * (gaps / divisors).exp_()
-        total, target = self._zero.new_zeros(2, len(self._zero)).index_add_(1, self._asked, parts)
+        total, target = self._finite_nearest.new_zeros(2, len(self._finite_nearest)).index_add_(
+            1, self._query_of_pair, parts
+        )
         share = (target / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
         return torch.stack([share, (total > 0).float() - share], 1)[:-1].to(self._device)
 
-    def _gaps(self, among: Tensor | None = None) -> Tensor:
+    def _compute_gaps(self, among: Tensor | None = None) -> Tensor:
         """Subtract the nearest distance of each pair from that of its query: at most 0, shape (pairs,).
 
         Args:
             among: False for a pair to leave out, whose gap is -inf; bool, shape (pairs,). None for all pairs.
         """
-        near = self._near if among is None else self._near.where(among, torch.inf)
-        return torch.where(near.isfinite(), self._nearest_of(near)[self._asked] - near, -torch.inf)
+        near = self._nearest_of_pair if among is None else self._nearest_of_pair.where(among, torch.inf)
+        return torch.where(
+            near.isfinite(), self._compute_nearest(near)[self._query_of_pair] - near, -torch.inf
+        )
 
-    def _nearest_of(self, distances: Tensor) -> Tensor:
+    def _compute_nearest(self, distances: Tensor) -> Tensor:
         """Compute the least distance of each query, shape (n + 1,), from those of its pairs."""
         nearest = distances.new_full((len(self._targets),), torch.inf)
-        return nearest.scatter_reduce_(0, self._asked, distances, "amin")
+        return nearest.scatter_reduce_(0, self._query_of_pair, distances, "amin")
 
     @cached_property
     def _hits(self) -> Hits:
         """Hits of all queries."""
-        return find_hits(self._cells, self._asked, self._targets)
+        return find_hits(self._cells, self._query_of_pair, self._targets)
 
-    def _with(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
+    def _iterate_cells(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
         """Yield the cells, each with its part of the columns; shapes (pairs,) and (b, m, 1)."""
         sizes = [some.queries.numel() for some in self._cells]
         columns = [torch.split(one, sizes) for one in of_pairs]
@@ -305,7 +315,7 @@ class CellSums:
             yield some, *(part.view(*some.queries.shape, 1) for part in parts)
 
 
-def _in_a_row(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+def _flatten_pairs(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Concatenate tensors of shapes (b, m) into one of shape (pairs,)."""
     if not parts:
         return torch.empty(0, device=device)
@@ -314,7 +324,7 @@ def _in_a_row(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
+def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
     """Group temperatures into chains, in which each is half of the one before it."""
     chains: list[list[float]] = []
     for one in sorted(temperatures, reverse=True):
@@ -355,10 +365,10 @@ def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) ->
     low = torch.searchsorted(ordered, wanted)
     counts = torch.searchsorted(ordered, wanted, right=True) - low
     pair = torch.arange(len(counts), device=targets.device).repeat_interleave(counts)
-    found = order[torch.arange(len(pair), device=targets.device) + (low - _starts(counts))[pair]]
+    found = order[torch.arange(len(pair), device=targets.device) + (low - _compute_starts(counts))[pair]]
     # Convert a record's number to its place among the distances of all cells.
-    at = torch.arange(len(of_pairs), device=targets.device) - _starts(asked)[of_pairs]
-    base = (_starts(asked * lengths) - _starts(lengths))[of_pairs] + at * lengths[of_pairs]
+    at = torch.arange(len(of_pairs), device=targets.device) - _compute_starts(asked)[of_pairs]
+    base = (_compute_starts(asked * lengths) - _compute_starts(lengths))[of_pairs] + at * lengths[of_pairs]
     places = found + base[pair]
     ends = torch.tensor([some.distances.numel() for some in cells]).cumsum(0)
     shares = torch.searchsorted(places, ends.to(targets.device)).diff(prepend=places.new_zeros(1)).tolist()
@@ -368,7 +378,7 @@ def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) ->
     return Hits(pair, distances)
 
 
-def _starts(sizes: Tensor) -> Tensor:
+def _compute_starts(sizes: Tensor) -> Tensor:
     """Return the begin of each part when parts of these sizes stand in a row."""
     return sizes.cumsum(0) - sizes
 
@@ -386,13 +396,13 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
         Distances and tokens, shape (n, k), nearest first. A missing record has the distance +inf and an
         arbitrary token.
     """
-    bounds, begins = _bounds(cells, asked, count, k)[asked], asked.new_zeros(0)
+    bounds, begins = _bound_kth_distances(cells, asked, count, k)[asked], asked.new_zeros(0)
     queries, distances, tokens = [begins], [bounds[:0]], [begins]
     sizes = [some.queries.numel() for some in cells]
     parts = zip(cells, torch.split(asked, sizes), torch.split(bounds, sizes), strict=True)
     for some, of_cells, bound in parts:
         _, across, records = some.distances.shape
-        near = _flatnonzero(some.distances <= bound.view(-1, across, 1))
+        near = _find_true_indices(some.distances <= bound.view(-1, across, 1))
         pairs = near // records
         queries.append(of_cells[pairs])
         distances.append(some.distances.take(near))
@@ -400,7 +410,7 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
     away, owners = torch.cat(distances), torch.cat(queries)
     order = away.argsort()
     owners, then = owners[order].sort(stable=True)
-    order, place = order[then], _places(owners)
+    order, place = order[then], _number_within_owner(owners)
     chosen = (place < k) & (owners < count)
     nearest, of_nearest = away.new_full((count, k), torch.inf), asked.new_zeros(count, k)
     at = owners[chosen], place[chosen]
@@ -408,7 +418,7 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
     return nearest, of_nearest
 
 
-def _bounds(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
+def _bound_kth_distances(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
     """Compute a close upper bound of the distance of each query's k-th nearest record, shape (n + 1,).
 
     The records of each cell, except at most k - 1, are divided into k groups, and the nearest of each group
@@ -425,7 +435,7 @@ def _bounds(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> 
         leasts.append(least.flatten(0, 1))
     owners, order = asked.sort(stable=True)
     there = owners < count
-    owners, place, order = owners[there], _places(owners)[there], order[there]
+    owners, place, order = owners[there], _number_within_owner(owners)[there], order[there]
     most = int(place.max()) + 1 if len(place) else 1
     table = leasts[0].new_full((count + 1, most, k), torch.inf)
     table[owners, place] = torch.cat(leasts)[order]
@@ -433,13 +443,13 @@ def _bounds(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> 
     return bounds.clamp(max=torch.finfo(bounds.dtype).max)  # below the +inf of missing records
 
 
-def _flatnonzero(mask: Tensor) -> Tensor:
+def _find_true_indices(mask: Tensor) -> Tensor:
     """Return the flat indices of True in a mask. On a CPU numpy is faster."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.flatten().nonzero()[:, 0]
 
 
-def _places(owners: Tensor) -> Tensor:
+def _number_within_owner(owners: Tensor) -> Tensor:
     """Count the entries of each owner from 0, shape (n,). `owners` is ascending."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)

@@ -48,23 +48,23 @@ class DomainWeights:
 
     @property
     def searched(self) -> tuple[int, ...]:
-        """Numbers of the domains with a weight above 0."""
+        """Indices into `domains` of the domains with λ_j > 0, which are searched."""
         return tuple(number for number, lam in enumerate(self.lambdas) if lam > 0)
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return a selection for each domain with a weight above 0."""
+        """Return a selection for each domain with λ_j > 0, with the other conditions of `selection`."""
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Weigh each neighbor by λ_j p_kNN^(j).
+        """Compute the mixture of p_kNN^(j) over the domains, with its λ.
 
         Args:
-            evidence: the evidence for n queries, with one search for each domain with a weight above 0.
+            evidence: the evidence for n queries, with one search for each domain with λ_j > 0.
             temperature: T of the settings.
 
         Returns:
-            λ: the sum of λ_j over the domains that found something. Weights: the weight of each neighbor,
-            divided by λ. Temperature: the mean T_j of these domains.
+            λ: the sum of λ_j over the domains in which something was found. Weights: λ_j p_kNN^(j) of each
+            neighbor, divided by λ. Temperature: the mean T_j of these domains, weighted by λ_j.
         """
         distances, numbers = evidence.distances, list(self.searched)
         if not numbers:

@@ -15,26 +15,27 @@ from torch.nn.functional import dropout, linear, pad
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.interpolation import MAX_LAMBDA
 from knnstore.lm.mixing.mixer import Chosen, Evidence, SimpleMixer
-from knnstore.lm.mixing.token_sums import DISTINCT_AMONG, powers_up_to
+from knnstore.lm.mixing.token_sums import DISTINCT_AMONG, list_powers_of_two
 from knnstore.store import Weights
 
-_FAR = 1e30
+_MISSING_DISTANCE = 1e30
 """Replaces the distance of a missing neighbor, where λ does not matter."""
 _HIDDEN = (128, 64)
 _DROPOUT = 0.2
 _DROPOUT_OF_QUERY = 0.5
-"""Dropout of the query's features. There are hundreds, and together they identify a token of the fit."""
+"""Dropout of the query's features. The query has hundreds of features, which together could memorize
+tokens."""
 _EPOCHS = 12
-_STEPS = 160  # at least this many, also with little text
-_PATIENCE = 0.25  # fraction of all epochs without an improvement
-_BATCH = 512
-_RATE = 2e-3
-_DECAY = 1e-2
-_FARTHEST = 8.0
+_MIN_STEPS = 160  # of the optimizer; with little text there are more epochs
+_PATIENCE = 0.25  # the fit stops after this fraction of all epochs without an improvement
+_BATCH_TOKENS = 512
+_LEARNING_RATE = 2e-3
+_WEIGHT_DECAY = 1e-2
+_MAX_DEVIATION = 8.0
 """Features are limited to this many standard deviations from the mean; the fit saw little beyond."""
-_LEAST_SPREAD = 1e-5
-"""A feature whose standard deviation is below this fraction of 1 + |mean| is not used."""
-_APART = 8  # one document in so many decides when to stop
+_MIN_DEVIATION = 1e-5
+"""A feature with a standard deviation below this fraction of 1 + |mean| is constant, and is ignored."""
+_HELD_OUT_DIVISOR = 8  # one document in 8 is held out, to decide when the fit stops
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Computes the mean loss of m tokens from the network's outputs, shape (m, o), and their indices, (m,)."""
@@ -72,7 +73,7 @@ class Network(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute the outputs, float32, shape (n, o), from features of shape (n, f)."""
-        standardized = ((features - self.mean) / self.scale).clamp(-_FARTHEST, _FARTHEST)
+        standardized = ((features - self.mean) / self.scale).clamp(-_MAX_DEVIATION, _MAX_DEVIATION)
         if self.training:
             outputs: Tensor = self.layers(standardized)
             return outputs
@@ -83,16 +84,19 @@ class Network(nn.Module):
         return linear(standardized, last.weight, last.bias)
 
     def on(self, device: torch.device) -> Self:
-        """Return this network on a device. `to` without a move would take longer than a forward pass."""
+        """Return this network, moved to a device if it is on another.
+
+        Calling `to` without need would take longer than a forward pass.
+        """
         return self if self.mean.device == device else self.to(device)
 
     def weights(self, metadata: Mapping[str, Any]) -> Weights:
-        """Return the weights from which `of` creates this network again, with metadata."""
+        """Return the parameters with metadata, as `Weights` that `from_weights` reads."""
         return Weights({name: value.numpy() for name, value in self.state_dict().items()}, metadata)
 
     @classmethod
-    def of(cls, weights: Weights) -> Self:
-        """Create a network from its `weights`, ready for use."""
+    def from_weights(cls, weights: Weights) -> Self:
+        """Create the network that `weights` saved, in evaluation mode and without gradients."""
         state = {name: torch.from_numpy(value.copy()) for name, value in weights.tensors.items()}
         biases = sorted(
             (name for name in state if name.endswith(".bias")), key=lambda name: int(name.split(".")[1])
@@ -106,36 +110,42 @@ class Network(nn.Module):
 def fit_network(
     features: Tensor, loss: Loss, documents: Tensor, start: Sequence[float], query: slice = slice(0)
 ) -> Network:
-    """Fit a network with AdamW until it no longer improves on held-out documents.
+    """Fit a network with AdamW until the loss on held-out documents no longer improves.
 
-    Deterministic on one machine. If the fit never improves on `start`, the network returns `start`.
+    Deterministic on one machine; the global random state stays unchanged.
+
+    Returns:
+        The network with the lowest held-out loss, in evaluation mode. If the fit never improves, its outputs
+        are `start` for all features.
 
     Args:
         features: float32, shape (n, f).
         loss: the loss to minimize.
-        documents: document of each token, int64, shape (n,). One document in eight is held out, or the first
-            eighth of a single document.
-        start: the best constant outputs.
-        query: the columns of the query; half of their values are dropped at each step.
+        documents: number of each token's document, int64, shape (n,). One document in eight is held out, or
+            the first eighth of a single document.
+        start: outputs before the fit, the best outputs that are equal for all tokens, shape (o,).
+        query: columns of `features` that are the query vector; half of them are dropped at each step.
     """
     names, order = torch.unique(documents, return_inverse=True)
     if len(names) == 1:
-        order = torch.arange(len(documents)) * _APART // len(documents)
-    apart = order % _APART == 0
-    inner, outer = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
+        order = torch.arange(len(documents)) * _HELD_OUT_DIVISOR // len(documents)
+    is_held_out = order % _HELD_OUT_DIVISOR == 0
+    inner, outer = (~is_held_out).nonzero()[:, 0], is_held_out.nonzero()[:, 0]
     scale, mean = torch.std_mean(features[inner], 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        varied = scale > _LEAST_SPREAD * (1 + mean.abs())
+        varied = scale > _MIN_DEVIATION * (1 + mean.abs())
         network = Network(mean, scale.where(varied, torch.inf), start)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
-        batches = -(-len(inner) // _BATCH)
-        epochs = max(_EPOCHS, -(-_STEPS // batches))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=epochs * batches)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
+        batches = -(-len(inner) // _BATCH_TOKENS)
+        epochs = max(_EPOCHS, -(-_MIN_STEPS // batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, _LEARNING_RATE, total_steps=epochs * batches
+        )
         best, kept, worse = _mean_loss(network, features, loss, outer), _copy_weights(network), 0
         for _ in range(epochs):
             network.train()
-            for rows in inner[torch.randperm(len(inner))].split(_BATCH):
+            for rows in inner[torch.randperm(len(inner))].split(_BATCH_TOKENS):
                 seen = features[rows]
                 seen[:, query] = mean[query] + dropout(seen[:, query] - mean[query], _DROPOUT_OF_QUERY)
                 optimizer.zero_grad()
@@ -143,10 +153,10 @@ def fit_network(
                 optimizer.step()
                 schedule.step()
             network.eval()
-            found = _mean_loss(network, features, loss, outer)
-            worse = 0 if found < best else worse + 1
+            held_out_loss = _mean_loss(network, features, loss, outer)
+            worse = 0 if held_out_loss < best else worse + 1
             if not worse:
-                best, kept = found, _copy_weights(network)
+                best, kept = held_out_loss, _copy_weights(network)
             if worse >= _PATIENCE * epochs:
                 break
         network.load_state_dict(kept)
@@ -154,7 +164,7 @@ def fit_network(
 
 
 def _mean_loss(network: Network, features: Tensor, loss: Loss, rows: Tensor) -> float:
-    """Compute the mean loss of some tokens."""
+    """Return the mean loss of the tokens at `rows`, shape (m,). Sets the network to evaluation mode."""
     with torch.inference_mode():
         return float(loss(network.eval()(features[rows]), rows))
 
@@ -184,7 +194,7 @@ class GateLambda(SimpleMixer):
     _k: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_network", Network.of(self.weights))
+        object.__setattr__(self, "_network", Network.from_weights(self.weights))
         object.__setattr__(self, "_scale", float(self.weights.metadata["scale"]))
         object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
 
@@ -194,7 +204,7 @@ class GateLambda(SimpleMixer):
         Raises:
             ConfigError: the gate was fitted with other features.
         """
-        features = gate_features(evidence, self._k, self._scale)
+        features = compute_gate_features(evidence, self._k, self._scale)
         expected = len(self._network.mean)
         if features.shape[1] != expected:
             raise ConfigError(
@@ -205,23 +215,34 @@ class GateLambda(SimpleMixer):
 
 
 def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
-    """Compute λ and T from a gate's outputs, shape (n, 2): the logit of λ, and the change of T in octaves."""
+    """Compute λ and T of each token from the outputs of a gate.
+
+    Args:
+        outputs: the logit of λ, and the binary logarithm of T / `temperature`, shape (n, 2).
+        temperature: T of the settings.
+
+    Returns:
+        λ, at most `MAX_LAMBDA`, and T, each of shape (n,).
+    """
     return Chosen(outputs[:, 0].sigmoid() * MAX_LAMBDA, temperature * outputs[:, 1].exp2())
 
 
-def gate_start(lam: float) -> list[float]:
-    """Return the outputs for which `decode_gate` returns this λ and an unchanged T."""
+def make_gate_start(lam: float) -> list[float]:
+    """Return the two outputs for which `decode_gate` returns this λ, about, and an unchanged T.
+
+    λ / `MAX_LAMBDA` is limited to 0.001 to 0.999.
+    """
     share = min(max(lam / MAX_LAMBDA, 1e-3), 1 - 1e-3)
     return [math.log(share / (1 - share)), 0.0]
 
 
-def gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
+def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
     """Compute the features of a gate.
 
     Args:
         evidence: the evidence for n queries, with `keys` and `lm_entropy`.
-        k: number of neighbors.
-        scale: unit of distances.
+        k: number of nearest neighbors whose distances are used.
+        scale: distance by which distances are divided.
 
     Returns:
         float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 16)⌋ + 1 + d.
@@ -229,19 +250,34 @@ def gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
     assert evidence.keys is not None
     assert evidence.lm_entropy is not None
     of_model = [evidence.lm_max[:, None], evidence.lm_entropy[:, None]]
-    return torch.cat([*of_model, neighbor_features(evidence, k, scale), evidence.keys.float()], 1)
+    return torch.cat([*of_model, compute_neighbor_features(evidence, k, scale), evidence.keys.float()], 1)
 
 
-def neighbor_features(evidence: Evidence, k: int, scale: float) -> Tensor:
-    """Compute those features of a gate that come from the k nearest neighbors; see `gate_features`."""
+def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tensor:
+    """Compute features from the k nearest neighbors.
+
+    Args:
+        evidence: the evidence for n queries.
+        k: number of nearest neighbors whose distances are used. If a search returned fewer, the farthest
+            neighbor replaces the missing ones.
+        scale: distance by which distances are divided.
+
+    Returns:
+        asinh(distance / scale) of the neighbors 1, 2, 4, ... up to k; and log(1 + number of different tokens)
+        among the nearest 1, 2, 4, ... up to min(k, 16). Float32, shape (n, f).
+    """
     distances, distinct = evidence.distances, evidence.distinct
-    ranks = [min(rank, distances.shape[1]) - 1 for rank in powers_up_to(k)]
+    ranks = [min(rank, distances.shape[1]) - 1 for rank in list_powers_of_two(k)]
     near = distances[:, ranks]
     found = near < torch.inf
     if not found.all():
-        farthest = distances.where(distances.isfinite(), -torch.inf).amax(1, keepdim=True).clamp(min=-_FAR)
+        farthest = (
+            distances.where(distances.isfinite(), -torch.inf)
+            .amax(1, keepdim=True)
+            .clamp(min=-_MISSING_DISTANCE)
+        )
         near = near.where(found, farthest)
-    counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
+    counted = len(list_powers_of_two(min(k, DISTINCT_AMONG)))
     columns = [min(column, distinct.shape[1] - 1) for column in range(counted)]
     # asinh grows like a logarithm, and is defined for negative distances (inner products).
     return torch.cat([(near / scale).asinh(), distinct[:, columns].float().log1p()], 1)
@@ -251,8 +287,8 @@ def neighbor_features(evidence: Evidence, k: int, scale: float) -> Tensor:
 class JointGate:
     """A mixture of experts: a network weighs the model and all components.
 
-    The features come from all components, see `knnstore.lm.components`. An expert with an empty distribution
-    has no weight; its weight goes to the others, in proportion.
+    The features come from all components, see `knnstore.lm.components`. An expert without a prediction has no
+    weight; its weight is distributed to the model and the other experts in proportion to their weights.
     """
 
     weights: Weights
@@ -262,11 +298,11 @@ class JointGate:
     _network: Network = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_network", Network.of(self.weights))
+        object.__setattr__(self, "_network", Network.from_weights(self.weights))
 
     @property
     def name(self) -> str:
-        """Name in reports, beside those of the mixers."""
+        """Name of the gate in reports, where mixers are named too."""
         return "gate over all"
 
     @property
@@ -276,7 +312,7 @@ class JointGate:
 
     @property
     def unit(self) -> float:
-        """Unit of distances."""
+        """Distance by which distances are divided in features."""
         return float(self.weights.metadata["unit"])
 
     def shares(self, features: Tensor, found: Tensor) -> Tensor:
@@ -284,7 +320,7 @@ class JointGate:
 
         Args:
             features: float32, shape (n, f); nan where a feature is unknown.
-            found: True for an expert whose distribution is not empty, bool, shape (n, e).
+            found: True for an expert that has a prediction, bool, shape (n, e).
 
         Returns:
             Share of the model, then of each expert; float32, shape (n, 1 + e). Rows sum to 1.
@@ -298,22 +334,25 @@ class JointGate:
                 f"the gate over all components takes {len(network.mean)} features, here are "
                 f"{features.shape[1]}: it was fitted for others, or by an older version; calibrate again"
             )
-        return mixture_shares(network(fill_unknown(features, network.mean)), found)
+        return compute_mixture_shares(network(fill_unknown_features(features, network.mean)), found)
 
 
-def fill_unknown(features: Tensor, mean: Tensor) -> Tensor:
+def fill_unknown_features(features: Tensor, mean: Tensor) -> Tensor:
     """Replace unknown features (nan or infinite), shape (n, f), by their mean, shape (f,)."""
     return features.where(features.abs() < torch.inf, mean)
 
 
-def mixture_shares(outputs: Tensor, found: Tensor) -> Tensor:
-    """Turn a network's outputs into shares of the mixture; see `JointGate.shares`.
+def compute_mixture_shares(outputs: Tensor, found: Tensor) -> Tensor:
+    """Convert a network's outputs to shares of the model and all experts, by a softmax.
 
-    The shares of the experts sum to `MAX_LAMBDA` at most, so that every token remains possible.
+    The shares of the experts sum to at most `MAX_LAMBDA`, so that no token gets the probability 0.
 
     Args:
         outputs: logits of the model and of each expert, shape (n, 1 + e).
-        found: True for an expert whose distribution is not empty, bool, shape (n, e).
+        found: True for an expert that has a prediction, bool, shape (n, e).
+
+    Returns:
+        Shares, shape (n, 1 + e); rows sum to 1, and experts without a prediction have 0.
     """
     shares = outputs.where(pad(found, (1, 0), value=True), -torch.inf).softmax(1) * MAX_LAMBDA
     shares[:, 0] += 1 - MAX_LAMBDA

@@ -1,11 +1,14 @@
-"""The arithmetic of kNN-LM: a distribution from neighbors, its mixture with the model's, and the best λ.
+"""The arithmetic of kNN-LM: a distribution from neighbors, its mixture with the model's, and the fit of λ.
 
     p(y) = λ p_kNN(y) + (1 - λ) p_LM(y)        p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
 (Khandelwal et al. 2020, https://arxiv.org/abs/1911.00172). Every component has the same form: a distribution
-over few tokens and a weight λ. Components are mixed one after another: each has λ, and the mixture before it
-1 - λ. All values are float32. A missing neighbor (distance +inf) has the weight 0. Where the distribution of
-a component is empty, its λ counts as 0.
+over few tokens and a weight λ. Components are mixed one after another: the component has the weight λ, and
+the mixture of the model and all earlier components has 1 - λ. All values are float32. A missing neighbor
+(distance +inf) has the weight 0. If a component has no prediction at a position, its λ counts as 0 there.
+
+A component's distribution has k columns ("places"), each with a token and a weight; several columns may have
+the same token.
 
 Shapes: n queries, k neighbors, v tokens in the vocabulary. Distances are float32 and smaller is
 nearer; they may be negative (inner products).
@@ -33,7 +36,7 @@ MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that a token that was not retrieved remains possible."""
 
 PRIOR_TOKENS = 32.0
-"""The weight, in tokens, with which all tokens together count in the fit of each bin."""
+"""Weight of the prior in the fit of each bin, in tokens; the prior is the fit to all tokens together."""
 
 _BISECTIONS = 24
 
@@ -41,13 +44,13 @@ LEAST_TEMPERATURE = 1e-12
 """Least temperature; with a smaller one, distance / T may overflow."""
 
 
-def entropy(log_probs: Tensor) -> Tensor:
+def compute_entropy(log_probs: Tensor) -> Tensor:
     """Compute the entropy of distributions in nats, shape (n,), from log p of shape (n, v)."""
     return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(-1)
 
 
-def neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
-    """Turn distances into the probability that p_kNN gives to each neighbor.
+def compute_neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
+    """Convert distances to the probability of each neighbor in p_kNN: a softmax of -distance / T.
 
     Args:
         distances: float32, shape (n, k), +inf where a neighbor is missing, k >= 1; or (n, 1, k) for several
@@ -117,20 +120,26 @@ class Contribution(NamedTuple):
 
 
 class Likelihoods(NamedTuple):
-    """Log-probabilities of one token and of the m likeliest tokens at n positions."""
+    """Log-probabilities of the target token and of the m most probable tokens at n positions."""
 
     gold: Tensor
-    """log p of the given token, float32, shape (n,)."""
+    """log p of the target token, float32, shape (n,)."""
 
     best: Tensor
-    """log p of the likeliest tokens, descending, float32, shape (n, m)."""
+    """log p of the most probable tokens, descending, float32, shape (n, m)."""
 
     tokens: Tensor
-    """The likeliest tokens, int64, shape (n, m)."""
+    """The most probable tokens, int64, shape (n, m)."""
 
     @classmethod
     def of(cls, log_probs: Tensor, gold: Tensor, count: int) -> "Likelihoods":
-        """Select them from the log p of a whole distribution, shape (n, v)."""
+        """Create the likelihoods from whole distributions.
+
+        Args:
+            log_probs: log p of every token, shape (n, v).
+            gold: target tokens, int64, shape (n,).
+            count: number of most probable tokens, at most v.
+        """
         best, tokens = log_probs.topk(count)
         return cls(log_probs.gather(1, gold[:, None])[:, 0], best, tokens)
 
@@ -138,8 +147,8 @@ class Likelihoods(NamedTuple):
 class Mixture:
     """The mixture of the components and the model.
 
-    The last component has the share λ_c of the mixture, the one before it λ_{c-1} (1 - λ_c), and so on. The
-    model has what is left.
+    Order matters: each component is mixed over the result of the earlier ones. So the last component c has
+    the share λ_c of the mixture, component c - 1 has λ_{c-1} (1 - λ_c), and so on. The model has the rest.
 
     Args:
         components: the components, at least one.
@@ -162,25 +171,40 @@ class Mixture:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of the places of all components, which sum to 1; float32, shape (n, all places)."""
+        """Weights of all columns of all components, float32; rows sum to 1, or are 0 without a prediction.
+
+        The weight of a component's `rest` is not included.
+        """
         return torch.cat([self.weights_in(number) for number in range(len(self.components))], 1)
 
     def weights_in(self, number: int) -> Tensor:
-        """Return the part of `weights` of one component, float32, shape (n, its places)."""
+        """Return the columns of `weights` of the component with this index, float32, shape (n, k)."""
         weights = self.components[number].weights
         return weights if len(self.components) == 1 else self.share_in(number)[:, None] * weights
 
     def share_in(self, number: int) -> Tensor:
-        """Compute the share of one component among all components, shape (n,); 0 where all have none."""
+        """Compute the share of one component among all components, float32, shape (n,).
+
+        0 where no component has a share. With a single component always 1.
+        """
         if len(self.components) == 1:
             return torch.ones_like(self.lam)
         return self.shares[number] / self.lam.where(self.lam > 0, 1.0)
 
     def knn_probs(self, gold: Tensor) -> Tensor:
-        """Compute the probability of one token in all components together, float32, shape (n,)."""
+        """Compute the probability of one token in the mixture of the components without the model.
+
+        Args:
+            gold: the token of each position, int64, shape (n,).
+
+        Returns:
+            Float32, shape (n,); 0 where no component has a prediction.
+        """
         if len(self.components) == 1:  # also where its λ is 0
             return self.components[0].probs(gold)
-        parts = [self.share_in(number) * one.probs(gold) for number, one in enumerate(self.components)]
+        parts = [
+            self.share_in(number) * component.probs(gold) for number, component in enumerate(self.components)
+        ]
         return torch.stack(parts).sum(0)
 
     def gold(self, lm_log_probs: Tensor, gold: Tensor) -> Tensor:
@@ -196,7 +220,7 @@ class Mixture:
         mixed_in = sum(
             share * one.probs(gold) for share, one in zip(self.shares, self.components, strict=True)
         )
-        return _over(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
+        return _mix_log_probs(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
 
     def distribution(self, lm_log_probs: Tensor) -> Tensor:
         """Compute the log-probabilities of the whole vocabulary.
@@ -207,71 +231,80 @@ class Mixture:
         Returns:
             log p, float32, shape (n, v). A row with λ = 0 equals that of `lm_log_probs` exactly.
         """
-        left, mixed_in = 1 - self.lam[:, None], self._mixed_in(lm_log_probs)
+        left, mixed_in = 1 - self.lam[:, None], self._sum_component_probs(lm_log_probs)
         mixed = torch.addcmul(mixed_in, left, lm_log_probs.exp()).log()
         # A token without a weight in any component is computed in logarithms: exact, and never log 0.
         return mixed.where(mixed_in > 0, lm_log_probs + left.log())
 
     def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
-        """Compute the log-probabilities of one token and of the likeliest tokens.
+        """Compute the log-probabilities of one token and of the most probable tokens.
 
-        The values are those of `distribution`, without the logarithms of all other tokens.
+        The values equal those of `distribution`, but logarithms of the other tokens are not computed.
 
         Args:
-            lm_log_probs: log p_LM, float32, shape (n, v).
-            gold: the token, int64, shape (n,).
-            count: number of likeliest tokens, m; 0 or more.
+            lm_log_probs: log p_LM of every token, float32, shape (n, v).
+            gold: the target token of each position, int64, shape (n,).
+            count: number of most probable tokens, 0 to v.
         """
         values = _VALUES_CPU if lm_log_probs.device.type == "cpu" else _VALUES
         step, parts = max(1, values // lm_log_probs.shape[1]), []
         for start in range(0, max(1, len(gold)), step):
             at = slice(start, start + step)
             below, lam, asked = lm_log_probs[at], self.lam[at, None], gold[at, None]
-            mixed_in = self._mixed_in(below, at)
+            mixed_in = self._sum_component_probs(below, at)
             if count:
                 probs = below.exp().mul_(1 - lam).add_(mixed_in)
                 likeliest = probs.argmax(1, keepdim=True) if count == 1 else probs.topk(count).indices
                 asked = torch.cat([asked, likeliest], 1)
-            log_probs = _over(below.gather(1, asked), mixed_in.gather(1, asked), lam)
+            log_probs = _mix_log_probs(below.gather(1, asked), mixed_in.gather(1, asked), lam)
             parts.append(Likelihoods(log_probs[:, 0], log_probs[:, 1:], asked[:, 1:]))
         return Likelihoods(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _mixed_in(self, like: Tensor, at: slice = slice(None)) -> Tensor:
-        """Sum over the components: share times probability of each token, of the shape (n, v) of `like`."""
+    def _sum_component_probs(self, like: Tensor, at: slice = slice(None)) -> Tensor:
+        """Sum the components' probabilities of each token, multiplied by their shares in the mixture.
+
+        Args:
+            like: a tensor of shape (m, v) with the dtype and device of the result.
+            at: the m positions.
+
+        Returns:
+            Shape (m, v); λ times the probability by the components together.
+        """
         mixed_in = torch.zeros_like(like)
-        for share, one in zip(self.shares, self.components, strict=True):
-            own, weights = share[at, None], one.weights[at]
-            if one.tokens is not None:
-                mixed_in.scatter_add_(1, one.tokens[at].clamp(0, like.shape[1] - 1), own * weights)
+        for share, component in zip(self.shares, self.components, strict=True):
+            column, weights = share[at, None], component.weights[at]
+            if component.tokens is not None:
+                tokens = component.tokens[at].clamp(0, like.shape[1] - 1)
+                mixed_in.scatter_add_(1, tokens, column * weights)
             else:
-                for of_search in torch.split(weights, like.shape[1], 1):
-                    mixed_in.addcmul_(own, of_search)
-            if one.rest is not None:
-                assert one.base is not None
-                mixed_in.addcmul_((share[at] * one.rest[at])[:, None], one.base[None])
+                for search_weights in torch.split(weights, like.shape[1], 1):
+                    mixed_in.addcmul_(column, search_weights)
+            if component.rest is not None:
+                assert component.base is not None
+                mixed_in.addcmul_((share[at] * component.rest[at])[:, None], component.base[None])
         return mixed_in
 
 
-def mix_gold(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:
-    """Mix one component into the probability of one token.
+def mix_target_log_probs(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:
+    """Mix one component into the log-probabilities of n target tokens.
 
     Args:
-        lm_log_probs: log-probability of the token without the component, float32, shape (n,).
-        probs: its probability in the component, float32, shape (n,).
-        lam: λ of the component, float32, shape (n,); 0 where it is empty.
+        lm_log_probs: log-probability of each token without the component, float32, shape (n,).
+        probs: probability of each token by the component, float32, shape (n,).
+        lam: λ of the component, float32, shape (n,); must be 0 where the component has no prediction.
 
     Returns:
         Log-probability, float32, shape (n,); λ = 0 returns `lm_log_probs` exactly.
     """
-    return _over(lm_log_probs, lam * probs, lam)
+    return _mix_log_probs(lm_log_probs, lam * probs, lam)
 
 
 def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
-    """Mix components side by side: (1 - Σ λ_i) p + Σ λ_i p_i.
+    """Mix several components at once: (1 - Σ λ_i) p + Σ λ_i p_i.
 
     Args:
-        below: p, probabilities of one token without the components, float32, any shape.
-        parts: (λ_i, p_i) of each component.
+        below: p, probabilities of target tokens without the components, float32, any shape.
+        parts: (λ_i, p_i) of each component, with shapes that broadcast.
 
     Returns:
         Probabilities of the shape of `below`, at least `LEAST_PROBABILITY`.
@@ -282,22 +315,22 @@ def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
     return mixed.clamp(min=LEAST_PROBABILITY)
 
 
-def _over(lm_log_probs: Tensor, mixed_in: Tensor, lam: Tensor) -> Tensor:
-    """Compute log((1 - λ) p_LM + `mixed_in`), where `mixed_in` is multiplied by its λ already."""
+def _mix_log_probs(lm_log_probs: Tensor, mixed_in: Tensor, lam: Tensor) -> Tensor:
+    """Return log((1 - λ) p_LM + `mixed_in`), elementwise; `mixed_in` is λ times a probability."""
     return torch.logaddexp(lm_log_probs + torch.log1p(-lam), mixed_in.log())
 
 
 def fit_lambdas(
     lm: Tensor, knn: Tensor, bins: Tensor, count: int, prior: Tensor | float = 0.0, strength: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Find the λ that makes the tokens of each bin likeliest, by bisection: the log-likelihood is concave.
+    """Find the λ with the largest likelihood for each bin of tokens, by bisection: the function is concave.
 
     Args:
-        lm: p_LM, float32, shape (n, 1), above 0.
-        knn: p_kNN, float32, shape (n, m).
-        bins: bin of each token, int64, shape (n,), below `count`.
+        lm: p_LM of n tokens, float32, shape (n, 1), above 0.
+        knn: p_kNN of the tokens at m settings, for example temperatures, float32, shape (n, m).
+        bins: bin of each token, int64, shape (n,), from 0 to `count` - 1.
         count: number of bins, g.
-        prior: λ towards which every bin is drawn, shape (m,).
+        prior: λ towards which the λ of every bin is drawn, shape (m,).
         strength: weight of the prior, in tokens. If it is above 0, a bin without tokens has the prior as λ.
 
     Returns:
@@ -308,16 +341,18 @@ def fit_lambdas(
     low, high = torch.zeros(count, knn.shape[1]), torch.full((count, knn.shape[1]), MAX_LAMBDA)
     for _ in range(_BISECTIONS):
         lam = (low + high) / 2
-        slope = _sums(difference / (lm + lam[bins] * difference).clamp_(min=LEAST_PROBABILITY), bins, count)
+        slope = _sum_by_bin(
+            difference / (lm + lam[bins] * difference).clamp_(min=LEAST_PROBABILITY), bins, count
+        )
         slope += strength * (prior / lam - (1 - prior) / (1 - lam))
         low, high = lam.where(slope > 0, low), lam.where(slope <= 0, high)
     lam = torch.where(low == 0, 0.0, (low + high) / 2)
-    loss = -_sums((lm + lam[bins] * difference).clamp_(min=LEAST_PROBABILITY).log(), bins, count)
+    loss = -_sum_by_bin((lm + lam[bins] * difference).clamp_(min=LEAST_PROBABILITY).log(), bins, count)
     return lam, loss
 
 
-def _sums(values: Tensor, bins: Tensor, count: int) -> Tensor:
-    """Sum values, shape (n, m), over the tokens of each bin; shape (g, m)."""
+def _sum_by_bin(values: Tensor, bins: Tensor, count: int) -> Tensor:
+    """Sum values, shape (n, m), over the tokens of each of `count` bins; return shape (count, m)."""
     if count == 1:
         return values.sum(0, keepdim=True)
     return torch.zeros(count, values.shape[1]).index_add_(0, bins, values)

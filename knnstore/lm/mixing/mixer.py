@@ -47,7 +47,7 @@ class Evidence:
 
         The distance of a missing neighbor is +inf.
         """
-        return _side_by_side([one.distances for one in self.searches])
+        return _concatenate_columns([search.distances for search in self.searches])
 
     @property
     def distinct(self) -> Tensor:
@@ -56,70 +56,93 @@ class Evidence:
 
     @property
     def tokens(self) -> Tensor | None:
-        """Token of each place, int64, shape (n, places); None with `hits`, or if all tokens have one."""
-        every = [one.tokens for one in self.searches if one.tokens is not None]
-        return _side_by_side(every) if every else None
+        """Token of each column of `weights`, int64, shape (n, columns).
+
+        None if `hits` is kept instead, or if the columns are the whole vocabulary.
+        """
+        every = [search.tokens for search in self.searches if search.tokens is not None]
+        return _concatenate_columns(every) if every else None
 
     @property
     def hits(self) -> Tensor | None:
-        """True where a place has the target token, bool, shape (n, places); None if `tokens` are kept."""
-        every = [one.hits for one in self.searches if one.hits is not None]
-        return _side_by_side(every) if every else None
+        """True for columns of `weights` with the target token, bool, shape (n, columns).
+
+        None if `tokens` is kept instead, or if the columns are the whole vocabulary.
+        """
+        every = [search.hits for search in self.searches if search.hits is not None]
+        return _concatenate_columns(every) if every else None
 
     @property
     def ids(self) -> Ids:
-        """Record ids of the neighbors, int64, shape (n, s * k), -1 if missing; only if sources are kept."""
-        every = [one.ids for one in self.searches if isinstance(one, NeighborSums) and one.ids is not None]
-        return np.concatenate(every, 1)
+        """Record ids of the neighbors, int64, shape (n, s * k), -1 if missing.
+
+        Raises:
+            ValueError: the evidence was looked up without sources, so no ids were kept.
+        """
+        neighbors = [search for search in self.searches if isinstance(search, NeighborSums)]
+        return np.concatenate([sums.ids for sums in neighbors if sums.ids is not None], 1)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Precompute `weights` for these temperatures."""
-        for one in self.searches:
-            one.prepare(temperatures)
+        """Precompute and cache `weights` of every search for these temperatures."""
+        for search in self.searches:
+            search.prepare(temperatures)
 
     def weights(self, temperatures: Sequence[PerQuery]) -> Tensor:
-        """Compute the probability of each place in p_kNN, with a temperature for each of s searches.
+        """Compute p_kNN of each of s searches.
+
+        Args:
+            temperatures: T of each search, one for all queries or of shape (n,).
 
         Returns:
-            Float32, shape (n, s, places). Rows sum to 1, or to 0 when nothing was found.
+            Probability of each column (a record, or a token; see `TokenSums.weights`), float32, shape
+            (n, s, columns). Rows sum to 1, or are 0 if nothing was found.
         """
         pairs = zip(self.searches, temperatures, strict=True)
-        return torch.stack([one.weights(temperature) for one, temperature in pairs], 1)
+        return torch.stack([search.weights(temperature) for search, temperature in pairs], 1)
 
     def select_rows(self, rows: slice | Tensor) -> Self:
-        """Return the evidence for some of the positions."""
+        """Return the evidence for the selected positions.
 
-        def chosen(column: Tensor | None) -> Tensor | None:
+        Args:
+            rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
+        """
+
+        def select(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows]
 
         return replace(
             self,
             lm_max=self.lm_max[rows],
-            searches=[one.select_rows(rows) for one in self.searches],
-            keys=chosen(self.keys),
-            lm_entropy=chosen(self.lm_entropy),
-            found={name: one.rows(rows) for name, one in self.found.items()},
+            searches=[search.select_rows(rows) for search in self.searches],
+            keys=select(self.keys),
+            lm_entropy=select(self.lm_entropy),
+            found={name: result.rows(rows) for name, result in self.found.items()},
         )
 
     @classmethod
     def joined(cls, parts: Sequence["Evidence"], k: int = 1) -> "Evidence":
         """Concatenate the evidence of several groups of positions that have the same components.
 
-        Every group has one search, which found single neighbors. The result has at least k columns of
-        neighbors.
+        Args:
+            parts: the groups, at least one. Every group has one search, of the type `NeighborSums`.
+            k: least number of columns of neighbors in the result; missing neighbors are filled in.
         """
 
-        def joined(name: str) -> Any:
+        def concatenate(name: str) -> Any:
             columns = [getattr(part, name) for part in parts]
             return None if columns[0] is None else torch.cat(columns)
 
-        of_search = [one for part in parts for one in part.searches if isinstance(one, NeighborSums)]
+        neighbors = [search for part in parts for search in part.searches if isinstance(search, NeighborSums)]
+        found = {
+            name: result.joined([part.found[name] for part in parts])
+            for name, result in parts[0].found.items()
+        }
         return cls(
-            joined("lm_max"),
-            [NeighborSums.joined(of_search, k)],
-            joined("keys"),
-            joined("lm_entropy"),
-            {name: one.joined([part.found[name] for part in parts]) for name, one in parts[0].found.items()},
+            concatenate("lm_max"),
+            [NeighborSums.joined(neighbors, k)],
+            concatenate("keys"),
+            concatenate("lm_entropy"),
+            found,
         )
 
 
@@ -134,11 +157,11 @@ class Chosen(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """p_kNN of n queries and its weight."""
+    """p_kNN of n queries with λ, as a mixer returns it."""
 
     weights: Tensor
-    """Probability of each place in p_kNN, see `Evidence.weights`, float32, shape (n, places). Rows sum to 1,
-    or to 0 if nothing was found."""
+    """Probability of each column in p_kNN, see `Evidence.weights`, float32, shape (n, columns). Rows sum to
+    1, or are 0 if nothing was found."""
 
     lam: Tensor
     """λ, float32, shape (n,), between 0 and 1; arbitrary in rows without a neighbor."""
@@ -167,16 +190,16 @@ class Mixer(Protocol):
             selection: the selection of the settings.
 
         Returns:
-            `selection` itself, or one selection for each domain. A domain that was removed or is not selected
-            finds nothing. Empty if a search would make no difference.
+            `selection` itself, or one selection for each domain. For a domain that was removed or is not
+            selected, the search returns nothing. Empty if λ is always 0, so that no search is needed.
         """
         ...
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Weigh the results of the searches.
+        """Compute p_kNN and λ for each query.
 
         Args:
-            evidence: the evidence for n queries; its searches are those of `searches`.
+            evidence: the evidence for n queries, with a result for each selection of `searches`.
             temperature: T of the settings; a mixer may scale or replace it.
         """
         ...
@@ -188,11 +211,11 @@ class SimpleMixer(ABC):
     needs_nearest_only = False
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return the selection, to be searched once."""
+        """Return the selection as the only one to search."""
         return (selection,)
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Weigh each neighbor by its distance and the chosen T."""
+        """Compute p_kNN at the T that ``__call__`` chooses, with its λ; see `Mixer.weigh`."""
         lam, temperatures = self(evidence, temperature)
         return Weighed(evidence.weights([temperatures])[:, 0], lam, temperatures)
 
@@ -216,15 +239,15 @@ class FixedLambda(SimpleMixer):
             raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return the selection, or nothing if λ is 0."""
+        """Return the selection as the only one to search; no selection if λ is 0."""
         return (selection,) if self.lam > 0 else ()
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ, and the given temperature."""
+        """Return the same λ for all queries, and `temperature`."""
         lam = torch.full((len(evidence.distances),), self.lam, device=evidence.distances.device)
         return Chosen(lam, temperature)
 
 
-def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
-    """Concatenate columns of the same rows."""
+def _concatenate_columns(columns: Sequence[Tensor]) -> Tensor:
+    """Concatenate matrices with the same rows along their columns; at least one matrix."""
     return columns[0] if len(columns) == 1 else torch.cat([*columns], 1)

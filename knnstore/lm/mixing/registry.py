@@ -1,4 +1,4 @@
-"""The mixers by name: settings are saved with a mixer's name and its fields.
+"""The mixers by name. Saved settings have a mixer's name and its fields.
 
 Another package offers a mixer class as an entry point of the group ``knnstore.mixers``; a process may also
 register one. The name is the mixer's `name`, not that of the entry point. If the class has a classmethod
@@ -27,7 +27,9 @@ _registered: dict[str, Callable[..., Mixer]] = {}
 
 
 def register_mixer(mixer: M) -> M:
-    """Register a mixer class, so that settings with it can be saved and loaded. Usable as a decorator.
+    """Register a mixer class, so that settings with it can be saved and loaded, and return the class.
+
+    Can be used as a decorator. A registered mixer of the same name is replaced.
 
     A process that loads such settings must register the class too.
 
@@ -48,9 +50,9 @@ def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
     """Return the mixer classes of other packages and those registered in this process, by name.
 
     Raises:
-        ConfigError: an entry point cannot be loaded, or names its mixer as another one is named.
+        ConfigError: an entry point cannot be loaded, or two mixers have the same name.
     """
-    return {**_installed(), **_registered}
+    return {**_load_installed_mixers(), **_registered}
 
 
 def is_registered(mixer: Mixer) -> bool:
@@ -62,7 +64,7 @@ def load_mixer(values: Mapping[str, Any]) -> Mixer:
     """Create a mixer from its ``name`` and its fields.
 
     Raises:
-        ConfigError: no mixer has this name, or it has other fields.
+        ConfigError: no mixer has this name, the mixer has other fields, or a value is out of range.
     """
     given = dict(values)
     name = given.pop("name", None)
@@ -80,8 +82,12 @@ def load_mixer(values: Mapping[str, Any]) -> Mixer:
 
 
 @cache
-def _installed() -> dict[str, Callable[..., Mixer]]:
-    """Load the mixer classes of installed packages, by name."""
+def _load_installed_mixers() -> dict[str, Callable[..., Mixer]]:
+    """Load the entry points of the group, and return the mixer classes by name; cached.
+
+    Raises:
+        ConfigError: see `other_mixers`.
+    """
     found: dict[str, Callable[..., Mixer]] = {}
     for entry in entry_points(group=GROUP):
         try:

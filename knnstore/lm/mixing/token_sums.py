@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import Ids
-from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery, neighbor_weights
+from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery, compute_neighbor_weights
 
 DISTINCT_AMONG = 16
 """Number of nearest neighbors among which different tokens are counted; more do not help a gate."""
@@ -26,10 +26,10 @@ CHUNK_VALUES = 1 << 20
 """Number of neighbors that are weighed at once, so that they stay in a CPU's cache."""
 
 _OCTAVES = (-6.0, 3.0)
-_STEP = 0.5
+_OCTAVE_STEP = 0.5
 
-_NONE = -1
-_FEW = 4
+_NO_TOKEN = -1
+_MAX_LOOPED_QUERIES = 4
 """Up to this many queries, a loop in Python is faster than a dozen operations on tensors."""
 
 
@@ -43,7 +43,7 @@ class TokenSums(Protocol):
 
     @property
     def distinct(self) -> Tensor:
-        """The `distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """The `count_distinct_tokens` of the nearest records, int16, shape (n, r)."""
         ...
 
     @property
@@ -106,23 +106,23 @@ class NeighborSums:
 
     @property
     def distinct(self) -> Tensor:
-        """The `distinct_tokens` of the neighbors, int16, shape (n, r)."""
+        """The `count_distinct_tokens` of the neighbors, int16, shape (n, r)."""
         if self.known_distinct is not None:
             return self.known_distinct
         assert self.tokens is not None
-        return distinct_tokens(self.tokens, self.distances)
+        return count_distinct_tokens(self.tokens, self.distances)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
         """Precompute `weights` for these temperatures."""
         if not self._prepared.keys() >= set(temperatures):
-            every = neighbor_weights(self.distances[:, None], torch.tensor(temperatures))
+            every = compute_neighbor_weights(self.distances[:, None], torch.tensor(temperatures))
             self._prepared.update(zip(temperatures, every.unbind(1), strict=True))
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """Compute the probability of each neighbor in p_kNN; see `TokenSums`."""
         if isinstance(temperature, float) and temperature in self._prepared:
             return self._prepared[temperature]
-        return neighbor_weights(self.distances, temperature)
+        return compute_neighbor_weights(self.distances, temperature)
 
     def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
         """Return the results with `hits` in place of `tokens`: 5 bytes for each neighbor in place of 12.
@@ -138,7 +138,7 @@ class NeighborSums:
 
     def nearest(self, k: int) -> "NeighborSums":
         """Return the k nearest neighbors; all must be in ascending order. `distinct` stays as it is."""
-        return self._changed(lambda column: column[:, :k])
+        return self._map_columns(lambda column: column[:, :k])
 
     def select_rows(self, rows: slice | Tensor) -> "NeighborSums":
         """Return the results for some of the queries."""
@@ -147,7 +147,7 @@ class NeighborSums:
             rows.numpy() if isinstance(rows, Tensor) else rows
         )  # numpy takes a tensor of one row for a number
         ids = None if self.ids is None else self.ids[at]
-        chosen = replace(self, ids=None)._changed(lambda column: column[rows])
+        chosen = replace(self, ids=None)._map_columns(lambda column: column[rows])
         return replace(chosen, known_distinct=distinct, ids=ids)
 
     @classmethod
@@ -173,7 +173,7 @@ class NeighborSums:
             known_distinct=torch.cat(counts) if counts else None,
         )
 
-    def _changed(self, change: Callable[[Any], Any]) -> "NeighborSums":
+    def _map_columns(self, change: Callable[[Any], Any]) -> "NeighborSums":
         """Return a copy in which every column of shape (n, k) is changed."""
         names = "distances", "tokens", "hits", "ids"
         values = {name: getattr(self, name) for name in names}
@@ -183,7 +183,7 @@ class NeighborSums:
         return replace(self, **changed)
 
 
-def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
+def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     """Count the different tokens among the nearest 1, 2, 4, ... neighbors, up to `DISTINCT_AMONG`.
 
     Args:
@@ -193,25 +193,25 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     Returns:
         int16, shape (n, ⌊log₂ min(k, 16)⌋ + 1).
     """
-    ranks = powers_up_to(min(tokens.shape[1], DISTINCT_AMONG))
-    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NONE)
-    if len(near) <= _FEW:
-        counts_of = [[len({*row[:limit]} - {_NONE}) for limit in ranks] for row in near.tolist()]
+    ranks = list_powers_of_two(min(tokens.shape[1], DISTINCT_AMONG))
+    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NO_TOKEN)
+    if len(near) <= _MAX_LOOPED_QUERIES:
+        counts_of = [[len({*row[:limit]} - {_NO_TOKEN}) for limit in ranks] for row in near.tolist()]
         return torch.tensor(counts_of, dtype=torch.int16, device=near.device).reshape(-1, len(ranks))
     # Sort by token, and equal tokens by rank. The first of each token is counted.
     token, rank = near.sort(dim=1, stable=True)
-    first = token != _NONE
+    first = token != _NO_TOKEN
     first[:, 1:] &= token[:, 1:] != token[:, :-1]
     counts = torch.zeros_like(first).scatter_(1, rank, first).cumsum(1)
     return counts[:, [limit - 1 for limit in ranks]].to(torch.int16)
 
 
-def powers_up_to(k: int) -> list[int]:
+def list_powers_of_two(k: int) -> list[int]:
     """Return 1, 2, 4, ... up to k."""
     return [1 << power for power in range(k.bit_length())]
 
 
-def temperature_grid(distances: Tensor) -> Tensor:
+def make_temperature_grid(distances: Tensor) -> Tensor:
     """Choose a grid of temperatures from the spread of distances, ascending by half octaves.
 
     Args:
@@ -226,11 +226,13 @@ def temperature_grid(distances: Tensor) -> Tensor:
     if spread == 0:  # equal distances: the temperature makes no difference
         largest = float(distances[:, 0].abs().mean()) or 1.0
         smallest = largest / 2
-    steps = int(np.ceil(np.log2(largest / smallest) / _STEP)) + 1
-    return smallest * 2 ** (_STEP * torch.arange(steps))
+    steps = int(np.ceil(np.log2(largest / smallest) / _OCTAVE_STEP)) + 1
+    return smallest * 2 ** (_OCTAVE_STEP * torch.arange(steps))
 
 
-def targets_on_grid(distances: Tensor, hits: Tensor, ks: Sequence[int], temperatures: Tensor) -> Tensor:
+def compute_target_probs_on_grid(
+    distances: Tensor, hits: Tensor, ks: Sequence[int], temperatures: Tensor
+) -> Tensor:
     """Compute p_kNN of n target tokens for each k and each temperature.
 
     Args:
@@ -317,7 +319,7 @@ class TargetSums:
 
     @property
     def distinct(self) -> Tensor:
-        """The `distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """The `count_distinct_tokens` of the nearest records, int16, shape (n, r)."""
         assert self.nearest is not None
         return self.nearest.distinct
 

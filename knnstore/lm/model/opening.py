@@ -98,7 +98,7 @@ def create(
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, AUTO
     check_new(home, store)
-    joining = Joining.of(states, discounts)
+    joining = Joining.from_states(states, discounts)
     if (dim is None) != (sample is None):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)

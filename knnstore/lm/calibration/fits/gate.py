@@ -9,10 +9,10 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     FixedLambda,
     GateLambda,
+    compute_gate_features,
     decode_gate,
     fit_network,
-    gate_features,
-    gate_start,
+    make_gate_start,
     mix_probs,
 )
 from knnstore.lm.scoring import assign_blocks
@@ -30,7 +30,7 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     settings = evidence.settings(fixed_temperature, FixedLambda(fixed_lam))
     chunks = scored.chunks(evidence.k, evidence.tokens)
     found = (scored.evidence_for(settings, some) for some in chunks)
-    features = torch.cat([gate_features(some, evidence.k, scale) for some in found])
+    features = torch.cat([compute_gate_features(some, evidence.k, scale) for some in found])
     lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
         knn = at_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
-    network = fit_network(features, loss, blocks_among(scored, evidence.tokens), gate_start(fixed_lam))
+    network = fit_network(features, loss, blocks_among(scored, evidence.tokens), make_gate_start(fixed_lam))
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
 
