@@ -45,7 +45,7 @@ LONGEST = 6000
 
 def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[str, Any]:
     """Continue the beginnings of the documents of `test` in each way."""
-    begun = Beginnings.of(lm.reader, parts["test"])
+    begun = Beginnings.from_documents(lm.reader, parts["test"])
     everything = replace(settings, scoring_only=())
     sides = {name: everything.without(*left) for name, left in WITHOUT.items()}
     left_out = set(settings.scoring_only)
@@ -54,15 +54,15 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
         of_writing = "model"
     else:
         sides.setdefault(of_writing, lm.resolve_settings(settings, Purpose.GENERATION))
-    written = {"model": Repeated.of(begun.generate(lm, KNNSettings(k=1, lam=0.0)))}
+    written = {"model": Repeated.from_texts(begun.generate(lm, KNNSettings(k=1, lam=0.0)))}
     seconds = {}
     for name, side in sides.items():
         started = time.perf_counter()
-        written[name] = Repeated.of(begun.generate(lm, side))
+        written[name] = Repeated.from_texts(begun.generate(lm, side))
         seconds[name] = round(time.perf_counter() - started, 1)
     rows: dict[str, Any] = {}
     if begun.ends:
-        rows["text"] = shown(Repeated.of(begun.ends))
+        rows["text"] = shown(Repeated.from_texts(begun.ends))
     for name, found in written.items():
         rows[name] = shown(found)
         if name != "model":

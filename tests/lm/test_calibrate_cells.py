@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from knnstore.lm import DomainWeights, KNNSettings
-from knnstore.lm.calibration.candidates import compare, fewest_enough
+from knnstore.lm.calibration.candidates import choose_probes, compare
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import CellSums, ProbedCells
@@ -86,7 +86,7 @@ def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
 @given(st.dictionaries(st.integers(1, 512), st.floats(1, 1e3), min_size=1))
 def test_the_fewest_probes_are_chosen_that_are_enough(ppls: dict[int, float]) -> None:
     """None that is fewer is within half a percent of the lowest perplexity."""
-    chosen, lowest = fewest_enough(ppls), min(ppls.values())
+    chosen, lowest = choose_probes(ppls), min(ppls.values())
     assert ppls[chosen] <= 1.005 * lowest
     assert all(ppl > 1.005 * lowest for probes, ppl in ppls.items() if probes < chosen)
 

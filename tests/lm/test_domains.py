@@ -19,7 +19,7 @@ from knnstore.lm import (
     NeighborSums,
     TokenTable,
 )
-from knnstore.lm.calibration.fits.domains import DomainEvidence, fit_domains, mixture_weights
+from knnstore.lm.calibration.fits.domains import DomainEvidence, fit_domains, fit_mixture_weights
 from knnstore.lm.components import search_records
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases, text, words
@@ -33,7 +33,7 @@ def loss(probs: np.ndarray, weights: np.ndarray) -> float:
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.5, 2.0]))
 def test_no_weights_of_a_fine_grid_are_likelier(seed, peakedness):
     probs = np.random.default_rng(seed).beta(peakedness, 2, (120, 3)) + 1e-6
-    found = mixture_weights(torch.from_numpy(probs)).numpy()
+    found = fit_mixture_weights(torch.from_numpy(probs)).numpy()
     assert found.sum() == pytest.approx(1)
     points = [(a, b, 100 - a - b) for a, b in itertools.product(range(101), repeat=2) if a + b <= 100]
     losses = -np.log(probs @ np.array(points).T / 100).mean(0)

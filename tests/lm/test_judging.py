@@ -10,7 +10,7 @@ import torch
 from knnstore.lm.calibration.candidates import BIN_FITS, Comparison, compare
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed
-from knnstore.lm.calibration.judging import first_half_of
+from knnstore.lm.calibration.judging import mask_first_half
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.components import CacheSettings, RecentFitting, TargetContinuation
@@ -75,7 +75,7 @@ def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
 
 @pytest.mark.slow
 def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> None:
-    first = first_half_of(scored.documents)
+    first = mask_first_half(scored.documents)
     assert len(first.unique()) == 2
     halves = first, ~first
     changed = [compare(without_the_text_of(scored, ~half), fits=BIN_FITS, networks=True) for half in halves]
@@ -99,7 +99,7 @@ def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> Non
 
 @pytest.mark.slow
 def test_the_best_is_expected_to_be_as_good_as_the_best_of_each_half_is_on_the_other(scored, found) -> None:
-    first, total = first_half_of(scored.documents), 0.0
+    first, total = mask_first_half(scored.documents), 0.0
     for half in (first, ~first):
         best = min(found.candidates, key=lambda one: -float(one.log_probs[~half].double().mean()))
         total -= float(best.log_probs[half].double().sum())
@@ -116,7 +116,7 @@ def test_the_lowest_of_many_by_luck_is_not_expected_to_be_low(scored, found) -> 
         noise = torch.from_numpy(rng.normal(-4, 1, (30, TOKENS)).astype(np.float32))
         candidates = [replace(found.best, log_probs=log_probs) for log_probs in noise]
         lucky.append(float(noise.mean(1).max()))
-        expected.append(float(trial.nested(candidates).mean()))
+        expected.append(float(trial.compute_nested_log_probs(candidates).mean()))
     assert np.mean(expected) == pytest.approx(-4, abs=0.02)
     assert np.mean(lucky) > -4 + 0.05
 
@@ -138,19 +138,19 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
 
 
 def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(scored) -> None:
-    (evidence,), first = gather_evidence(scored, [K]), first_half_of(scored.documents)
+    (evidence,), first = gather_evidence(scored, [K]), mask_first_half(scored.documents)
     trial, cache = Trial(scored, ngrams=False), RecentFitting.from_keys(scored.reading)
-    below = trial.fitted("keys", fit_fixed, evidence).log_probs
+    below = trial.fit_candidate("keys", fit_fixed, evidence).log_probs
     other, own = (
         sum(cache.mix(below, cache.fit(below, half))[judged].double().sum() for half, judged in pairs)
         for pairs in (((first, ~first), (~first, first)), ((first, first), (~first, ~first)))
     )
     assert other < own
-    assert trial.with_all(fit_fixed, evidence).ppl == pytest.approx(math.exp(-other / TOKENS), rel=1e-6)
+    assert trial.judge_with_all(fit_fixed, evidence).ppl == pytest.approx(math.exp(-other / TOKENS), rel=1e-6)
 
 
 def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
-    first, parts = first_half_of(scored.documents), set()
+    first, parts = mask_first_half(scored.documents), set()
     for one in found.candidates:
         if one.settings.gate is not None:
             continue

@@ -57,7 +57,7 @@ def greedy(lm, prompt: list[int], settings: KNNSettings, new: int) -> list[int]:
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=30), min_size=2, max_size=5))
 def test_repetition_is_counted(texts) -> None:
-    found = Repeated.of(texts)
+    found = Repeated.from_texts(texts)
     assert found.bigrams == pytest.approx([repeated(text, 2) for text in texts])
     assert found.four_grams == pytest.approx([repeated(text, 4) for text in texts])
     means = found.means("all")
@@ -79,12 +79,12 @@ def test_more_in_either_measure_is_more_on_average() -> None:
 
 def test_beginnings_are_those_of_each_document_first(lm) -> None:
     short = replace(HELD_OUT[2], text=" ".join(HELD_OUT[2].text.split()[:20]))
-    begun = Beginnings.of(lm.reader, [*HELD_OUT[:2], short])
+    begun = Beginnings.from_documents(lm.reader, [*HELD_OUT[:2], short])
     texts = [lm.reader.tokens(document.text).tolist() for document in HELD_OUT[:3]]
     parts = [(text, 0) for text in texts] + [(text, first) for first in (31, 62, 93) for text in texts[:2]]
     assert begun.prompts.tolist() == [[0, *text[first : first + 8]] for text, first in parts]
     assert begun.ends == [text[first + 8 : first + 31] for text, first in parts if text is not texts[2]][:6]
-    assert len(Beginnings.of(lm.reader, HELD_OUT * 3).prompts) == scoring_only.PROMPTS
+    assert len(Beginnings.from_documents(lm.reader, HELD_OUT * 3).prompts) == scoring_only.PROMPTS
     settings = replace(PLAIN, ngrams=NGramSettings(3, 0.3))
     for prompt, text in zip(begun.prompts[:2].tolist(), begun.generate(lm, settings), strict=False):
         assert text == greedy(lm, prompt, settings, 23)

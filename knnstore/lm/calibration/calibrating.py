@@ -15,12 +15,12 @@ from knnstore.errors import (
     InputError,
     ReadOnlyError,
 )
-from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
+from knnstore.lm.calibration.candidates import Comparison, compare, list_ks
 from knnstore.lm.calibration.fits import MOST_DOMAINS
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.scoring_only import find_scoring_only
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
-from knnstore.lm.calibration.text import text_to_fit
+from knnstore.lm.calibration.text import choose_text
 from knnstore.lm.components import NGramSettings
 from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring import group_by_left_out
@@ -131,7 +131,7 @@ def calibrate(
         raise InputError("the store is empty: add documents before calibrating")
     # 2) Choose the text, and the settings that candidates are compared with.
     given = usable_documents(reader, documents, on_bad)
-    text = text_to_fit(store, reader, given, selection, stored_tokens, leave_out=leave_out)
+    text = choose_text(store, reader, given, selection, stored_tokens, leave_out=leave_out)
     listed, reached = text.documents, text.reached
     started = time.perf_counter()
     current, saved = _resolve_usable(store, selection), find_saved_settings(store, selection)
@@ -160,7 +160,7 @@ def calibrate(
             tried = {*PROBES, *([current.probes] if current and current.probes else [])}
             scored = replace(scored, visited=further.with_probes(sorted(tried)))
         else:
-            larger = [k for k in ks_up_to(min(max_k, records)) if k >= 2 * scored.k]
+            larger = [k for k in list_ks(min(max_k, records)) if k >= 2 * scored.k]
             wide = further.with_k(larger) if larger else []
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
         if 2 <= len(searched) <= MOST_DOMAINS:
@@ -174,8 +174,10 @@ def calibrate(
     kept = chosen_before and not (found.beats_base and found.beats_current)
     if kept:
         settings = current
-        if current is not None and _renew(store, selection, records, lineage):
-            settings = replace(current, scoring_only=_measure_writing(lm, current, listed, reached, progress))
+        if current is not None and _renew_record(store, selection, records, lineage):
+            settings = replace(
+                current, scoring_only=_measure_generation(lm, current, listed, reached, progress)
+            )
     elif found.beats_base:
         text.check_stored(store)
         # A cache counts in scoring only until generated text has been measured: that takes long, and an
@@ -196,12 +198,14 @@ def calibrate(
             held_out=tuple(sorted(text.hashes)),
         )
         save_settings(store, settings, names, record)
-        _use_saved(lm, names)
+        _apply_saved_settings(lm, names)
         selected = replace(settings, selection=selection)
-        settings = replace(settings, scoring_only=_measure_writing(lm, selected, listed, reached, progress))
+        settings = replace(
+            settings, scoring_only=_measure_generation(lm, selected, listed, reached, progress)
+        )
         record = CalibrationRecord.of(store, selection)
     if settings is not None:
-        _use_saved(lm, names)
+        _apply_saved_settings(lm, names)
     fitted = time.perf_counter()
     return Calibration(found, record, between - started, fitted - between, settings, kept, text.in_store)
 
@@ -215,7 +219,7 @@ def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None
         return None
 
 
-def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
+def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
     """Update the record of settings that were compared again and stay, so that they are not stale.
 
     Returns:
@@ -230,7 +234,7 @@ def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage
     return True
 
 
-def _measure_writing(
+def _measure_generation(
     lm: WritingModel,
     settings: KNNSettings,
     documents: Sequence[TextDocument],
@@ -255,7 +259,7 @@ def _measure_writing(
     return scoring_only
 
 
-def _use_saved(lm: WritingModel, domains: Sequence[str]) -> None:
+def _apply_saved_settings(lm: WritingModel, domains: Sequence[str]) -> None:
     """Set the model's settings to the saved ones if it selects these domains."""
     if set(domains) == set(lm.knn.selection.domains or ()):
         lm.knn = resolve(lm.store, KNNSettings(selection=lm.knn.selection))

@@ -32,7 +32,7 @@ from knnstore.lm.calibration.fits import (
 )
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
-from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, best_of
+from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, find_best_candidate
 from knnstore.lm.mixing import other_mixers
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
@@ -101,12 +101,12 @@ class Comparison:
     @property
     def best(self) -> Candidate:
         """The candidate with the lowest held-out perplexity, which is too optimistic: see `expected`."""
-        return best_of(self.candidates)
+        return find_best_candidate(self.candidates)
 
     @property
     def chosen_probes(self) -> int | None:
         """Number of probes of all candidates; None without cells."""
-        return fewest_enough(self.probes) if self.probes else None
+        return choose_probes(self.probes) if self.probes else None
 
     @property
     def beats_base(self) -> bool:
@@ -149,22 +149,22 @@ def compare(
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if len(scored.found):
-        of_keys = _of_keys(trial, scored, fits, wide, networks=networks)
+        of_keys = _fit_key_candidates(trial, scored, fits, wide, networks=networks)
     else:
-        of_keys = _OfKeys([], [evidence_without_keys(scored)], evidence_without_keys(scored), {}, {})
+        of_keys = _KeyCandidates([], [evidence_without_keys(scored)], evidence_without_keys(scored), {}, {})
     candidates, evidence, at_best_k, again, by_probes = of_keys
     if domains is not None:
-        candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
-    candidates += trial.with_ngrams(candidates, evidence, again)
-    candidates += trial.with_others(candidates)
+        candidates.append(trial.fit_candidate("domains", fit_domains, domains, domains.log_probs))
+    candidates += trial.try_ngrams(candidates, evidence, again)
+    candidates += trial.try_other_components(candidates)
     if networks:
-        candidates += trial.with_gate(candidates, evidence, fit_fixed)
+        candidates += trial.try_gate(candidates, evidence, fit_fixed)
     before = None
     if current is not None:
         current = current.without(*_find_unscored_components(current, scored))
-        kept, mix = _as_judged(current, scored, wide, domains)
-        before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
-    nested = trial.nested(candidates)
+        kept, mix = _make_judgeable(current, scored, wide, domains)
+        before = trial.fit_candidate("current", lambda _: kept, at_best_k, mix) if kept else None
+    nested = trial.compute_nested_log_probs(candidates)
     expected, change = trial.judge(nested)
     gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
     return Comparison(
@@ -180,7 +180,7 @@ def compare(
     )
 
 
-class _OfKeys(NamedTuple):
+class _KeyCandidates(NamedTuple):
     """Candidates of the keys alone."""
 
     candidates: list[Candidate]
@@ -193,42 +193,43 @@ class _OfKeys(NamedTuple):
     """See `Comparison.probes`."""
 
 
-def _of_keys(
+def _fit_key_candidates(
     trial: Trial,
     scored: ScoredText,
     fits: Mapping[str, Fit] | None,
     wide: Sequence[WideEvidence],
     *,
     networks: bool,
-) -> _OfKeys:
+) -> _KeyCandidates:
     """Fit a fixed λ with each k, and the other mixers; see `compare`."""
     by_probes: dict[int, float] = {}
     if scored.visited:
         every = {of.probes: of for of in evidence_of_cells(scored) if of.probes}
         for probes, of in every.items():
-            by_probes[probes] = trial.with_all(fit_fixed, of).ppl
-        evidence = [every[fewest_enough(by_probes)]]
+            by_probes[probes] = trial.judge_with_all(fit_fixed, of).ppl
+        evidence = [every[choose_probes(by_probes)]]
     else:
-        evidence = gather_evidence(scored, ks_up_to(scored.k))
-    fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
-    at_best_k = evidence[fixed.index(best_of(fixed))]
+        evidence = gather_evidence(scored, list_ks(scored.k))
+    fixed = [trial.fit_candidate("fixed", fit_fixed, of) for of in evidence]
+    at_best_k = evidence[fixed.index(find_best_candidate(fixed))]
     if fits is None:
-        fits = {**_fits_of_other_packages(scored, at_best_k), **BIN_FITS}
-    others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
+        fits = {**_list_fits_of_other_packages(scored, at_best_k), **BIN_FITS}
+    others = [trial.fit_candidate(name, fit, at_best_k) for name, fit in fits.items()]
     if networks:
-        others.append(trial.fitted("gate", partial(fit_gate, scored=scored), at_best_k))
+        others.append(trial.fit_candidate("gate", partial(fit_gate, scored=scored), at_best_k))
     if wide:
-        with_k = [trial.fitted("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
+        with_k = [trial.fit_candidate("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
         best, widest = min(zip(with_k, wide, strict=True), key=lambda pair: pair[0].held_out.ppl)
-        if best.held_out.ppl < best_of(fixed).held_out.ppl:
+        if best.held_out.ppl < find_best_candidate(fixed).held_out.ppl:
             others += [
-                trial.fitted(name, fit, widest.evidence, widest.log_probs) for name, fit in BIN_FITS.items()
+                trial.fit_candidate(name, fit, widest.evidence, widest.log_probs)
+                for name, fit in BIN_FITS.items()
             ]
         fixed += with_k
-    return _OfKeys([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits}, by_probes)
+    return _KeyCandidates([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits}, by_probes)
 
 
-def _fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
+def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
     """Return the fits of the mixers of other packages that go with a text, by name."""
     fits: dict[str, Any] = {
         name: partial(mixer.fit, scored=scored)
@@ -247,13 +248,13 @@ def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list
     ]
 
 
-def fewest_enough(perplexities: Mapping[int, float]) -> int:
+def choose_probes(perplexities: Mapping[int, float]) -> int:
     """Return the fewest probes with which perplexity is at most `WORTH_PROBES` times the lowest."""
     enough = min(perplexities.values()) * WORTH_PROBES
     return min(probes for probes, ppl in perplexities.items() if ppl <= enough)
 
 
-def _as_judged(
+def _make_judgeable(
     current: KNNSettings,
     scored: ScoredText,
     wide: Sequence[WideEvidence],
@@ -278,7 +279,7 @@ def _as_judged(
     return replace(current, k=min(current.k, scored.k)), scored.log_probs
 
 
-def ks_up_to(largest: int) -> list[int]:
+def list_ks(largest: int) -> list[int]:
     """Return the largest k and its quotients by `_K_STEP`, `_K_STEP`², …, ascending."""
     ks = [largest]
     while ks[0] // _K_STEP >= _K_STEP:

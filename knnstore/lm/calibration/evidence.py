@@ -17,7 +17,7 @@ from knnstore.lm.mixing import (
 )
 from knnstore.lm.settings import KNNSettings
 
-_SAMPLE = 2048  # tokens to choose the temperatures by
+_SAMPLE_TOKENS = 2048  # tokens to choose the temperatures by
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class GridEvidence:
 def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
     """Return the evidence of a text for each number of probes that is known, ascending."""
     tokens = scored.found
-    nearest, lm = _nearest(scored, tokens)
+    nearest, lm = _select_nearest(scored, tokens)
     return [
         GridEvidence(scored.k, of.temperatures, of.knn[tokens], lm, nearest, tokens, probes)
         for probes, of in sorted(scored.visited.items())
@@ -69,7 +69,7 @@ def evidence_without_keys(scored: ScoredText) -> GridEvidence:
     """Return the evidence of a text without neighbors; the grid is empty."""
     tokens = torch.arange(len(scored))
     nothing = torch.zeros(len(scored), 0)
-    nearest, lm = _nearest(scored, tokens)
+    nearest, lm = _select_nearest(scored, tokens)
     return GridEvidence(1, nothing[0], nothing, lm, nearest, tokens)
 
 
@@ -77,10 +77,10 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]
     """Return the evidence of a text for each k, ascending and at most ``scored.k``, without a search."""
     sums = scored.sums.nearest(ks[-1])
     chunks = scored.chunks(ks[-1], scored.found)
-    return evidence_of(scored, ks, ((chunk, sums.select_rows(chunk)) for chunk in chunks))
+    return compute_grid_evidence(scored, ks, ((chunk, sums.select_rows(chunk)) for chunk in chunks))
 
 
-def evidence_of(
+def compute_grid_evidence(
     scored: ScoredText, ks: Sequence[int], parts: Iterable[tuple[Tensor, NeighborSums]]
 ) -> list[GridEvidence]:
     """Return the evidence of a text for each k, at each temperature of a grid.
@@ -90,16 +90,16 @@ def evidence_of(
         ks: ascending.
         parts: tokens that have neighbors, and their neighbors for the last k, with hits.
     """
-    temperatures, tokens = temperatures_for(scored), scored.found
+    temperatures, tokens = choose_temperatures(scored), scored.found
     knn = torch.empty(len(ks), len(scored), len(temperatures))
     for rows, found in parts:
         assert found.hits is not None
         knn[:, rows] = compute_target_probs_on_grid(found.distances, found.hits, ks, temperatures)
-    nearest, lm = _nearest(scored, tokens)
+    nearest, lm = _select_nearest(scored, tokens)
     return [GridEvidence(k, temperatures, knn[at, tokens], lm, nearest, tokens) for at, k in enumerate(ks)]
 
 
-def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
+def _select_nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
     """Return the nearest neighbor of some tokens, and p_LM of each, shape (n, 1)."""
     lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
     nearest = scored.sums.nearest(1)
@@ -107,7 +107,7 @@ def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
     return alone.select_rows(tokens), lm
 
 
-def temperatures_for(scored: ScoredText) -> Tensor:
+def choose_temperatures(scored: ScoredText) -> Tensor:
     """Return the grid for a text in which a neighbor was found, float32, shape (m,), ascending."""
     found = scored.found
-    return make_temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
+    return make_temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE_TOKENS)]])

@@ -17,7 +17,7 @@ MIN_DOCUMENTS = MIN_DOCUMENT_BLOCKS
 MIN_TOKENS = 1_000
 
 
-def check_enough(documents: NDArray[np.int64]) -> None:
+def check_text_size(documents: NDArray[np.int64]) -> None:
     """Raise InputError if the text is too short to fit to.
 
     Args:
@@ -40,21 +40,21 @@ class Judge:
         self._blocks = assign_blocks(scored.documents.numpy())
         self._lengths = np.bincount(self._blocks)
         self._base = scored.lm_log_probs
-        self.base = compute_interval(self._losses(self._base), self._lengths)
+        self.base = compute_interval(self._sum_losses(self._base), self._lengths)
 
     def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
         """Return the perplexity, and its ratio to that of the model alone."""
-        return compute_interval(self._losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
+        return compute_interval(self._sum_losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
 
     def ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
         """Return a perplexity divided by another of the same tokens."""
-        return compute_interval(self._losses(log_probs.double() - reference.double()), self._lengths)
+        return compute_interval(self._sum_losses(log_probs.double() - reference.double()), self._lengths)
 
-    def _losses(self, log_probs: Tensor) -> NDArray[np.float64]:
+    def _sum_losses(self, log_probs: Tensor) -> NDArray[np.float64]:
         return -np.bincount(self._blocks, log_probs.double().numpy()).astype(np.float64)
 
 
-def first_half_of(documents: Tensor) -> Tensor:
+def mask_first_half(documents: Tensor) -> Tensor:
     """Return a mask of the tokens of the first half, bool, shape (n,).
 
     Whole documents are dealt out, the longest first. If long documents are cut into blocks, the first half is

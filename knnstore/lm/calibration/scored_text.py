@@ -202,7 +202,7 @@ def score_once(
     # 2) Add the own n-grams of the documents, which need no model.
     read, evidence = ReadTokens.joined(reads), Evidence.joined(parts, k)
     texts = Contexts.of_documents(reader.tokenized(documents))
-    own = OwnNGrams().target(texts.at_positions(read.documents, read.positions), OWN_ORDER)
+    own = OwnNGrams().look_up_targets(texts.at_positions(read.documents, read.positions), OWN_ORDER)
     numbers = torch.from_numpy(read.documents)
     return ScoredText(
         read.lm_log_probs,

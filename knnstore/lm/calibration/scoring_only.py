@@ -43,10 +43,12 @@ class Repeated(NamedTuple):
     """Share of its 4-grams that occur earlier in the text."""
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]]) -> Self:
+    def from_texts(cls, texts: Sequence[Sequence[int]]) -> Self:
         """Count the repeated n-grams of texts of at least 4 tokens each."""
         lengths = 2, _LONGEST_NGRAM
-        return cls(*(np.array([_repeated_share(text, length) for text in texts]) for length in lengths))
+        return cls(
+            *(np.array([_compute_repeated_share(text, length) for text in texts]) for length in lengths)
+        )
 
     def means(self, of: str) -> Repetition:
         """Return the means over the texts, in the form that is saved with calibrated settings."""
@@ -59,7 +61,7 @@ class Repeated(NamedTuple):
         return any(ours.mean() > theirs.mean() for ours, theirs in zip(self, other, strict=True))
 
 
-def _repeated_share(text: Sequence[int], length: int) -> float:
+def _compute_repeated_share(text: Sequence[int], length: int) -> float:
     """Return the share of a text's n-grams of a length that occur earlier in the text."""
     ngrams = list(zip(*(text[first:] for first in range(length)), strict=False))
     return 1 - len(set(ngrams)) / len(ngrams)
@@ -77,7 +79,7 @@ class Beginnings:
     """Number of tokens of a continuation."""
 
     @classmethod
-    def of(cls, reader: TextReader, documents: Sequence[TextDocument]) -> Self:
+    def from_documents(cls, reader: TextReader, documents: Sequence[TextDocument]) -> Self:
         """Take up to `PROMPTS` parts of documents: beginnings first, then later parts of long documents."""
         length = min(PROMPT_TOKENS, reader.max_length // 4)
         new = min(NEW_TOKENS, reader.max_length - length - 1)
@@ -130,15 +132,15 @@ def find_scoring_only(
     settings = replace(settings, scoring_only=())
     components = settings.components
     cache = tuple(name for name in components if name == "cache")
-    begun = Beginnings.of(lm.reader, documents)
+    begun = Beginnings.from_documents(lm.reader, documents)
     if not components or len(begun.prompts) < LEAST_PROMPTS or begun.new < _LONGEST_NGRAM:
         return cache, ()
     progress = progress or Progress()
-    rows = [Repeated.of(begun.ends).means("text")] if begun.ends else []
+    rows = [Repeated.from_texts(begun.ends).means("text")] if begun.ends else []
 
     def measure(name: str, settings: KNNSettings) -> Repeated:
         progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
-        repeated = Repeated.of(begun.generate(lm, settings))
+        repeated = Repeated.from_texts(begun.generate(lm, settings))
         progress.finish()
         rows.append(repeated.means(name))
         return repeated

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
-from knnstore.lm.calibration.evidence import GridEvidence, evidence_of, temperatures_for
+from knnstore.lm.calibration.evidence import GridEvidence, choose_temperatures, compute_grid_evidence
 from knnstore.lm.calibration.fits import DomainEvidence
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.components import DocumentKeys, sum_cells
@@ -30,11 +30,11 @@ from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
-_NEIGHBORS = 1 << 22
+_MAX_NEIGHBORS = 1 << 22
 """Number of neighbors of all queries of one search."""
-_DISTANCES = 1 << 25
+_MAX_DISTANCES = 1 << 25
 """Number of distances to records of cells that are weighed at once."""
-_FIRST = 64
+_FIRST_QUERIES = 64
 """Queries of the first look-up in cells, before their sizes are known."""
 
 
@@ -56,7 +56,9 @@ class FurtherSearches:
     def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
         """Search once with the largest of several k, ascending, and return the evidence for each k."""
         parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
-        return [WideEvidence(of, self.scored.lm_log_probs) for of in evidence_of(self.scored, ks, parts)]
+        return [
+            WideEvidence(of, self.scored.lm_log_probs) for of in compute_grid_evidence(self.scored, ks, parts)
+        ]
 
     def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
         """Return p_kNN of every token over all records of the probed cells, by the number of probes.
@@ -65,12 +67,12 @@ class FurtherSearches:
             probes: numbers of cells, ascending.
         """
         title = f"searching {probes[-1]:,} cells"
-        found = self._probe(probes, title, self.selection, temperatures_for(self.scored))
+        found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
         """Search each domain alone, for k neighbors or in a number of cells; all domains are selected."""
-        scored, temperatures = self.scored, temperatures_for(self.scored)
+        scored, temperatures = self.scored, choose_temperatures(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
         apart = []
         for domain in domains:
@@ -94,8 +96,8 @@ class FurtherSearches:
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
         """Sum over the cells nearest to every token, for each number of probes, ascending."""
-        found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST
-        for members, reached in self._groups(title, selection):
+        found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
+        for members, reached in self._group_tokens(title, selection):
             left = members
             while len(left):
                 tokens, left = left[:at_once], left[at_once:]
@@ -107,13 +109,13 @@ class FurtherSearches:
                     of_each = torch.stack([of.target_weights(temperatures) for of in [*fewer, visited]])
                 for of, knn in zip(found, of_each, strict=True):
                     of.knn[tokens], of.found[tokens] = knn, visited.nearest.isfinite()
-                at_once = max(1, _DISTANCES * len(tokens) // max(1, visited.size))
-                self._shown.advance(len(tokens))
-        self._shown.finish()
+                at_once = max(1, _MAX_DISTANCES * len(tokens) // max(1, visited.size))
+                self._progress_bar.advance(len(tokens))
+        self._progress_bar.finish()
         return found
 
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
-        keys, targets = self._reading.keys[tokens].numpy(), self._reading.targets[tokens]
+        keys, targets = self._document_keys.keys[tokens].numpy(), self._document_keys.targets[tokens]
         settings = KNNSettings(selection=selection, probes=probes)
         return sum_cells(self.store, keys, targets, settings)
 
@@ -123,9 +125,9 @@ class FurtherSearches:
         Yields the indices of the tokens that have a neighbor, and their neighbors; hits mark the neighbors
         with the target token.
         """
-        reading = self._reading
-        for members, reached in self._groups(title, selection):
-            for tokens in torch.split(members, max(1, _NEIGHBORS // k)):
+        reading = self._document_keys
+        for members, reached in self._group_tokens(title, selection):
+            for tokens in torch.split(members, max(1, _MAX_NEIGHBORS // k)):
                 if not len(tokens):
                     continue
                 neighbors = self.store.search(reading.keys[tokens].numpy(), k, reached)
@@ -133,22 +135,22 @@ class FurtherSearches:
                 found = distances[:, 0].isfinite()
                 hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.targets[tokens, None]
                 yield tokens[found], NeighborSums(distances[found], hits=hits[found])
-                self._shown.advance(len(tokens))
-        self._shown.finish()
+                self._progress_bar.advance(len(tokens))
+        self._progress_bar.finish()
 
     @property
-    def _reading(self) -> DocumentKeys:
+    def _document_keys(self) -> DocumentKeys:
         assert self.scored.reading is not None
         return self.scored.reading
 
     @property
-    def _shown(self) -> Progress:
+    def _progress_bar(self) -> Progress:
         return self.progress or Progress()
 
-    def _groups(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
+    def _group_tokens(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
         """Start the progress; return groups of token indices with the selection that each retrieves from."""
         documents = self.scored.documents
-        self._shown.start(title, total=len(documents))
+        self._progress_bar.start(title, total=len(documents))
         return [
             (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*left))
             for members, left in group_by_left_out(self.documents, self.left_out)

@@ -7,16 +7,16 @@ import numpy as np
 
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
-from knnstore.lm.calibration.judging import check_enough
+from knnstore.lm.calibration.judging import check_text_size
 from knnstore.lm.reading import TextReader
 from knnstore.lm.scoring import HeldOut
 from knnstore.store import EVERYTHING, Reader, Selection
 
-_LONGEST = 2048
+_MAX_DOCUMENT_TOKENS = 2048
 """Tokens to which a document is cut: the beginnings of many documents tell more than a few whole ones."""
 _FOLDS = 16
 """Stored documents are left out in this number of groups: each group needs its own counts of n-grams."""
-_MOST_LEFT_OUT = 0.5
+_MAX_LEFT_OUT_SHARE = 0.5
 """A stored document is not used if more than this share of all documents had to be left out for it."""
 
 
@@ -65,7 +65,7 @@ class TextToFit:
             )
 
 
-def text_to_fit(
+def choose_text(
     store: Reader,
     reader: TextReader,
     documents: Iterable[object],
@@ -96,7 +96,7 @@ def text_to_fit(
         listed = [*listed, *(one for one in drawn.documents if one.content_hash not in distinct)]
         reached, stored = {**drawn.stored, **reached}, {**drawn.stored, **stored}
     texts = reader.tokenized(listed)
-    check_enough(np.repeat(np.arange(len(texts)), [len(one) for one in texts]))
+    check_text_size(np.repeat(np.arange(len(texts)), [len(one) for one in texts]))
     return TextToFit(listed, reached, len(stored), frozenset(distinct), frozenset().union(*stored.values()))
 
 
@@ -111,14 +111,14 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
     chosen: dict[str, TextDocument] = {}
     numbers: dict[str, int] = {}
     lengths = store.lengths(selection)
-    for number in sorted(lengths, key=_shuffle_key):
+    for number in sorted(lengths, key=_compute_shuffle_key):
         if tokens <= 0:
             break
-        text = reader.text(store.text(number)[:_LONGEST].tolist())
+        text = reader.text(store.text(number)[:_MAX_DOCUMENT_TOKENS].tolist())
         document = TextDocument(str(number), text)
         if text.strip() and document.content_hash not in chosen:
             chosen[document.content_hash], numbers[document.content_hash] = document, number
-            tokens -= min(lengths[number], _LONGEST)
+            tokens -= min(lengths[number], _MAX_DOCUMENT_TOKENS)
     known, own = (
         HeldOut.compare_with_store(store, reader, chosen.values(), EVERYTHING).stored,
         store.content_hashes(lengths),
@@ -128,13 +128,13 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
         for hash, number in numbers.items()
         if number in own
     }
-    hashes = [hash for hash, left in reached.items() if len(left) <= _MOST_LEFT_OUT * len(lengths)]
+    hashes = [hash for hash, left in reached.items() if len(left) <= _MAX_LEFT_OUT_SHARE * len(lengths)]
     stored: dict[str, frozenset[str]] = {}
     for fold in np.array_split(hashes, min(_FOLDS, len(hashes)) or 1):
         stored |= dict.fromkeys(fold.tolist(), frozenset().union(*(reached[hash] for hash in fold)))
     return HeldOut([chosen[hash] for hash in hashes], stored)
 
 
-def _shuffle_key(number: int) -> int:
+def _compute_shuffle_key(number: int) -> int:
     """Return a document's key in an order that is independent of the order of adding (Knuth's hash)."""
     return number * 2_654_435_761 % 2**32

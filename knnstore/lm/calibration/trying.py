@@ -15,7 +15,7 @@ from knnstore.lm.calibration.fits import (
     fit_together,
     fit_with_ngrams,
 )
-from knnstore.lm.calibration.judging import Judge, check_enough, first_half_of
+from knnstore.lm.calibration.judging import Judge, check_text_size, mask_first_half
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.components import (
     DistributionFitting,
@@ -55,7 +55,7 @@ class Candidate:
     """The settings that were fitted on the first half, and on the second."""
 
 
-def best_of(candidates: Sequence[Candidate]) -> Candidate:
+def find_best_candidate(candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate with the lowest held-out perplexity."""
     return min(candidates, key=lambda candidate: candidate.held_out.ppl)
 
@@ -70,13 +70,13 @@ class Trial:
 
     def __init__(self, scored: ScoredText, *, ngrams: bool = True) -> None:
         self.documents = len(np.unique(scored.documents.numpy()))
-        check_enough(scored.documents.numpy())
+        check_text_size(scored.documents.numpy())
         self.judge = Judge(scored)
-        self._scored, self.first_half = scored, first_half_of(scored.documents)
+        self._scored, self.first_half = scored, mask_first_half(scored.documents)
         self._with_ngrams = ngrams
         self._ngrams = NGramFitting(scored.ngrams) if ngrams and scored.ngrams is not None else None
 
-    def fitted(
+    def fit_candidate(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
     ) -> Candidate:
         """Fit a candidate on evidence of tokens, and judge it by `ScoredText.log_probs` or by `mix`."""
@@ -88,11 +88,11 @@ class Trial:
         held_out, change = self.judge(log_probs)
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
-    def with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
+    def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """Return the perplexity of keys fitted by `fit`, with n-grams and a cache on top."""
         if self._ngrams is not None:
             fit = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fit)
-        below = self.fitted("keys", fit, evidence).log_probs
+        below = self.fit_candidate("keys", fit, evidence).log_probs
         log_probs, recent = below.clone(), self._others.get(RecentText.name)
         if recent is not None:
             for half in (self.first_half, ~self.first_half):
@@ -112,7 +112,7 @@ class Trial:
             others[name] = DistributionFitting(component, found, scored.reading.targets, settings)
         return others
 
-    def nested(self, candidates: Sequence[Candidate]) -> Tensor:
+    def compute_nested_log_probs(self, candidates: Sequence[Candidate]) -> Tensor:
         """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).
 
         The lowest of many perplexities is low by luck too; the luck of one half does not help in the other.
@@ -123,7 +123,7 @@ class Trial:
             log_probs[half] = candidates[sums.index(max(sums))].log_probs[half]
         return log_probs
 
-    def with_ngrams(
+    def try_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
         """Try n-grams without the keys, on top of the best candidate, and of the best candidate fitted again.
@@ -133,31 +133,33 @@ class Trial:
         """
         if self._ngrams is None:
             return []
-        on_top = self._on_top(candidates, NGrams.name, self._ngrams)
+        on_top = self._try_on_top(candidates, NGrams.name, self._ngrams)
         if not candidates:
             return on_top
-        best, at_its_k = self._best_fitted_by(fits, candidates, evidence)
+        best, at_its_k = self._find_best_fit(fits, candidates, evidence)
         again = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fits[best.name])
-        if best is best_of(candidates):
+        if best is find_best_candidate(candidates):
             on_top.pop()
-        return [*on_top, self.fitted(f"{best.name} + n-grams", again, at_its_k)]
+        return [*on_top, self.fit_candidate(f"{best.name} + n-grams", again, at_its_k)]
 
-    def _best_fitted_by(
+    def _find_best_fit(
         self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[GridEvidence]
     ) -> tuple[Candidate, GridEvidence]:
         """Return the best candidate of some fits with a k of the first search, and its evidence."""
-        best = best_of([one for one in candidates if one.name in fits and one.settings.k <= self._scored.k])
+        best = find_best_candidate(
+            [one for one in candidates if one.name in fits and one.settings.k <= self._scored.k]
+        )
         reach = best.settings.k, best.settings.probes
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
 
-    def with_others(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def try_other_components(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Try each other component without the store, and on top of the best candidate so far."""
         found = list[Candidate]()
         for name, component in self._others.items():
-            found += self._on_top([*candidates, *found], name, component)
+            found += self._try_on_top([*candidates, *found], name, component)
         return found
 
-    def with_gate(
+    def try_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
     ) -> list[Candidate]:
         """Try one gate over all components, with the k or probes of the best candidate of `fit`."""
@@ -165,13 +167,15 @@ class Trial:
             return []
         at_its_k = evidence[0]
         if len(evidence) > 1:
-            _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
+            _, at_its_k = self._find_best_fit({"fixed": fit}, candidates, evidence)
         together = partial(
             fit_together, scored=self._scored, ngrams=self._ngrams, others=self._others, fit=fit
         )
-        return [self.fitted("gate over all", together, at_its_k)]
+        return [self.fit_candidate("gate over all", together, at_its_k)]
 
-    def _on_top(self, candidates: Sequence[Candidate], part_name: str, component: Fitting) -> list[Candidate]:
+    def _try_on_top(
+        self, candidates: Sequence[Candidate], part_name: str, component: Fitting
+    ) -> list[Candidate]:
         """Try a component without the store, and on top of the best of some candidates, if there is one."""
 
         def over(name: str, below: Candidate | None) -> Candidate:
@@ -195,5 +199,5 @@ class Trial:
         alone = over(part_name, None)
         if not candidates:
             return [alone]
-        best = best_of(candidates)
+        best = find_best_candidate(candidates)
         return [alone, over(f"{best.name} + {part_name}", best)]

@@ -54,7 +54,7 @@ class OwnNGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         if form is not Form.DISTRIBUTION:
-            return self.target(contexts, order)
+            return self.look_up_targets(contexts, order)
         laid, rows, at = _concatenate_contexts(contexts)
         seen = _find_continuations(laid, at, order)
         weights, tokens = arrange_by_row(
@@ -64,7 +64,7 @@ class OwnNGrams(CountedNGrams):
         suffixes[rows] = torch.from_numpy(seen.suffixes)
         return Continuation(weights, tokens, suffixes)
 
-    def target(self, contexts: Contexts, order: int) -> TargetContinuation:
+    def look_up_targets(self, contexts: Contexts, order: int) -> TargetContinuation:
         """Return the n-grams' predictions of the target tokens of n contexts.
 
         Computed once for all positions of the texts, and kept in `contexts.known`.

@@ -52,8 +52,8 @@ _DEFAULT_K = 1024
 _DEFAULT_LAMBDA = 0.25
 """The λ of Khandelwal et al. 2020, used where the distances do not say what is near."""
 DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
-"""Default n-grams of a store without keys."""
-_NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+"""Default of a store without keys."""
+_DISTANCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 _LAMBDAS = (0.9, 0.83, 0.7, 0.57, 0.4, 0.28, 0.12, 0.04, 0.005)
 """λ by the distance to the nearest record, in variances of the keys. Text like the stored text finds a
 record within 0.3 to 0.8, other text beyond 0.6 or 1.2. The bins fit weak and strong models, and text like
@@ -113,7 +113,7 @@ class Overrides:
         if self.probes and self.k is not None:
             raise ConfigError("give k or probes, not both: of the cells visited all records count")
         probes = self.probes or None
-        KNNSettings(**_given(k=self.k, probes=probes, temperature=self.temperature, lam=self.lam))
+        KNNSettings(**_select_given(k=self.k, probes=probes, temperature=self.temperature, lam=self.lam))
 
 
 def resolve(
@@ -147,14 +147,14 @@ def resolve(
     if not isinstance(asked, KNNSettings | Overrides):
         raise ConfigError(f"settings are KNNSettings(...), not {type(asked).__name__}")
     if isinstance(asked, KNNSettings) and not asked.unset:
-        return _for_purpose(asked, purpose)
+        return _restrict_to_purpose(asked, purpose)
     asks_for_weight = asked.lam is not None if isinstance(asked, Overrides) else "mixer" not in asked.unset
     stored = _load_stored(store, asked.selection, only_selected, default_if_unusable or asks_for_weight)
     if isinstance(asked, Overrides):
-        settings = _override(stored, asked, is_keyless=store.is_keyless)
+        settings = _override_values(stored, asked, is_keyless=store.is_keyless)
     else:
-        settings = _complete(asked, stored)
-    return _for_purpose(settings, purpose)
+        settings = _fill_unset_fields(asked, stored)
+    return _restrict_to_purpose(settings, purpose)
 
 
 class Resolver:
@@ -251,13 +251,13 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
     temperature = _TEMPERATURE_SHARE * scale
     mixer: Mixer = FixedLambda(_DEFAULT_LAMBDA)
     if store.identity.metric == Metric.L2:  # an inner product does not say what is near
-        mixer = BinnedLambda(tuple(near * variance for near in _NEAR), _LAMBDAS)
+        mixer = BinnedLambda(tuple(near * variance for near in _DISTANCE_EDGES), _LAMBDAS)
     return KNNSettings(k=_DEFAULT_K, temperature=temperature, mixer=mixer, probes=probes)
 
 
 def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
     """Replace k, probes, T and λ of complete settings by the values that are given (step 1)."""
-    values = _given(k=asked.k, temperature=asked.temperature, lam=asked.lam)
+    values = _select_given(k=asked.k, temperature=asked.temperature, lam=asked.lam)
     if values or asked.probes:
         values["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
     if asked.lam is not None:
@@ -318,7 +318,7 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
     return replace(settings, unset=frozenset())  # what they do not name, an earlier version did not have
 
 
-def _complete(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
+def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
     """Fill the unset fields of settings with those of the store (step 1)."""
     values = {name: getattr(stored, name) for name in asked.unset}
     if "scoring_only" in values:
@@ -328,12 +328,12 @@ def _complete(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
     return replace(asked, **values, unset=frozenset())
 
 
-def _override(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
+def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
     """Replace values of the store's settings by those that are given (step 1)."""
     settings = override_keys(stored, asked)
     cache, ngrams = settings.cache, settings.ngrams
     # The saved cache and n-grams are changed even if a λ of the keys has left them out.
-    values = _given(size=asked.cache_size, temperature=asked.cache_temperature, lam=asked.cache_lam)
+    values = _select_given(size=asked.cache_size, temperature=asked.cache_temperature, lam=asked.cache_lam)
     if asked.cache_size == 0:
         cache = None
     elif values:
@@ -343,7 +343,7 @@ def _override(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNN
                 "(--cache-temperature), or run knnstore calibrate"
             )
         cache = replace(stored.cache or CacheSettings(temperature=settings.temperature), **values)
-    values = _given(order=asked.ngram_order, lam=asked.ngram_lam)
+    values = _select_given(order=asked.ngram_order, lam=asked.ngram_lam)
     if asked.ngram_order == 0:
         ngrams = None
     elif values:
@@ -363,10 +363,10 @@ def _override(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNN
     )
 
 
-def _for_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
+def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
     """Leave out what counts in scoring only, if text is generated (step 6); else return the same object."""
     return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _select_given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

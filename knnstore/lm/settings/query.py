@@ -19,7 +19,7 @@ _COMPONENTS: dict[str, dict[str, Any]] = {
 """The built-in components, with the values of the fields that switch each off."""
 
 
-_FIELDS = {"cache": "cache", "n-grams": "ngrams"}
+_TEXT_FIELDS = {"cache": "cache", "n-grams": "ngrams"}
 """The field of `KNNSettings` for each built-in component that uses the text."""
 
 
@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, Any] = {
     "others": {},
 }
 """Values of unset fields until `resolve` fills them: those of Khandelwal et al. 2020."""
-_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "scoring_only", "others"})
+_SET_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "scoring_only", "others"})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,12 +132,12 @@ class KNNSettings:
                 f"a gate over all components does not go with the mixer {self.mixer.name!r}, which makes "
                 "searches of its own: choose another"
             )
-        object.__setattr__(self, "unset", frozenset(self._keep_unset(unset)))
+        object.__setattr__(self, "unset", frozenset(self._choose_unset_fields(unset)))
 
-    def _keep_unset(self, unset: set[str]) -> set[str]:
+    def _choose_unset_fields(self, unset: set[str]) -> set[str]:
         """Return the fields that stay unset, given the fields that are set."""
         if "mixer" not in unset:
-            unset -= _WITH_MIXER
+            unset -= _SET_WITH_MIXER
             if not self.retrieves:
                 return set()
         if not {"cache", "ngrams"} <= unset:  # their weights shall count, not the gate
@@ -193,8 +193,8 @@ class KNNSettings:
             name: name of the component.
             part: settings of the component.
         """
-        if name in _FIELDS:
-            return replace(self, **{_FIELDS[name]: part})
+        if name in _TEXT_FIELDS:
+            return replace(self, **{_TEXT_FIELDS[name]: part})
         return replace(self, others={**self.others, name: part})
 
     @property

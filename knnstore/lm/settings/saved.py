@@ -48,7 +48,9 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
             f"settings with the mixer {mixer.name!r} cannot be saved: call knnstore.lm.register_mixer first"
         )
     values = {
-        name: value for name, value in _values(settings).items() if name not in (*settings.unset, "unset")
+        name: value
+        for name, value in _convert_to_values(settings).items()
+        if name not in (*settings.unset, "unset")
     }
     if not values.get("others"):
         values.pop("others", None)
@@ -72,11 +74,11 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         ConfigError: a name is unknown or a value is out of range.
     """
     makers: dict[str, Callable[[Any], Any]] = {
-        "mixer": lambda part: load_mixer(_loaded(part, load)),
-        "selection": _selection_of,
-        "cache": lambda part: part and _made(CacheSettings, part),
-        "ngrams": lambda part: part and _made(NGramSettings, part),
-        "gate": lambda part: part and _made(JointGate, _loaded(part, load)),
+        "mixer": lambda part: load_mixer(_load_named_weights(part, load)),
+        "selection": _construct_selection,
+        "cache": lambda part: part and _construct(CacheSettings, part),
+        "ngrams": lambda part: part and _construct(NGramSettings, part),
+        "gate": lambda part: part and _construct(JointGate, _load_named_weights(part, load)),
     }
     removed = tuple(name for name in _REMOVED if values.get(name) is not None)
     if removed:
@@ -216,16 +218,16 @@ def _warn_of_removed_mixer(name: str) -> None:
     )
 
 
-def _values(part: Any) -> Any:
+def _convert_to_values(part: Any) -> Any:
     """Convert settings or a part of them to values; weights become the name of their file."""
     if isinstance(part, Weights):
         return part.name
     if not is_dataclass(part):
         return part
-    return {field.name: _values(getattr(part, field.name)) for field in fields(part) if field.init}
+    return {field.name: _convert_to_values(getattr(part, field.name)) for field in fields(part) if field.init}
 
 
-def _loaded(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
+def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
     """Return values with the weights that they name loaded."""
     if "weights" not in values:
         return values
@@ -236,14 +238,14 @@ def _loaded(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str,
     return {**values, "weights": load(values["weights"])}
 
 
-def _made(part: Callable[..., T], values: Mapping[str, Any]) -> T:
+def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
     try:
         return part(**values)
     except TypeError as error:
         raise ConfigError(f"{part.__name__} has other settings: {error}") from error
 
 
-def _selection_of(values: Mapping[str, Any]) -> Selection:
+def _construct_selection(values: Mapping[str, Any]) -> Selection:
     known = {field.name for field in fields(Selection)}
     if not set(values) <= known:
         raise ConfigError(f"unknown part of a selection in {values}; known: {sorted(known)}")

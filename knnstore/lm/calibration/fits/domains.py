@@ -15,10 +15,10 @@ from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, int
 from knnstore.lm.settings import KNNSettings
 
 MOST_DOMAINS = 16
-_LEAST_WEIGHT = 1e-3  # a domain with less is not worth a search
+_MIN_WEIGHT = 1e-3  # a domain with less is not worth a search
 _GAP = 1e-5  # nats for each token between weights found and the best ones, at most
 _ITERATIONS = 2_000
-_TURNS = 8
+_MAX_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     losses = [-(evidence.lm[:, None] + knn).log().mean(0) for knn in evidence.knn]
     points = torch.stack(losses).argmin(1)
     # 2) Fit all λ_j, then each T_j in turn, until no T_j changes.
-    for _ in range(_TURNS):
+    for _ in range(_MAX_ROUNDS):
         before = points.clone()
-        lambdas = _weights(evidence, points)
+        lambdas = _fit_weights(evidence, points)
         for number in range(len(evidence.domains)):
-            knn = _at(evidence, points)
+            knn = _select_probs(evidence, points)
             others = (1 - lambdas.sum()) * evidence.lm + lambdas @ knn - lambdas[number] * knn[number]
             mixed = others[:, None] + lambdas[number] * evidence.knn[number]
             points[number] = mixed.clamp_(min=LEAST_PROBABILITY).log().mean(0).argmax()
         if torch.equal(points, before):
             break
     # 3) Drop domains with little weight, and fit the λ_j of the others.
-    worth = _weights(evidence, points) >= _LEAST_WEIGHT
-    lambdas = _weights(evidence, points, worth)
+    worth = _fit_weights(evidence, points) >= _MIN_WEIGHT
+    lambdas = _fit_weights(evidence, points, worth)
     lambdas = lambdas * (MAX_LAMBDA / lambdas.sum().clamp(min=MAX_LAMBDA))
     temperatures = evidence.temperatures[points]
     heaviest = float(temperatures[lambdas.argmax()])
@@ -87,7 +87,7 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     return KNNSettings(evidence.k, heaviest, mixer, probes=evidence.probes)
 
 
-def mixture_weights(probs: Tensor) -> Tensor:
+def fit_mixture_weights(probs: Tensor) -> Tensor:
     """Find the likeliest weights of a mixture by expectation maximization: float64, shape (c,).
 
     The log-likelihood is within ``_GAP`` nats for each observation of the best. The largest component of the
@@ -106,15 +106,17 @@ def mixture_weights(probs: Tensor) -> Tensor:
     return weights
 
 
-def _weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
+def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
     """Return the likeliest λ_j at these temperatures, float32, shape (j,); 0 for domains not in `worth`."""
     worth = torch.ones(len(points), dtype=torch.bool) if worth is None else worth
-    probs = torch.cat([evidence.lm[:, None], _at(evidence, points)[worth].T], 1).clamp(min=LEAST_PROBABILITY)
+    probs = torch.cat([evidence.lm[:, None], _select_probs(evidence, points)[worth].T], 1).clamp(
+        min=LEAST_PROBABILITY
+    )
     weights = torch.zeros(len(points))
-    weights[worth] = mixture_weights(probs)[1:].float()
+    weights[worth] = fit_mixture_weights(probs)[1:].float()
     return weights
 
 
-def _at(evidence: DomainEvidence, points: Tensor) -> Tensor:
+def _select_probs(evidence: DomainEvidence, points: Tensor) -> Tensor:
     """Return p_kNN of each domain at its temperature, shape (j, n)."""
     return torch.stack([knn[:, point] for knn, point in zip(evidence.knn, points.tolist(), strict=True)])

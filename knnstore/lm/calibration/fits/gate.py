@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
-from knnstore.lm.calibration.fits.mixers import at_columns, best_fixed
+from knnstore.lm.calibration.fits.mixers import best_fixed, interpolate_columns
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     FixedLambda,
@@ -36,14 +36,16 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
         lam, temperature = decode_gate(outputs, fixed_temperature)
         assert isinstance(temperature, Tensor)
-        knn = at_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
+        knn = interpolate_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
-    network = fit_network(features, loss, blocks_among(scored, evidence.tokens), make_gate_start(fixed_lam))
+    network = fit_network(
+        features, loss, assign_document_blocks(scored, evidence.tokens), make_gate_start(fixed_lam)
+    )
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
 
 
-def blocks_among(scored: ScoredText, tokens: Tensor) -> Tensor:
+def assign_document_blocks(scored: ScoredText, tokens: Tensor) -> Tensor:
     """Return each token's document, or its block of a long one, of which a network's fit holds out some."""
     return torch.from_numpy(assign_blocks(scored.documents[tokens].numpy()))

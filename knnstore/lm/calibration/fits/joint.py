@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
-from knnstore.lm.calibration.fits.gate import blocks_among
+from knnstore.lm.calibration.fits.gate import assign_document_blocks
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.components import Fitting, NGramFitting, ScoredPart, fit_gate_over
@@ -52,5 +52,5 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
         )
         for chunk in scored.chunks_for(settings, tokens)
     )
-    blocks = blocks_among(scored, tokens)
+    blocks = assign_document_blocks(scored, tokens)
     return fit_gate_over(all_components(), settings.parts, parts, blocks, unit, scored.fitted_for or {})

@@ -31,9 +31,11 @@ def fit_fixed(evidence: GridEvidence) -> KNNSettings:
 
 def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
     """Return the T and λ, equal for all tokens, that are likeliest."""
-    lam, loss = _fit_one(evidence)
-    point = _lowest(loss)
-    return at_columns(evidence.temperatures.log(), point).exp().item(), at_columns(lam, point).item()
+    lam, loss = _fit_all_tokens(evidence)
+    point = _find_minimum(loss)
+    return interpolate_columns(evidence.temperatures.log(), point).exp().item(), interpolate_columns(
+        lam, point
+    ).item()
 
 
 def fit_bins(
@@ -50,35 +52,37 @@ def fit_bins(
         confidence_bins: number of bins of the model's confidence in each of these.
         temperatures: True to fit T in each bin too.
     """
-    distance_edges = _edges(evidence.nearest.distances[:, 0], distance_bins)
-    confidence_edges = _edges(evidence.nearest.lm_max, confidence_bins)
+    distance_edges = _compute_edges(evidence.nearest.distances[:, 0], distance_bins)
+    confidence_edges = _compute_edges(evidence.nearest.lm_max, confidence_bins)
     bins = find_bins(evidence.nearest, distance_edges, confidence_edges)
     count = (len(distance_edges) + 1) * (len(confidence_edges) + 1)
-    overall, overall_loss = _fit_one(evidence)
+    overall, overall_loss = _fit_all_tokens(evidence)
     lam, loss = fit_lambdas(evidence.lm, evidence.knn, bins, count, overall, PRIOR_TOKENS)
     scale = evidence.temperatures.log()
     if temperatures:
-        together = at_columns(scale, _lowest(overall_loss))
-        points = _lowest(loss + PRIOR_TOKENS * overall_loss / len(bins))
-        factors = tuple((at_columns(scale.expand_as(loss), points) - together).exp().tolist())
+        together = interpolate_columns(scale, _find_minimum(overall_loss))
+        points = _find_minimum(loss + PRIOR_TOKENS * overall_loss / len(bins))
+        factors = tuple((interpolate_columns(scale.expand_as(loss), points) - together).exp().tolist())
     else:
-        points = _lowest(loss.sum(0, keepdim=True)).expand(count)
-        together, factors = at_columns(scale, points[:1]), ()
-    mixer = BinnedLambda(distance_edges, tuple(at_columns(lam, points).tolist()), factors, confidence_edges)
+        points = _find_minimum(loss.sum(0, keepdim=True)).expand(count)
+        together, factors = interpolate_columns(scale, points[:1]), ()
+    mixer = BinnedLambda(
+        distance_edges, tuple(interpolate_columns(lam, points).tolist()), factors, confidence_edges
+    )
     return evidence.settings(together.exp().item(), mixer)
 
 
-def _fit_one(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
+def _fit_all_tokens(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
 
 
-def _edges(values: Tensor, bins: int) -> tuple[float, ...]:
+def _compute_edges(values: Tensor, bins: int) -> tuple[float, ...]:
     """Return the quantiles that cut values into bins of equal size; fewer bins if values are equal."""
     quantiles = np.quantile(values.numpy(), np.arange(1, bins) / bins)
     return tuple(np.unique(quantiles.astype(np.float32)).tolist())
 
 
-def _lowest(loss: Tensor) -> Tensor:
+def _find_minimum(loss: Tensor) -> Tensor:
     """Return the fractional column of each row's minimum: the vertex of a parabola through three columns."""
     last = loss.shape[1] - 1
     lowest = loss.argmin(1)
@@ -89,7 +93,7 @@ def _lowest(loss: Tensor) -> Tensor:
     return torch.where(lowest == middle[:, 0], lowest + offset, lowest.float())
 
 
-def at_columns(values: Tensor, columns: Tensor) -> Tensor:
+def interpolate_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Interpolate each row at a fractional column: values of shape (g, m), or (m,) for all rows."""
     rows = values.expand(len(columns), -1)
     last = rows.shape[1] - 1
