@@ -1,7 +1,7 @@
 """Finding the settings that are best for a user's own model, store and text.
 
-`calibrate` does everything. To measure a method of your own, use its steps: `score_once` scores text,
-`compare` fits and judges candidates on it, and a `Judge` computes perplexities with intervals.
+`calibrate` runs all steps. To measure another method, call the steps one by one: `score_once` scores text,
+`compare` fits candidates on the text and judges them, and a `Judge` computes perplexities with intervals.
 """
 
 from knnstore.lm.calibration.calibrating import Calibration, calibrate

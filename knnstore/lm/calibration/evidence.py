@@ -22,10 +22,10 @@ _SAMPLE_TOKENS = 2048  # tokens to choose the temperatures by
 
 @dataclass(frozen=True, slots=True)
 class GridEvidence:
-    """Evidence of n tokens, for which a neighbor was found, with one k or number of probes."""
+    """p_LM and p_kNN of the n target tokens with a neighbor, for one k or one number of probes."""
 
     k: int
-    """Neighbors that mixers may look at."""
+    """Number of neighbors that mixers may use."""
     temperatures: Tensor
     """The grid, float32, shape (m,), ascending."""
     knn: Tensor
@@ -35,16 +35,20 @@ class GridEvidence:
     nearest: Evidence
     """The nearest neighbor alone: distances of shape (n, 1)."""
     tokens: Tensor
-    """Indices of the n tokens in the text that was scored, int64, shape (n,)."""
+    """Indices of the n tokens in the scored text, int64, shape (n,)."""
     probes: int | None = None
-    """Cells whose records p_kNN is over; None where it is over k neighbors."""
+    """Number of probed cells over whose records p_kNN sums; None if p_kNN sums over k neighbors."""
 
     def settings(self, temperature: float, mixer: Mixer) -> KNNSettings:
-        """Return settings with this k or number of probes."""
+        """Return settings with this T and mixer, and with k and probes of the evidence."""
         return KNNSettings(self.k, temperature, mixer, probes=self.probes)
 
     def only(self, wanted: Tensor) -> "GridEvidence":
-        """Return the evidence of the tokens in a mask: bool, one for every token of the scored text."""
+        """Return the evidence of a subset of the tokens.
+
+        Args:
+            wanted: mask over all tokens of the scored text, bool.
+        """
         rows = wanted[self.tokens]
         return replace(
             self,
@@ -56,7 +60,7 @@ class GridEvidence:
 
 
 def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
-    """Return the evidence of a text for each number of probes that is known, ascending."""
+    """Return the evidence of a text for each number of probes in `ScoredText.visited`, ascending."""
     tokens = scored.found
     nearest, lm = _select_nearest(scored, tokens)
     return [
@@ -66,7 +70,7 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
 
 
 def evidence_without_keys(scored: ScoredText) -> GridEvidence:
-    """Return the evidence of a text without neighbors; the grid is empty."""
+    """Return the evidence of a text without any neighbor: all tokens, k = 1 and an empty temperature grid."""
     tokens = torch.arange(len(scored))
     nothing = torch.zeros(len(scored), 0)
     nearest, lm = _select_nearest(scored, tokens)
@@ -74,7 +78,12 @@ def evidence_without_keys(scored: ScoredText) -> GridEvidence:
 
 
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]:
-    """Return the evidence of a text for each k, ascending and at most ``scored.k``, without a search."""
+    """Compute the evidence of a text for each k from its neighbors, without a search.
+
+    Args:
+        scored: the text.
+        ks: numbers of neighbors, ascending, at most ``scored.k``.
+    """
     sums = scored.sums.nearest(ks[-1])
     chunks = scored.chunks(ks[-1], scored.found)
     return compute_grid_evidence(scored, ks, ((chunk, sums.select_rows(chunk)) for chunk in chunks))
@@ -83,12 +92,13 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]
 def compute_grid_evidence(
     scored: ScoredText, ks: Sequence[int], parts: Iterable[tuple[Tensor, NeighborSums]]
 ) -> list[GridEvidence]:
-    """Return the evidence of a text for each k, at each temperature of a grid.
+    """Compute the evidence of a text for each k, at each temperature of a grid.
 
     Args:
         scored: the text.
-        ks: ascending.
-        parts: tokens that have neighbors, and their neighbors for the last k, with hits.
+        ks: numbers of neighbors, ascending.
+        parts: groups of tokens: their indices, and the nearest ``ks[-1]`` neighbors of each token, with hits.
+            The groups together have all tokens with a neighbor.
     """
     temperatures, tokens = choose_temperatures(scored), scored.found
     knn = torch.empty(len(ks), len(scored), len(temperatures))
@@ -100,7 +110,7 @@ def compute_grid_evidence(
 
 
 def _select_nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
-    """Return the nearest neighbor of some tokens, and p_LM of each, shape (n, 1)."""
+    """Return the evidence of the nearest neighbor alone, and p_LM, float32, shape (n, 1), of n tokens."""
     lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
     nearest = scored.sums.nearest(1)
     alone = replace(scored.evidence, searches=[nearest], keys=None, lm_entropy=None, found={})
@@ -108,6 +118,6 @@ def _select_nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tenso
 
 
 def choose_temperatures(scored: ScoredText) -> Tensor:
-    """Return the grid for a text in which a neighbor was found, float32, shape (m,), ascending."""
+    """Choose the temperature grid for a text with at least one neighbor, float32, shape (m,), ascending."""
     found = scored.found
     return make_temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE_TOKENS)]])

@@ -1,4 +1,4 @@
-"""Judging fitted settings: the folds of two-fold cross-fitting, and intervals over documents.
+"""Judging fitted settings: the halves of two-fold cross-fitting, and perplexities with intervals.
 
 Tokens of one document are not independent, so whole documents are divided. Long documents are cut into
 blocks; see `assign_blocks`.
@@ -14,14 +14,20 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.scoring import MIN_DOCUMENT_BLOCKS, Interval, assign_blocks, compute_interval
 
 MIN_DOCUMENTS = MIN_DOCUMENT_BLOCKS
+"""Least number of documents, or blocks of long documents, to fit settings on."""
 MIN_TOKENS = 1_000
+"""Least number of tokens to fit settings on."""
 
 
 def check_text_size(documents: NDArray[np.int64]) -> None:
-    """Raise InputError if the text is too short to fit to.
+    """Check that a text is long enough to fit settings on.
 
     Args:
         documents: index of each token's document, int64, shape (n,).
+
+    Raises:
+        InputError: there are fewer than `MIN_TOKENS` tokens, or fewer than `MIN_DOCUMENTS` documents or
+            blocks.
     """
     blocks, tokens = len(np.unique(assign_blocks(documents))), len(documents)
     if blocks < MIN_DOCUMENTS or tokens < MIN_TOKENS:
@@ -34,7 +40,14 @@ def check_text_size(documents: NDArray[np.int64]) -> None:
 
 
 class Judge:
-    """Gives perplexities with intervals, over the documents of a text or blocks of them."""
+    """Computes perplexities of a text with confidence intervals over its documents or blocks.
+
+    Args:
+        scored: the text.
+
+    Attributes:
+        base: perplexity of the model alone.
+    """
 
     def __init__(self, scored: ScoredText) -> None:
         self._blocks = assign_blocks(scored.documents.numpy())
@@ -43,11 +56,15 @@ class Judge:
         self.base = compute_interval(self._sum_losses(self._base), self._lengths)
 
     def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
-        """Return the perplexity, and its ratio to that of the model alone."""
+        """Return the perplexity, and the perplexity divided by that of the model alone.
+
+        Args:
+            log_probs: log p of every token of the text, shape (n,).
+        """
         return compute_interval(self._sum_losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
 
     def ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
-        """Return a perplexity divided by another of the same tokens."""
+        """Return the perplexity of `log_probs` divided by that of `reference`, both of shape (n,)."""
         return compute_interval(self._sum_losses(log_probs.double() - reference.double()), self._lengths)
 
     def _sum_losses(self, log_probs: Tensor) -> NDArray[np.float64]:
@@ -55,10 +72,16 @@ class Judge:
 
 
 def mask_first_half(documents: Tensor) -> Tensor:
-    """Return a mask of the tokens of the first half, bool, shape (n,).
+    """Divide a text into halves of about the same number of tokens, and return a mask of the first half.
 
-    Whole documents are dealt out, the longest first. If long documents are cut into blocks, the first half is
-    the text before its middle, so that at most one document is in both halves.
+    Whole documents are assigned, the longest first, to the half with fewer tokens. If long documents are cut
+    into blocks, the first half is the text before its middle, so that at most one document is in both halves.
+
+    Args:
+        documents: index of each token's document, int64, shape (n,).
+
+    Returns:
+        bool, shape (n,).
     """
     blocks = torch.from_numpy(assign_blocks(documents.numpy()))
     lengths = torch.bincount(blocks)

@@ -1,4 +1,4 @@
-"""The text that settings are fitted to: held-out documents, and stored ones that do not find themselves."""
+"""Choosing the text to fit settings to: held-out documents, and stored documents that exclude themselves."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from knnstore.lm.scoring import HeldOut
 from knnstore.store import EVERYTHING, Reader, Selection
 
 _MAX_DOCUMENT_TOKENS = 2048
-"""Tokens to which a document is cut: the beginnings of many documents tell more than a few whole ones."""
+"""Number of tokens to which a stored document is cut: many beginnings are a better sample than few
+documents."""
 _FOLDS = 16
-"""Stored documents are left out in this number of groups: each group needs its own counts of n-grams."""
+"""Number of groups of stored documents that are left out together. Each group needs new counts of n-grams, so
+there are few."""
 _MAX_LEFT_OUT_SHARE = 0.5
 """A stored document is not used if more than this share of all documents had to be left out for it."""
 
@@ -25,15 +27,17 @@ class TextToFit:
     """Documents to fit settings to."""
 
     documents: list[TextDocument]
-    """Held-out documents, then beginnings of stored ones."""
+    """Held-out documents, then beginnings of stored documents."""
     reached: Mapping[str, frozenset[str]]
-    """Stored documents that each document does not retrieve from; see `HeldOut.stored`."""
+    """For the content hash of a document, the content hashes of the stored documents that are left out when
+    this document is scored."""
     in_store: int
-    """Number of documents that are anywhere in the store."""
+    """Number of the documents that are in the store, selected or not."""
     own: frozenset[str]
-    """Content hashes of held-out documents."""
+    """Content hashes of the held-out documents."""
     stored: frozenset[str]
-    """Content hashes of stored documents."""
+    """Content hashes of stored documents that have the same text as one of `documents`, or are left out with
+    it."""
 
     @property
     def hashes(self) -> frozenset[str]:
@@ -41,7 +45,9 @@ class TextToFit:
         return self.own | self.stored
 
     def is_known_to(self, fitted_on: frozenset[str]) -> bool:
-        """Check whether settings were fitted to most of this text, and not to much other text.
+        """Check whether settings were fitted to more than half of this text, so that it cannot judge them.
+
+        False if they were fitted to all of this text and to other text too.
 
         Args:
             fitted_on: content hashes of the documents that the settings were fitted to.
@@ -50,9 +56,10 @@ class TextToFit:
         return 2 * len(known) > len(self.hashes) and not fitted_on > self.hashes
 
     def check_stored(self, store: Reader) -> None:
-        """Check that all stored documents are still in the store.
+        """Check that all documents of `stored` are still in the store, before settings are saved.
 
-        Otherwise settings would be saved that the removal of these documents could not remove any more.
+        When a document is removed, settings that were fitted to it are deleted. Settings that are saved after
+        the removal would stay.
 
         Raises:
             InputError: a stored document was removed or replaced.
@@ -74,9 +81,19 @@ def choose_text(
     *,
     leave_out: bool,
 ) -> TextToFit:
-    """Read held-out documents, and choose stored documents with a number of tokens.
+    """Read held-out documents, and add stored documents with a number of tokens.
 
-    See `calibrate` for the arguments and the errors.
+    Args:
+        store: the store.
+        reader: tokenizes the documents.
+        documents: held-out documents; a text that occurs twice is used once.
+        selection: the stored documents that are searched, and from which documents are chosen.
+        tokens: number of tokens of stored documents; 0 for no stored documents.
+        leave_out: leave a held-out document that is in the store out of its own search; False refuses it.
+
+    Raises:
+        InputError: a held-out document is in the store and `leave_out` is False, no stored document can be
+            used, or there is too little text.
     """
     distinct = {document.content_hash: document for document in documents_of(documents)}
     held_out = HeldOut.compare_with_store(store, reader, distinct.values(), selection)
@@ -101,12 +118,19 @@ def choose_text(
 
 
 def choose_stored(store: Reader, reader: TextReader, selection: Selection, tokens: int) -> HeldOut:
-    """Choose beginnings of stored documents up to a number of tokens; the choice is the same each time.
+    """Choose beginnings of stored documents with a total number of tokens; the choice is deterministic.
 
-    Each leaves out its own document, documents with the same text (see `HeldOut`), and those of its group.
+    The documents are divided into groups. When a document is scored, the stored documents of its group, and
+    stored documents with the same text (see `HeldOut`), are left out of the search.
+
+    Args:
+        store: the store.
+        reader: decodes the stored tokens.
+        selection: the stored documents to choose from.
+        tokens: total number of tokens; fewer if the store has less text.
 
     Returns:
-        The beginnings, with fewer tokens if the store has less text.
+        The beginnings, and for each the content hashes of the stored documents to leave out.
     """
     chosen: dict[str, TextDocument] = {}
     numbers: dict[str, int] = {}
@@ -136,5 +160,5 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
 
 
 def _compute_shuffle_key(number: int) -> int:
-    """Return a document's key in an order that is independent of the order of adding (Knuth's hash)."""
+    """Return a sort key that shuffles document numbers deterministically (Knuth's multiplicative hash)."""
     return number * 2_654_435_761 % 2**32

@@ -1,4 +1,4 @@
-"""Fitting one way to mix on each half of a text, and judging it on the other."""
+"""Fitting a candidate (settings of one kind) on each half of a text, and judging it on the other half."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,41 +31,47 @@ from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
 Fit = Callable[[GridEvidence], KNNSettings]
+"""Fits settings to the evidence of some tokens."""
 Mix = Callable[[KNNSettings, Tensor], Mixed]
-"""Judges settings by some tokens, given by their indices."""
+"""Computes the mixture with these settings at tokens with these indices, int64, shape (m,)."""
 E = TypeVar("E", GridEvidence, DomainEvidence)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A fitted and judged way to mix."""
+    """Fitted settings of one kind, with their held-out perplexity."""
 
     name: str
+    """Kind of the settings, for example ``fixed`` or ``bins 8 + n-grams``."""
     settings: KNNSettings
-    """Fitted on all documents."""
+    """Settings that were fitted on all documents."""
     held_out: Interval
     """Perplexity of all tokens, each by settings that were fitted on the other half of the documents."""
     lam: float
     """Mean λ over the tokens."""
     change: Interval
-    """Its perplexity divided by that of the model alone."""
+    """`held_out` divided by the perplexity of the model alone."""
     log_probs: Tensor = field(repr=False, compare=False)
-    """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
+    """log p of every token, by settings that were fitted on the other half, float32, shape (n,)."""
     by_half: tuple[KNNSettings, KNNSettings]
-    """The settings that were fitted on the first half, and on the second."""
+    """The settings that were fitted on the first half, and on the second half."""
 
 
 def find_best_candidate(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the lowest held-out perplexity."""
+    """Return the candidate with the lowest held-out perplexity; at least one candidate is needed."""
     return min(candidates, key=lambda candidate: candidate.held_out.ppl)
 
 
 class Trial:
-    """Fits candidates on each half of a text and judges them on the other.
+    """Fits candidates on each half of a text, and judges them on the other half.
 
     Args:
         scored: the text.
-        ngrams: True to try n-grams, if the text was scored with them, and own n-grams with a cache.
+        ngrams: True to try n-grams of the store, if the text was scored with them, and the text's own n-grams
+            together with a continuous cache.
+
+    Raises:
+        InputError: the text is too short to fit to.
     """
 
     def __init__(self, scored: ScoredText, *, ngrams: bool = True) -> None:
@@ -79,7 +85,14 @@ class Trial:
     def fit_candidate(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
     ) -> Candidate:
-        """Fit a candidate on evidence of tokens, and judge it by `ScoredText.log_probs` or by `mix`."""
+        """Fit a candidate on each half and on the whole text, and judge it on the halves.
+
+        Args:
+            name: name of the candidate.
+            fit: fits the settings; called three times.
+            evidence: evidence of the whole text.
+            mix: computes the mixture with fitted settings; default is `ScoredText.log_probs`.
+        """
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
         by_half = fit(evidence.only(self.first_half)), fit(evidence.only(~self.first_half))
         for settings, judged in zip(by_half, (~self.first_half, self.first_half), strict=True):
@@ -89,7 +102,10 @@ class Trial:
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
     def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
-        """Return the perplexity of keys fitted by `fit`, with n-grams and a cache on top."""
+        """Return the held-out perplexity of keys fitted by `fit`, mixed with n-grams and a continuous cache.
+
+        N-grams and cache are left out if they are not tried.
+        """
         if self._ngrams is not None:
             fit = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fit)
         below = self.fit_candidate("keys", fit, evidence).log_probs
@@ -101,7 +117,10 @@ class Trial:
 
     @cached_property
     def _others(self) -> dict[str, Fitting]:
-        """Components that are fitted on top of keys and n-grams, in order, by name; empty without keys."""
+        """Fits of the components that are mixed after keys and n-grams, in this order, by name.
+
+        Empty if the text was scored without target tokens.
+        """
         scored = self._scored
         if scored.reading is None:
             return {}
@@ -113,23 +132,30 @@ class Trial:
         return others
 
     def compute_nested_log_probs(self, candidates: Sequence[Candidate]) -> Tensor:
-        """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).
+        """Return log p of every token by the candidate that is best on the other half, float32, shape (n,).
 
-        The lowest of many perplexities is low by luck too; the luck of one half does not help in the other.
+        The lowest of many perplexities is too optimistic, because it is also the luckiest. A choice by one
+        half of the text is judged without this bias on the other half.
         """
         log_probs = torch.empty(len(self._scored))
         for half in (self.first_half, ~self.first_half):
-            sums = [float(one.log_probs[~half].double().sum()) for one in candidates]
+            sums = [float(candidate.log_probs[~half].double().sum()) for candidate in candidates]
             log_probs[half] = candidates[sums.index(max(sums))].log_probs[half]
         return log_probs
 
     def try_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
-        """Try n-grams without the keys, on top of the best candidate, and of the best candidate fitted again.
+        """Try n-grams alone, n-grams mixed over the best candidate, and n-grams fitted together with it.
+
+        Args:
+            candidates: the candidates so far.
+            evidence: evidence for each k or number of probes.
+            fits: the fits of the keys, by the name of their candidates.
 
         Returns:
-            No candidate if no n-grams are tried; the first alone if there is nothing below them.
+            The new candidates; none if n-grams are not tried, and only n-grams alone if `candidates` is
+            empty.
         """
         if self._ngrams is None:
             return []
@@ -145,7 +171,7 @@ class Trial:
     def _find_best_fit(
         self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[GridEvidence]
     ) -> tuple[Candidate, GridEvidence]:
-        """Return the best candidate of some fits with a k of the first search, and its evidence."""
+        """Return the best candidate whose name is in `fits` and whose k was searched, and its evidence."""
         best = find_best_candidate(
             [one for one in candidates if one.name in fits and one.settings.k <= self._scored.k]
         )
@@ -153,7 +179,11 @@ class Trial:
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
 
     def try_other_components(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Try each other component without the store, and on top of the best candidate so far."""
+        """Try each component of `_others` alone, and mixed over the best candidate so far.
+
+        Returns:
+            The new candidates.
+        """
         found = list[Candidate]()
         for name, component in self._others.items():
             found += self._try_on_top([*candidates, *found], name, component)
@@ -162,7 +192,16 @@ class Trial:
     def try_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
     ) -> list[Candidate]:
-        """Try one gate over all components, with the k or probes of the best candidate of `fit`."""
+        """Try one gate over all components, with the k or probes of the best candidate ``fixed``.
+
+        Args:
+            candidates: the candidates so far.
+            evidence: evidence for each k or number of probes.
+            fit: fits the keys before the gate; the fit of the candidate ``fixed``.
+
+        Returns:
+            One candidate; none if the text was scored without target tokens.
+        """
         if self._scored.reading is None:
             return []
         at_its_k = evidence[0]
@@ -176,9 +215,16 @@ class Trial:
     def _try_on_top(
         self, candidates: Sequence[Candidate], part_name: str, component: Fitting
     ) -> list[Candidate]:
-        """Try a component without the store, and on top of the best of some candidates, if there is one."""
+        """Try a component alone, and mixed over the best candidate, if there is one.
 
-        def over(name: str, below: Candidate | None) -> Candidate:
+        Args:
+            candidates: the candidates so far; may be empty.
+            part_name: name of the component.
+            component: fits the component.
+        """
+
+        def fit_over(name: str, below: Candidate | None) -> Candidate:
+            """Fit the component over a candidate, or over the model alone if `below` is None."""
             nothing = KNNSettings(k=1, lam=0)
             settings, by_half = (
                 (nothing, (nothing, nothing)) if below is None else (below.settings, below.by_half)
@@ -196,8 +242,8 @@ class Trial:
             both = settings.with_part(part_name, fitted)
             return Candidate(name, both, held_out, lam, change, log_probs, (one, other))
 
-        alone = over(part_name, None)
+        alone = fit_over(part_name, None)
         if not candidates:
             return [alone]
         best = find_best_candidate(candidates)
-        return [alone, over(f"{best.name} + {part_name}", best)]
+        return [alone, fit_over(f"{best.name} + {part_name}", best)]

@@ -1,4 +1,4 @@
-"""Fitting each part of the settings to what scored text says."""
+"""Fits of each part of the settings, on text that was scored once."""
 
 from knnstore.lm.calibration.fits.domains import MOST_DOMAINS, DomainEvidence, fit_domains
 from knnstore.lm.calibration.fits.gate import fit_gate
