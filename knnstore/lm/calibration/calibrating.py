@@ -38,9 +38,10 @@ from knnstore.progress import Progress
 from knnstore.store import KNNStore, Lineage, Selection
 
 MAX_K = 4096
-"""Largest k of the search. p_kNN over more neighbors was hardly better, see docs/findings.md."""
+"""Largest k that is tried. p_kNN over more neighbors was hardly better, see docs/findings.md."""
 PASS_K = 1024
-"""Neighbors that are kept for each token, for mixers that use them. Of a larger k only p_kNN is kept."""
+"""Number of neighbors that are kept for each token, for mixers that use them. For larger k only p_kNN is
+kept."""
 PROBES = (4, 8, 16, 32, 64)
 """Numbers of probes that are tried in a store with cells; the smallest sufficient number is chosen."""
 
@@ -53,18 +54,19 @@ class Calibration:
 
     comparison: Comparison
     record: CalibrationRecord | None
-    """The saved record; None if nothing was saved, because no candidate beats the model alone, or the
-    settings in force, beyond chance."""
+    """The saved record. None if nothing was saved, because no candidate is better than the model alone, or
+    than the settings in force, beyond chance."""
     scoring_seconds: float
+    """Duration of scoring the text and of all searches, in seconds."""
     fitting_seconds: float
+    """Duration of fitting and of measuring generated text, in seconds."""
     settings: KNNSettings | None = None
-    """The settings that were saved, or that stay in force; None if neither."""
+    """The settings that were saved, or the settings that were kept; None if nothing was saved or kept."""
     kept: bool = False
-    """True if settings that were chosen before stay in force because no candidate beats them beyond
-    chance."""
+    """True if earlier settings stay in force because no candidate is better beyond chance."""
     in_store: int = 0
-    """Number of the documents that are in the store. When one of these is removed, the settings are
-    deleted."""
+    """Number of the documents that are in the store. When one of these documents is removed, the settings
+    are deleted."""
 
 
 def calibrate(
@@ -80,41 +82,47 @@ def calibrate(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Fit all settings on held-out text, and save the best for these domains.
+    """Fit all settings on held-out text, and save the best settings for a selection of domains.
 
-    The model reads the text once. The store is searched with k up to `PASS_K`, then with larger k (or in more
-    and fewer cells), then in each domain. Everything is fitted without another pass; see `compare`.
+    The model scores the text once. The store is searched with k up to `PASS_K`, then with larger k (or with
+    several numbers of probes), then in each domain alone. All candidates are fitted on these results; see
+    `compare`.
 
-    Settings are saved only if their perplexity is below the model's own beyond chance, and below that of the
-    settings in force if somebody chose these. Settings that were fitted to these same documents cannot be
-    judged by them, so they are always replaced.
+    Settings are saved only if their perplexity is lower than that of the model alone beyond chance. If the
+    settings in force were not derived by default, the new settings must be better than these beyond chance
+    too. Saved settings that were fitted to this same text are always replaced, because the text cannot judge
+    them.
 
-    Then the beginnings of some documents are continued. Components that make the text repeat itself count in
-    scoring only; this is also measured for calibrated settings that stay in force. ``lm.knn`` has the saved
-    settings afterwards if it selects the same domains.
+    Then beginnings of some documents are continued, to find components that make generated text repeat
+    itself; these count in scoring only. This is also measured for calibrated settings that stay in force.
+    ``lm.knn`` is set to the saved settings if it selects the same domains.
 
     Args:
-        lm: the model, its store opened for writing.
-        documents: as in `add`: held-out text of the kind that is to be predicted.
-        domains: domains to retrieve from, for which the settings are saved; default is the whole store.
-        stored_tokens: number of tokens of stored documents, chosen at random, that are predicted too, each
-            without its own document in the store; see `choose_stored`. Not for a model that was trained on
-            them. When one of them is removed or replaced, the settings are deleted.
-        max_k: neighbors to search for; smaller numbers are tried as well. A store that has cells visits
-            `PROBES` of them in its place, and keeps the fewest with which the perplexity of keys, n-grams and
-            cache together is at most 0.5 % above the lowest, since time goes with their number.
-        leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
-            Once what is stored of it is removed or replaced, the settings go.
-        networks: True to fit a gate as one more candidate.
-        ngrams: True to try n-grams of the stored text, and with a cache the text's own n-grams.
+        lm: the model; its store is opened for writing.
+        documents: held-out text like the text that will be predicted, in any form that `add` takes.
+        domains: the domains to search, for which the settings are saved; default is the whole store.
+        stored_tokens: number of tokens of stored documents, chosen at random, that are also used. Each of
+            these documents is left out of its own search; see `choose_stored`. Do not use it for a model that
+            was trained on the stored documents. When one of these documents is removed or replaced, the
+            settings are deleted.
+        max_k: largest number of neighbors to try; smaller numbers are tried too. A store with cells tries the
+            numbers of probes in `PROBES` instead, and chooses the smallest number with which the perplexity
+            of keys, n-grams and cache together is at most 0.5 % above the lowest, because each probe takes
+            time.
+        leave_out: True to leave a document that is in the store out of its own search; when the stored
+            document is removed or replaced, the settings are deleted. With False, the document raises an
+            error.
+        networks: True to fit gates as further candidates.
+        ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
-            have; it is then left out. None raises at the first.
-        progress: is told of each batch.
+            have; the document is then left out. With None the first bad document raises an error.
+        progress: receives the number of tokens of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
         ConfigError: `max_k` or `stored_tokens` is out of range.
-        InputError: a document is in the store or cannot be used, or there is too little text.
+        InputError: the store is empty, a document is in the store or cannot be used, there is too little
+            text, or a stored document of the text was removed during the calibration.
     """
     # 1) Check the arguments.
     store, reader = lm.store, lm.reader
@@ -136,10 +144,10 @@ def calibrate(
     started = time.perf_counter()
     current, saved = _resolve_usable(store, selection), find_saved_settings(store, selection)
     if saved is not None and text.is_known_to(saved.fitted_on):
-        current = None  # what it has learned by heart would pass for quality
+        current = None  # the text cannot judge settings that were fitted to it
     # 3) Score the text once, and search further for it.
     probes = DEFAULT_PROBES if store.has_cells else None
-    needed = current and current.ngrams  # to judge them, also where no others are tried
+    needed = current and current.ngrams  # to judge the settings in force, also if no n-grams are tried
     counted = needed or (NGramSettings() if ngrams else None)
     scored = score_once(
         store,
@@ -180,8 +188,8 @@ def calibrate(
             )
     elif found.beats_base:
         text.check_stored(store)
-        # A cache counts in scoring only until generated text has been measured: that takes long, and an
-        # error there must not lose the fit.
+        # Until generated text is measured, a cache counts in scoring only. The settings are saved before,
+        # because the measurement takes long, and an error in it must not lose the fit.
         settings = replace(found.best.settings, scoring_only=("cache",) if found.best.settings.cache else ())
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -211,7 +219,7 @@ def calibrate(
 
 
 def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None:
-    """Return the settings that candidates are compared with; None if their network cannot be used."""
+    """Return the settings in force; None, with a warning in the log, if their network cannot be used."""
     try:
         return resolve(store, KNNSettings(selection=selection))
     except (CorruptWeightsError, FingerprintMismatchError) as error:
@@ -220,7 +228,13 @@ def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None
 
 
 def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
-    """Update the record of settings that were compared again and stay, so that they are not stale.
+    """Update the saved record of settings that were judged again and kept, so that they are not stale.
+
+    Args:
+        store: the store, opened for writing.
+        selection: the selection whose settings were kept.
+        records: number of records that were searched.
+        lineage: the documents that were searched.
 
     Returns:
         False if the settings were not calibrated; then nothing is changed.
@@ -241,25 +255,32 @@ def _measure_generation(
     reached: Mapping[str, Collection[str]],
     progress: Progress | None,
 ) -> tuple[str, ...]:
-    """Find the components of calibrated settings that count in scoring only, and save their names.
+    """Find the components of calibrated settings that count in scoring only, and save and return their names.
 
-    Documents that are not stored are continued. If all are stored, those are continued that leave out the
-    same stored documents as the first. `reached` is `HeldOut.stored`.
+    Beginnings of the documents that leave out no stored document are continued. If all documents leave out
+    some, a group of documents that leave out the same stored documents is used.
+
+    Args:
+        lm: the model.
+        settings: the calibrated settings, with their selection.
+        documents: the text that the settings were fitted to.
+        reached: for the content hash of a document, the content hashes of stored documents to leave out.
+        progress: receives the start and the end of each generation.
     """
     groups = group_by_left_out(documents, reached)
-    members, left = next((one for one in groups if not one[1]), groups[0])
-    begun, apart = [documents[at] for at in members], settings.selection.without(*left)
-    scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=apart), progress)
+    members, excluded = next((group for group in groups if not group[1]), groups[0])
+    begun, narrowed = [documents[index] for index in members], settings.selection.without(*excluded)
+    scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=narrowed), progress)
     domains = settings.selection.domains or ()
     saved = lm.store.settings(domains)
     if saved is not None and saved.calibration is not None:
         query = {**saved.query, "scoring_only": scoring_only}
-        record = {**saved.calibration, "written": [asdict(one) for one in written]}
+        record = {**saved.calibration, "written": [asdict(repetition) for repetition in written]}
         lm.store.save_settings(replace(saved, query=query, calibration=record), domains)
     return scoring_only
 
 
 def _apply_saved_settings(lm: WritingModel, domains: Sequence[str]) -> None:
-    """Set the model's settings to the saved ones if it selects these domains."""
+    """Set ``lm.knn`` to the saved settings if ``lm.knn`` selects exactly these domains."""
     if set(domains) == set(lm.knn.selection.domains or ()):
         lm.knn = resolve(lm.store, KNNSettings(selection=lm.knn.selection))

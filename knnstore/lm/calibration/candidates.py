@@ -1,14 +1,14 @@
-"""Comparing every k, T, λ and mixer on held-out text, each judged by what it was not fitted on.
+"""Comparing candidates (`compare`): every k, T, λ and mixer is fitted and judged on held-out text.
 
-Two-fold cross-fitting: every candidate is fitted on each half of the documents and judged on the other, so
-that each token is judged by settings that never saw its document; the one with the lowest perplexity is then
-fitted on all of them. The lowest of many is low by luck too, so what is expected of it is judged once more:
-each half by the candidate that is the best one on the other. Intervals are over documents, since tokens of
-one document are not independent.
+The method is two-fold cross-fitting. Every candidate is fitted on each half of the documents and judged on
+the other half, so the settings that judge a token were not fitted on its document. The candidate with the
+lowest perplexity is then fitted on all documents. The lowest of many perplexities is too optimistic. So the
+expected perplexity is computed from each half by the candidate that is best on the other half. Intervals are
+over documents, because tokens of one document are not independent.
 
-How many cells are visited is chosen first: with each number a fixed λ is fitted, and n-grams and a continuous
-cache on top. The fewest are taken with which the perplexity of all that is at most `WORTH_PROBES` times the
-lowest; all candidates visit these.
+In a store with cells, the number of probes is chosen first. For each number a fixed λ, n-grams and a
+continuous cache are fitted. The smallest number is chosen whose perplexity is at most `WORTH_PROBES` times
+the lowest perplexity. All candidates use this number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,8 @@ from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
 WORTH_PROBES = 1.005
-"""Each cell costs time, so the fewest are chosen whose perplexity is at most this factor above the lowest."""
+"""Each probe costs time, so the fewest probes are chosen whose perplexity is at most the lowest times
+this."""
 
 BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
@@ -50,8 +51,8 @@ BIN_FITS: dict[str, Fit] = {
     "bins 8x8 + T": partial(fit_bins, distance_bins=8, confidence_bins=8, temperatures=True),
     "bins 16x16 + T": partial(fit_bins, distance_bins=16, confidence_bins=16, temperatures=True),
 }
-"""Bins of the nearest distance, times bins of the model's confidence, and with T of its own in each where
-``+ T``."""
+"""Fits of bins, by name: the number of bins of the nearest distance, times bins of the model's confidence;
+``+ T`` also fits T in each bin."""
 
 
 class FittableMixer(Protocol):
@@ -62,35 +63,34 @@ class FittableMixer(Protocol):
         """Fit the mixer, with the k or the number of probes of the evidence.
 
         Args:
-            evidence: p_LM and p_kNN of the tokens to fit on. With n-grams in use, both are those
-                of mixtures with them.
-            scored: the text, for whatever else the mixer looks at; ``evidence.tokens`` are the indices of the
-                tokens in it.
+            evidence: p_LM and p_kNN of the tokens to fit on. If n-grams are used, both are already mixed
+                with n-grams.
+            scored: the text, for other features; ``evidence.tokens`` has the indices of the tokens in it.
 
         Returns:
-            ``evidence.settings(temperature, mixer)``; None if the mixer does not go with the text, for
-            example with sums over cells or with inner products.
+            ``evidence.settings(temperature, mixer)``; None if the mixer cannot be used with this text, for
+            example because it needs single neighbors or squared distances.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All candidates on one text."""
+    """The result of `compare`: all candidates on one text."""
 
     documents: int
     tokens: int
     base: Interval
     """The model alone."""
     candidates: tuple[Candidate, ...]
-    """In this order: with keys, a fixed λ with each k and the other mixers; n-grams without the keys and on
-    top of the best of these; a continuous cache without the store and on top of the best so far; the same for
-    each component of another package; one gate over all components."""
+    """In this order: keys alone, with a fixed λ for each k and with the other mixers; n-grams alone, and
+    mixed over the best candidate so far; the continuous cache alone, and mixed over the best so far; the same
+    for each component of another package; one gate over all components."""
     current: Candidate | None
-    """The settings in force before, not fitted again. If their k was not searched, they have the k of the
-    first search. None if there are none, or if they cannot be judged."""
+    """The settings that were in force before, not fitted again. If their k was not searched, they are judged
+    with the k of the first search. None if no settings were given, or if they cannot be judged."""
     expected: Interval
-    """Expected perplexity of the best: each half is judged by the candidate that is best on the other
-    half."""
+    """Expected perplexity of the best candidate: each half of the text is judged by the candidate that is
+    best on the other half."""
     change: Interval
     """Expected perplexity divided by that of the model alone."""
     gain: Interval | None
@@ -110,12 +110,12 @@ class Comparison:
 
     @property
     def beats_base(self) -> bool:
-        """True if the best candidate is better than the model alone, beyond chance."""
+        """True if the 95 % interval of `change` is below 1: better than the model alone beyond chance."""
         return self.change.high < 1
 
     @property
     def beats_current(self) -> bool:
-        """True if the best candidate is better than the settings in force, if any, beyond chance."""
+        """True if the 95 % interval of `gain` is below 1, or if no settings in force were judged."""
         return self.gain is None or self.gain.high < 1
 
 
@@ -129,21 +129,21 @@ def compare(
     networks: bool = False,
     ngrams: bool = True,
 ) -> Comparison:
-    """Fit every candidate and judge it on documents that it was not fitted on.
+    """Fit every candidate, and judge it on documents that it was not fitted on.
 
     Args:
-        scored: held-out text.
-        current: settings to compare the candidates with.
-        fits: fits to try in addition to a fixed λ, with the best k of that; None tries bins and the mixers of
-            other packages, see `FittableMixer`.
-        wide: evidence for larger k. A fixed λ is fitted to it, and bins too if that is better than with the k
-            of the first search.
-        domains: evidence for a weight of each domain; None fits no such weights.
-        networks: True to fit a gate, which takes most of the time.
+        scored: held-out text that was scored once.
+        current: settings to compare the candidates with; None for no comparison.
+        fits: fits of the keys by name, tried with the k that is best for a fixed λ. None tries bins, and the
+            mixers of other packages (see `FittableMixer`).
+        wide: evidence for larger k. A fixed λ is fitted for each k; bins are fitted too if the best of these
+            is better than with the k of the first search.
+        domains: evidence for a weight of each domain; None tries no weights of domains.
+        networks: True to fit gates, which takes most of the time.
         ngrams: True to try n-grams, see `Trial`.
 
     Raises:
-        InputError: there is too little text, or nothing was found.
+        InputError: the text is too short, or neither a neighbor nor an n-gram was found for any token.
     """
     trial = Trial(scored, ngrams=ngrams)
     if not scored.is_anything_found:
@@ -181,14 +181,15 @@ def compare(
 
 
 class _KeyCandidates(NamedTuple):
-    """Candidates of the keys alone."""
+    """The candidates that use only the keys."""
 
     candidates: list[Candidate]
     evidence: list[GridEvidence]
     """Evidence for each k, or for the chosen number of probes."""
     at_best_k: GridEvidence
+    """The evidence for which a fixed λ is best."""
     fits: Mapping[str, Fit]
-    """The fits that were tried, by name."""
+    """The fits that were tried, by the name of the candidate."""
     by_probes: Mapping[int, float]
     """See `Comparison.probes`."""
 
@@ -201,7 +202,7 @@ def _fit_key_candidates(
     *,
     networks: bool,
 ) -> _KeyCandidates:
-    """Fit a fixed λ with each k, and the other mixers; see `compare`."""
+    """Fit a fixed λ for each k, or choose the number of probes, and fit the other mixers; see `compare`."""
     by_probes: dict[int, float] = {}
     if scored.visited:
         every = {of.probes: of for of in evidence_of_cells(scored) if of.probes}
@@ -230,7 +231,7 @@ def _fit_key_candidates(
 
 
 def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
-    """Return the fits of the mixers of other packages that go with a text, by name."""
+    """Return the fits of other packages' mixers that can be used with a text, by name. Runs each fit once."""
     fits: dict[str, Any] = {
         name: partial(mixer.fit, scored=scored)
         for name, mixer in other_mixers().items()
@@ -240,7 +241,7 @@ def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> 
 
 
 def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list[str]:
-    """Return the components of other packages with which a text was not scored, or with other weights."""
+    """Return the components in use that a text was scored without, or with other trained weights."""
     return [
         name
         for name, values in settings.others.items()
@@ -249,7 +250,11 @@ def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list
 
 
 def choose_probes(perplexities: Mapping[int, float]) -> int:
-    """Return the fewest probes with which perplexity is at most `WORTH_PROBES` times the lowest."""
+    """Return the smallest number of probes whose perplexity is at most `WORTH_PROBES` times the lowest.
+
+    Args:
+        perplexities: perplexity by number of probes, at least one.
+    """
     enough = min(perplexities.values()) * WORTH_PROBES
     return min(probes for probes, ppl in perplexities.items() if ppl <= enough)
 
@@ -260,7 +265,18 @@ def _make_judgeable(
     wide: Sequence[WideEvidence],
     domains: DomainEvidence | None,
 ) -> tuple[KNNSettings | None, Mix]:
-    """Return settings in a form that can be judged without a search, and the judge; None if they cannot."""
+    """Convert settings in force to settings that can be judged without another search.
+
+    Args:
+        current: the settings in force.
+        scored: the text.
+        wide: evidence for larger k.
+        domains: evidence for a weight of each domain.
+
+    Returns:
+        The settings, with a k that was searched, or None if they cannot be judged; and the function that
+        computes the mixture with them.
+    """
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):
         named = {name for one in searches for name in one.domains or ()}
@@ -280,7 +296,7 @@ def _make_judgeable(
 
 
 def list_ks(largest: int) -> list[int]:
-    """Return the largest k and its quotients by `_K_STEP`, `_K_STEP`², …, ascending."""
+    """Return `largest` and its quotients by 4, 16, 64, …, as far as they are at least 4, ascending."""
     ks = [largest]
     while ks[0] // _K_STEP >= _K_STEP:
         ks.insert(0, ks[0] // _K_STEP)

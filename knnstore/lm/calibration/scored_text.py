@@ -1,4 +1,4 @@
-"""Held-out text after one pass of model and search: all that settings are fitted and judged by."""
+"""Held-out text after one pass of model and search (`ScoredText`); settings are fitted and judged on it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,30 +40,30 @@ from knnstore.store import Reader, Selection
 
 _NGRAMS = NGramSettings()
 OWN_ORDER = 5
-"""Tokens of the longest own n-grams of a text."""
+"""Number of tokens of the longest n-grams that are counted in the text itself."""
 
 
 class _EveryMixer(FixedLambda):
-    """Stands for all mixers that will be fitted: the search keeps everything that one may look at."""
+    """A mixer in place of all mixers that will be fitted: the search keeps the evidence for all of them."""
 
     needs_nearest_only = False
 
 
 class Mixed(NamedTuple):
-    """The mixture at n tokens."""
+    """Log-probabilities of n target tokens in a mixture, with λ."""
 
     log_probs: Tensor
     """log p of each token, float32, shape (n,)."""
     lam: Tensor
-    """λ in force, 0 where nothing was found: float32, shape (n,)."""
+    """λ of each token, 0 if nothing was found, float32, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """n tokens with k neighbors each; no model and no search is needed any more.
+    """n scored tokens with k neighbors each. Neither the model nor the store is needed any more.
 
-    5 bytes a neighbor and 4 a component of a key: 50,000 tokens with 1,024 neighbors take 256 MB, their
-    keys of 288 components 58 MB.
+    A neighbor takes 5 bytes, and a component of a key 4 bytes: 50,000 tokens with 1,024 neighbors take 256
+    MB, and their keys of 288 components 58 MB.
     """
 
     lm_log_probs: Tensor
@@ -71,17 +71,18 @@ class ScoredText:
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
     evidence: Evidence
-    """Findings of one search and of all other components, own n-grams among them, in target form."""
+    """Results of one search and of all other components, own n-grams included, in target form."""
     targets: Tensor | None = None
-    """The tokens themselves, int64, shape (n,); None if only neighbors are weighed."""
+    """The target tokens, int64, shape (n,); None if no component besides the keys is used."""
     metric: Metric | str = Metric.L2
-    """Measure of distances between keys."""
+    """``l2`` or ``ip``."""
     fitted_for: Mapping[str, Any] | None = None
-    """Store and model for which weights are fitted on this text; see `described`."""
+    """Metadata of networks that are fitted on this text: the store's model and keys, see `described`."""
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings with which components of other packages were looked up, by name."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)
-    """p_kNN over the probed cells, by their number; the evidence then has only the nearest records."""
+    """p_kNN over all records of the probed cells, by the number of probes; the evidence then has only the
+    nearest records. Empty without cells."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -96,14 +97,14 @@ class ScoredText:
 
     @property
     def sums(self) -> NeighborSums:
-        """The neighbors of each token, with whether each has the token."""
+        """The neighbors of each token, with hits."""
         (sums,) = self.evidence.searches
         assert isinstance(sums, NeighborSums)
         return sums
 
     @property
     def distances(self) -> Tensor:
-        """Distances to the neighbors, float32, shape (n, k), ascending, +inf where one is missing."""
+        """Distances to the neighbors, float32, shape (n, k), ascending; +inf if a neighbor is missing."""
         return self.sums.distances
 
     @property
@@ -113,16 +114,21 @@ class ScoredText:
 
     @property
     def k(self) -> int:
-        """Neighbors of each token."""
+        """Number of neighbors of each token, missing ones included."""
         return self.distances.shape[1]
 
     def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Divide the indices of all tokens, or of those given, to weigh with k neighbors each."""
+        """Split token indices into chunks that bound memory when k neighbors of each token are weighted.
+
+        Args:
+            k: number of neighbors, >= 1.
+            tokens: indices, int64, shape (m,); default all tokens.
+        """
         every = torch.arange(len(self)) if tokens is None else tokens
         return torch.split(every, max(1, CHUNK_VALUES // k))
 
     def chunks_for(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Divide the indices of tokens to mix as settings say."""
+        """Split token indices into chunks that bound memory when settings are applied; see `chunks`."""
         k = self.k if settings.probes else settings.k
         return self.chunks(max(k, settings.cache.size if settings.cache else 1), tokens)
 
@@ -138,7 +144,12 @@ class ScoredText:
         return self.distances[:, 0].isfinite().nonzero()[:, 0]
 
     def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
-        """Return the evidence of some tokens, given by their indices, with k or probes of the settings."""
+        """Return the evidence of tokens for settings, with their k or probes and the size of their cache.
+
+        Args:
+            settings: settings with a k of at most `k`, or probes that are in `visited`.
+            tokens: indices, int64, shape (m,).
+        """
         search: TokenSums = self.sums.nearest(settings.k)
         if settings.probes is not None:
             search = replace(self.visited[settings.probes], nearest=self.sums)
@@ -149,16 +160,19 @@ class ScoredText:
         return replace(evidence, found={**evidence.found, RecentText.name: recent})
 
     def targets_for(self, tokens: Tensor) -> Tensor:
-        """Return some of the tokens; arbitrary numbers where `targets` are unknown: nothing reads them."""
+        """Return the target tokens at these indices; the indices themselves if `targets` is None.
+
+        Without targets no component reads the result.
+        """
         return tokens if self.targets is None else self.targets[tokens]
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
-        """Mix as `settings` say; their selection does not count.
+        """Compute log p of target tokens in the mixture of settings; their selection is ignored.
 
         Args:
-            settings: with a k of at most that of the pass or with probes that are known, and a mixer that
-                searches once.
-            tokens: indices, int64, shape (m,), each of which has an entry in what is returned; default all.
+            settings: settings with a k of at most `k`, or probes that are in `visited`, and a mixer with one
+                search.
+            tokens: indices of the tokens, int64, shape (m,); default all tokens.
         """
         parts = []
         for chunk in self.chunks_for(settings, tokens):
@@ -180,9 +194,18 @@ def score_once(
     left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> ScoredText:
-    """Run the model and one search over every token of held-out documents; see `score_held_out`.
+    """Run the model and one search for every token of held-out documents, and keep the evidence.
 
-    With probes the k nearest are those in the probed cells, and there are `DISTINCT_AMONG`.
+    Args:
+        store: the store.
+        reader: tokenizes the documents and runs the model.
+        documents: the documents.
+        k: number of neighbors to keep for each token. With probes, `DISTINCT_AMONG` are kept instead.
+        selection: the documents to search.
+        probes: number of probed cells; None searches for the k nearest records.
+        ngrams: settings of n-grams, of which the order is used; None scores without n-grams.
+        left_out: see `score_held_out`.
+        progress: receives the number of scored tokens.
     """
     if probes is not None:
         k = DISTINCT_AMONG
@@ -220,8 +243,11 @@ def _choose_other_components(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the settings with which components of other packages are scored, by name.
 
-    If documents are left out of retrieval (`is_left_out`), components that were trained on stored documents
-    are not scored, since they cannot leave out any.
+    Args:
+        store: the store.
+        selection: the documents to search.
+        is_left_out: True if stored documents are left out of searches. Then components that were trained on
+            stored documents are not scored, because they cannot leave out a document.
     """
     chosen = {}
     for name, component in other_components().items():

@@ -1,14 +1,14 @@
 """Find the components that make generated text repeat itself, so that they count in scoring only.
 
-Settings are fitted to text of people. On generated text they may give too much weight to recent tokens. So
-this module continues beginnings of held-out documents greedily, and leaves out
+Settings are fitted to text that people wrote. On generated text they may give too much weight to recent
+tokens. So this module continues beginnings of held-out documents greedily, and leaves out of generation
 
-- the cache, if text repeats itself more with the cache than without it (a small model alone repeats itself
-  anyway, so it cannot be the only measure);
-- then further components, while text repeats itself more than the text of the model alone; the cache goes
-  first. If all components are left out, the model generates alone.
+1. the cache, if generated text repeats itself more with the cache than without it, or more than text of the
+   model alone (a small model repeats itself a lot, so the second comparison is not enough);
+2. further components, one after another, while generated text repeats itself more than text of the model
+   alone. If all components are left out, the model generates alone.
 
-Texts repeat themselves more if the mean share of repeated bigrams or of repeated 4-grams is larger.
+Texts repeat themselves more if the mean share of repeated bigrams, or of repeated 4-grams, is larger.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,9 @@ from knnstore.lm.settings import KNNSettings, Repetition, WritingModel
 from knnstore.progress import Progress
 
 PROMPTS = 64
-"""Largest number of beginnings; they are continued in one batch."""
+"""Largest number of beginnings; all are continued in one batch."""
 LEAST_PROMPTS = 8
+"""Least number of beginnings; with fewer, repetition is not measured."""
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
 """Tokens of a beginning and of its continuation; both are smaller if the model's window is short."""
 _LONGEST_NGRAM = 4
@@ -40,7 +41,7 @@ class Repeated(NamedTuple):
     bigrams: NDArray[np.float64]
     """Share of a text's bigrams that occur earlier in the text."""
     four_grams: NDArray[np.float64]
-    """Share of its 4-grams that occur earlier in the text."""
+    """Share of a text's 4-grams that occur earlier in the text."""
 
     @classmethod
     def from_texts(cls, texts: Sequence[Sequence[int]]) -> Self:
@@ -51,18 +52,23 @@ class Repeated(NamedTuple):
         )
 
     def means(self, of: str) -> Repetition:
-        """Return the means over the texts, in the form that is saved with calibrated settings."""
+        """Return the means over the texts; `of` is the source of the texts, see `Repetition.of`."""
         return Repetition(
             of, float(1 - self.bigrams.mean()), float(self.four_grams.mean()), len(self.four_grams)
         )
 
     def is_more_than(self, other: "Repeated") -> bool:
-        """Check whether these texts repeat themselves more on average than others of the same prompts."""
+        """Check whether these texts repeat themselves more than others: a larger mean of either share."""
         return any(ours.mean() > theirs.mean() for ours, theirs in zip(self, other, strict=True))
 
 
 def _compute_repeated_share(text: Sequence[int], length: int) -> float:
-    """Return the share of a text's n-grams of a length that occur earlier in the text."""
+    """Return the share of a text's n-grams that occur earlier in the text.
+
+    Args:
+        text: tokens, at least `length`.
+        length: number of tokens of an n-gram.
+    """
     ngrams = list(zip(*(text[first:] for first in range(length)), strict=False))
     return 1 - len(set(ngrams)) / len(ngrams)
 
@@ -72,15 +78,18 @@ class Beginnings:
     """Beginnings of documents, as prompts for continuations."""
 
     prompts: NDArray[np.int64]
-    """Tokens of the beginnings, after the token that begins a document, int64, shape (n, t)."""
+    """Tokens of the beginnings, each after the prefix token of documents, if any, int64, shape (n, t)."""
     ends: list[list[int]]
-    """The documents' own continuations, of documents that are long enough."""
+    """The real continuations, `new` tokens each, of the beginnings whose documents are long enough."""
     new: int
-    """Number of tokens of a continuation."""
+    """Number of tokens to generate for a continuation."""
 
     @classmethod
     def from_documents(cls, reader: TextReader, documents: Sequence[TextDocument]) -> Self:
-        """Take up to `PROMPTS` parts of documents: beginnings first, then later parts of long documents."""
+        """Cut up to `PROMPTS` prompts from documents: beginnings first, then later parts of long documents.
+
+        Documents that are shorter than a prompt are left out.
+        """
         length = min(PROMPT_TOKENS, reader.max_length // 4)
         new = min(NEW_TOKENS, reader.max_length - length - 1)
         parts = [
@@ -95,7 +104,10 @@ class Beginnings:
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
     def generate(self, lm: WritingModel, settings: KNNSettings) -> list[list[int]]:
-        """Continue each beginning greedily by `new` tokens; tokens that end a text are not generated."""
+        """Continue each beginning greedily, and return the `new` generated tokens of each.
+
+        EOS tokens are not generated, so that all continuations have the same length.
+        """
         prompts = torch.from_numpy(self.prompts).to(lm.reader.encoder.model.device)
         texts = lm.generate(
             prompts,
@@ -117,17 +129,18 @@ def find_scoring_only(
     settings: KNNSettings,
     progress: Progress | None = None,
 ) -> tuple[tuple[str, ...], tuple[Repetition, ...]]:
-    """Find the components of settings that shall count in scoring only.
+    """Find the components of settings that make generated text repeat itself; see the module.
 
     Args:
         lm: the model that generates.
-        documents: documents from which it does not retrieve. If they have fewer than `LEAST_PROMPTS`
-            beginnings, nothing is measured and a cache is left out.
+        documents: documents whose beginnings are continued; the selection of `settings` must exclude them. If
+            they have fewer than `LEAST_PROMPTS` beginnings, nothing is measured, and the cache is returned.
         settings: the settings in force, with their selection.
         progress: receives the start and the end of each generation.
 
     Returns:
-        The names of the components, all of them if the model shall generate alone; and the measurements.
+        The names of the components that must count in scoring only, all of them if the model must generate
+        alone; and the measured repetition of each generation.
     """
     settings = replace(settings, scoring_only=())
     components = settings.components
@@ -139,6 +152,7 @@ def find_scoring_only(
     rows = [Repeated.from_texts(begun.ends).means("text")] if begun.ends else []
 
     def measure(name: str, settings: KNNSettings) -> Repeated:
+        """Generate with these settings, and append the result to `rows`."""
         progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
         repeated = Repeated.from_texts(begun.generate(lm, settings))
         progress.finish()
@@ -158,10 +172,10 @@ def find_scoring_only(
             out, current = cache, without
     # 3) Leave out the component whose absence helps most, until the model alone repeats itself as much.
     while current.is_more_than(alone):
-        left = [name for name in components if name not in out]
-        if len(left) == 1:
+        remaining = [name for name in components if name not in out]
+        if len(remaining) == 1:
             return components, tuple(rows)
-        tried = {name: measure_without(*out, name) for name in left}
-        best = min(left, key=lambda name: tried[name].four_grams.mean())
+        tried = {name: measure_without(*out, name) for name in remaining}
+        best = min(remaining, key=lambda name: tried[name].four_grams.mean())
         out, current = (*out, best), tried[best]
     return out, tuple(rows)

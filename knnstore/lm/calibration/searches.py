@@ -1,7 +1,7 @@
-"""Further searches for a scored text: with larger k, in more cells, and in each domain alone.
+"""Further searches for a scored text (`FurtherSearches`): with larger k, in cells, and in each domain alone.
 
-Only p_kNN of the target token is kept, at the temperatures of a grid, so that memory does not grow with the
-number of records.
+Only p_kNN of the target token is kept, at each temperature of a grid, so memory does not grow with the number
+of records.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,10 +40,16 @@ _FIRST_QUERIES = 64
 
 @dataclass(frozen=True, slots=True)
 class FurtherSearches:
-    """Searches for the tokens of a scored text, without another pass of the model.
+    """Searches the store for the tokens of a scored text, without running the model again.
 
-    `documents` are those of the scored text. `left_out` maps content hashes of documents to the stored
-    documents that they do not retrieve from; see `HeldOut.stored`.
+    Args:
+        store: the store.
+        scored: the text, with target tokens and keys.
+        documents: the documents of the scored text.
+        selection: the documents to search.
+        left_out: for the content hash of a document, the content hashes of stored documents that are left out
+            of its search; see `HeldOut.stored`.
+        progress: receives the number of searched tokens.
     """
 
     store: Reader
@@ -54,7 +60,11 @@ class FurtherSearches:
     progress: Progress | None = None
 
     def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
-        """Search once with the largest of several k, ascending, and return the evidence for each k."""
+        """Search once with the largest k, and return the evidence for each k.
+
+        Args:
+            ks: numbers of neighbors, ascending.
+        """
         parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
         return [
             WideEvidence(of, self.scored.lm_log_probs) for of in compute_grid_evidence(self.scored, ks, parts)
@@ -64,14 +74,20 @@ class FurtherSearches:
         """Return p_kNN of every token over all records of the probed cells, by the number of probes.
 
         Args:
-            probes: numbers of cells, ascending.
+            probes: numbers of probed cells for each query, ascending.
         """
         title = f"searching {probes[-1]:,} cells"
         found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
-        """Search each domain alone, for k neighbors or in a number of cells; all domains are selected."""
+        """Search each domain alone, and return p_kNN of every token in each domain.
+
+        Args:
+            domains: names of the domains, all in the selection.
+            k: number of neighbors.
+            probes: number of probed cells; None searches for k neighbors.
+        """
         scored, temperatures = self.scored, choose_temperatures(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
         apart = []
@@ -88,14 +104,24 @@ class FurtherSearches:
                 )[0]
                 found.found[tokens] = True
             apart.append(found)
-        knn = torch.stack([one.knn.where(one.found[:, None], lm[:, None]) for one in apart])
-        everywhere = torch.stack([one.found for one in apart])
-        return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm, probes)
+        knn = torch.stack([sums.knn.where(sums.found[:, None], lm[:, None]) for sums in apart])
+        is_found = torch.stack([sums.found for sums in apart])
+        return DomainEvidence(k, tuple(domains), temperatures, knn, is_found, lm, probes)
 
     def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
-        """Sum over the cells nearest to every token, for each number of probes, ascending."""
+        """Sum over the records of the cells nearest to each token's key.
+
+        Args:
+            probes: numbers of probed cells, ascending.
+            title: title of the progress.
+            selection: the documents to search.
+            temperatures: the temperature grid, shape (m,).
+
+        Returns:
+            p_kNN of every token for each number of probes.
+        """
         found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
         for members, reached in self._group_tokens(title, selection):
             left = members
@@ -115,15 +141,16 @@ class FurtherSearches:
         return found
 
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
+        """Probe cells for the tokens with these indices, int64, shape (q,)."""
         keys, targets = self._document_keys.keys[tokens].numpy(), self._document_keys.targets[tokens]
         settings = KNNSettings(selection=selection, probes=probes)
         return sum_cells(self.store, keys, targets, settings)
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, NeighborSums]]:
-        """Search k neighbors of each token, in chunks.
+        """Search the k nearest records for each token, in chunks.
 
-        Yields the indices of the tokens that have a neighbor, and their neighbors; hits mark the neighbors
-        with the target token.
+        Yields:
+            The indices of the tokens with a neighbor, int64, shape (q,), and their neighbors, with hits.
         """
         reading = self._document_keys
         for members, reached in self._group_tokens(title, selection):
@@ -140,20 +167,27 @@ class FurtherSearches:
 
     @property
     def _document_keys(self) -> DocumentKeys:
+        """The keys of the text's tokens."""
         assert self.scored.reading is not None
         return self.scored.reading
 
     @property
     def _progress_bar(self) -> Progress:
+        """The progress, or a silent one if it is None."""
         return self.progress or Progress()
 
     def _group_tokens(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
-        """Start the progress; return groups of token indices with the selection that each retrieves from."""
+        """Start the progress, and group the tokens by the documents that their searches leave out.
+
+        Returns:
+            For each group the indices of its tokens, int64, and `selection` without the documents to leave
+            out.
+        """
         documents = self.scored.documents
         self._progress_bar.start(title, total=len(documents))
         return [
-            (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*left))
-            for members, left in group_by_left_out(self.documents, self.left_out)
+            (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*excluded))
+            for members, excluded in group_by_left_out(self.documents, self.left_out)
         ]
 
 
@@ -162,12 +196,17 @@ class WideEvidence:
     """Evidence of a text for settings with a larger k than the first search."""
 
     evidence: GridEvidence
-    """Enough for mixers that use only the nearest distance and the model's confidence."""
+    """Evidence for this k, for mixers that use only the nearest distance and the model's confidence."""
     lm_log_probs: Tensor
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix at the given tokens, shape (m,), by settings with this k; p_kNN is interpolated on the grid."""
+        """Compute the mixture with settings that have this k; p_kNN is interpolated between temperatures.
+
+        Args:
+            settings: settings with the k of the evidence.
+            tokens: indices of tokens of the text, int64, shape (m,).
+        """
         evidence = self.evidence
         _, lam, temperature = settings.mixer.weigh(evidence.nearest, settings.temperature)
         knn = interpolate_on_grid(evidence.knn, evidence.temperatures, temperature)

@@ -10,19 +10,19 @@ from knnstore.lm.settings.repetition import Repetition
 from knnstore.store import EVERYTHING, Lineage, Reader, Selection
 
 STALE_GROWTH = 1.25
-"""Settings are stale if the number of records retrieved from has changed by more than this factor."""
+"""Settings are stale if the number of searched records has changed by more than this factor."""
 STALE_GONE = 0.2
 """Settings are stale if more than this share of the documents was removed or replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """A record of the calibration that found the saved settings."""
+    """A record of the calibration that found saved settings, saved together with them."""
 
     date: str
-    """ISO 8601, UTC."""
+    """Date and time of the calibration, ISO 8601, UTC."""
     mixer: str
-    """Name of the candidate."""
+    """Name of the chosen candidate; see `Candidate.name`."""
     documents: int
     tokens: int
     """Number of tokens of the held-out text; `documents` is the number of its documents."""
@@ -31,15 +31,15 @@ class CalibrationRecord:
     revision: int
     """Revision of the store at the calibration."""
     records: int
-    """Number of records that were retrieved from, when the settings were found or last compared."""
+    """Number of records that were searched when the settings were found or last compared."""
     base_ppl: float
     knn_ppl: float
-    """Expected perplexity, of documents that were used neither to fit nor to choose; see
-    `Comparison.expected`. `base_ppl` is that of the model alone."""
+    """Expected perplexity on documents that were used neither to fit nor to choose the settings; see
+    `Comparison.expected`. `base_ppl` is the perplexity of the model alone."""
     domains: tuple[str, ...]
     """Domains that the settings were found for; empty for the whole store."""
     stored: Lineage | None = None
-    """The documents that were retrieved from; None in records of earlier versions."""
+    """The documents that were searched; None in records of earlier versions."""
     held_out: tuple[str, ...] = ()
     """Content hashes of the held-out documents, and of stored documents with the same text. The settings are
     deleted when one of these is removed."""
@@ -53,35 +53,45 @@ class CalibrationRecord:
         saved = find_saved_settings(store, selection)
         if saved is None or saved.calibration is None:
             return None
-        known = {one.name for one in fields(cls)}  # an earlier version may have kept more
+        known = {field.name for field in fields(cls)}  # an earlier version may have saved more fields
         values = {name: value for name, value in saved.calibration.items() if name in known}
         stored = Lineage.from_dict(values["stored"]) if values.get("stored") else None
         several = {name: tuple(values.get(name, ())) for name in ("domains", "held_out")}
-        written = tuple(Repetition(**one) for one in values.get("written", ()))
+        written = tuple(Repetition(**repetition) for repetition in values.get("written", ()))
         return cls(**{**values, **several, "stored": stored, "written": written})
 
     def growth(self, store: Reader) -> float:
-        """Return the number of records now, divided by the number at calibration."""
+        """Return the number of records of the domains now, divided by the number at calibration."""
         return count_records(store, self.domains) / self.records
 
     def gone(self, store: Reader) -> float:
-        """Return the share of the documents that were removed or replaced since."""
+        """Return the fraction of the searched documents that were removed or replaced since; 0 if unknown."""
         return store.gone(self.stored) if self.stored else 0.0
 
     def is_stale(self, store: Reader) -> bool:
-        """Check whether the store has changed so much that other settings will be better."""
+        """Check whether the store has changed so much that calibrating again is advisable.
+
+        True if the number of records changed by more than `STALE_GROWTH`, or if more than `STALE_GONE` of the
+        documents were removed or replaced.
+        """
         grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
         return grown or self.gone(store) > STALE_GONE
 
 
 def find_trained_settings(store: Reader, selection: Selection, component: str) -> Mapping[str, Any] | None:
-    """Return the settings of a component that was trained on exactly the selected domains, in use or not.
+    """Return the settings of a component that was trained on exactly the selected domains.
 
-    Without domains in the selection they are those of the whole store. See `SavedSettings.trained`.
+    The component need not be in use. Without domains in the selection, the component must be trained on the
+    whole store. See `SavedSettings.trained`.
+
+    Args:
+        store: the store.
+        selection: the selection.
+        component: name of the component.
 
     Returns:
-        None if it was not trained on these domains, or if the selection is by more than domains: a component
-        that was trained cannot leave out single documents.
+        The settings. None if the component was not trained on these domains, or if the selection excludes one
+        of the documents that it was trained on.
     """
     saved = store.settings(selection.domains or ())
     if saved is None or component not in saved.trained:
@@ -92,6 +102,11 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
 
 
 def count_records(store: Reader, domains: Sequence[str]) -> int:
-    """Count the records of domains, of all if none is named; in a store without keys, count the tokens."""
+    """Return the number of records in domains, or of tokens in a store without keys.
+
+    Args:
+        store: the store.
+        domains: names of domains; empty for all domains. Unknown names count 0.
+    """
     chosen = [domain for domain in store.domains() if not domains or domain.name in domains]
     return sum(domain.tokens if store.is_keyless else domain.records for domain in chosen)

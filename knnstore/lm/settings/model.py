@@ -16,7 +16,7 @@ class ReadingModel(Protocol):
 
     @property
     def store(self) -> Reader:
-        """The store that it retrieves from."""
+        """The store that is searched."""
 
     @property
     def reader(self) -> TextReader:
@@ -28,14 +28,14 @@ class KNNModel(ReadingModel, Protocol):
 
     @property
     def store(self) -> KNNStore:
-        """The store that it retrieves from, in the mode that the caller needs."""
+        """The store that is searched, open for writing if the caller writes to it."""
 
 
 class WritingModel(KNNModel, Protocol):
     """A model with a store that generates text: `KNNLMForCausalLM`."""
 
     generation_config: Any
-    """Its default options of `generate`, a `GenerationConfig`."""
+    """Default options of `generate`, a `GenerationConfig` of transformers."""
 
     def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
         """Generate tokens; see `GenerationMixin.generate`."""
@@ -43,7 +43,7 @@ class WritingModel(KNNModel, Protocol):
 
 @dataclass
 class ReadingParts:
-    """A `ReadingModel` made of its parts."""
+    """A `ReadingModel` that is created from an open store, a reader and settings."""
 
     store: Reader
     reader: TextReader

@@ -2,24 +2,24 @@
 
 The order of precedence, for each field of the settings:
 
-1. What the caller asks for: fields of `KNNSettings` that are set, or values of `Overrides`. A λ (or mixer)
-   that is asked for is the only weight in force: cache, n-grams, gate and components of other packages do not
-   count unless they are asked for too. A cache or n-grams weight that is asked for goes without a gate.
-2. The settings saved for exactly the domains selected.
-3. The settings saved for the whole store. With ``only_selected`` they do not count: other documents shaped
-   them.
-4. The derived default: n-grams in a store without keys; otherwise T and λ from the spread of the store's
+1. The values that the caller sets: fields of `KNNSettings`, or values of `Overrides`. If the caller sets λ or
+   a mixer, this is the only weight in force: cache, n-grams, gate and components of other packages are off
+   unless the caller sets them too. If the caller sets a weight of the cache or of n-grams, the gate is off.
+2. The settings that are saved for exactly the selected domains.
+3. The settings that are saved for the whole store. With ``only_selected`` they are ignored, because they
+   depend on other documents.
+4. The derived default: n-grams in a store without keys; otherwise T and λ from the variance of the store's
    keys, with ``only_selected`` from the keys of the selected domains alone.
 
-Then two rules leave components out:
+Then two rules switch components off:
 
-5. A saved component is left out if it was trained on documents outside the selection, or on documents that
-   are gone. If nothing else is saved, the derived default takes its place.
-6. `Purpose.GENERATION` leaves out the components that count in scoring only. A component counts in
-   generation after all if the caller asks for one of its values.
+5. A saved component is off if it was trained on documents outside the selection, or on documents that were
+   removed. If no other component is saved, the derived default is used.
+6. With `Purpose.GENERATION` the components that count in scoring only are off, except components of which the
+   caller sets a value.
 
-Settings whose network is missing, damaged or fitted for other keys raise an error, unless a λ or mixer is
-asked for: then no network is needed, and the derived default takes the place of the saved settings.
+If a network of the saved settings is missing, damaged or fitted for other keys, an error is raised. If the
+caller sets λ or a mixer, no network is needed, and the derived default replaces the saved settings instead.
 
 This module also has `Resolver` (a cache of resolved settings), `find_saved_settings` (the record that steps
 2 and 3 use), `save_default_settings` and `find_outdated_components`.
@@ -46,11 +46,11 @@ from knnstore.lm.settings.saved import (
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
 
 DEFAULT_PROBES = 16
-"""Cells that a query visits by default, in a store that has cells."""
+"""Default number of probed cells for each query, in a store with cells."""
 
 _DEFAULT_K = 1024
 _DEFAULT_LAMBDA = 0.25
-"""The λ of Khandelwal et al. 2020, used where the distances do not say what is near."""
+"""The λ of Khandelwal et al. 2020, used with inner products, and if all keys are equal."""
 DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
 """Default of a store without keys."""
 _DISTANCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
@@ -81,33 +81,33 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Single values that a command or a request gives in place of the settings in force.
+    """Single values that replace values of the settings in force, for commands and requests.
 
-    `KNNSettings` replaces a whole cache; this changes one value and keeps the others: with
-    ``cache_lam=0.3`` the saved cache keeps its size and temperature. None means that a value is not given.
+    `KNNSettings` replaces the settings of a whole component; `Overrides` can change one value of them: with
+    ``cache_lam=0.3`` the saved cache keeps its size and temperature. None keeps the value in force.
 
     Raises:
         ConfigError: `k`, `probes`, `temperature` or `lam` is out of range, or k is given with probes.
     """
 
     selection: Selection = EVERYTHING
-    """The documents to retrieve from."""
+    """The stored documents to search."""
     k: int | None = None
     probes: int | None = None
-    """0 searches for the k nearest in a store that has cells, too."""
+    """Number of probed cells; 0 searches for the k nearest records, also in a store with cells."""
     temperature: float | None = None
     lam: float | None = None
-    """The only weight in force, unless a cache or n-grams are given too."""
+    """λ of the keys. All other components are then off, unless a value of them is set too."""
     cache_size: int | None = None
-    """0 leaves the cache out."""
+    """0 switches the cache off."""
     cache_temperature: float | None = None
     cache_lam: float | None = None
     ngram_order: int | None = None
-    """0 leaves n-grams out."""
+    """0 switches n-grams off."""
     ngram_lam: float | None = None
     """One λ for all contexts, in place of λ by length."""
     others: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
-    """Settings of components of other packages, by name; None leaves a component out."""
+    """Settings of components of other packages, by name; None switches a component off."""
 
     def __post_init__(self) -> None:
         if self.probes and self.k is not None:
@@ -124,23 +124,24 @@ def resolve(
     only_selected: bool = False,
     default_if_unusable: bool = False,
 ) -> KNNSettings:
-    """Return the settings in force, with no field unset; the module says what takes precedence.
+    """Return the settings in force, with no field unset; see the module for the order of precedence.
 
-    Settings without unset fields are returned without a look at the store.
+    Settings without unset fields are returned without reading the store.
 
     Args:
-        store: where settings are saved, and whose keys the default is derived from.
-        asked: values that the caller sets. ``KNNSettings(selection=...)`` sets only a selection; None stands
-            for the whole store.
-        purpose: use of the settings.
-        only_selected: True to ignore everything that documents outside the selected domains have shaped.
-        default_if_unusable: if a network of the saved settings cannot be used, log a warning and return the
-            derived default, instead of raising an error.
+        store: the store that has saved settings, and from whose keys the default is derived.
+        asked: values that the caller sets. ``KNNSettings(selection=...)`` sets only a selection; None selects
+            the whole store and sets nothing.
+        purpose: scoring or generation.
+        only_selected: True to ignore saved settings and keys that depend on documents outside the selected
+            domains.
+        default_if_unusable: True to log a warning and use the derived default, instead of raising an error,
+            if a network of the saved settings cannot be used.
 
     Raises:
-        CorruptWeightsError: the file of a network that they need is missing or damaged.
-        FingerprintMismatchError: a network that they need was fitted for other keys.
-        ConfigError: `asked` is of another type, or does not go with what is saved.
+        CorruptWeightsError: the file of a network in the saved settings is missing or damaged.
+        FingerprintMismatchError: a network in the saved settings was fitted for other keys.
+        ConfigError: `asked` has another type, or its values are not valid together with the saved settings.
     """
     if asked is None:
         asked = KNNSettings()
@@ -158,9 +159,10 @@ def resolve(
 
 
 class Resolver:
-    """`resolve` for one store, cached: returns the same object until the store's revision changes.
+    """Calls `resolve` for one store, and caches the results until the store's revision changes.
 
-    Rows of a batch that share an object are searched for together. Not safe for several threads.
+    Calls with the same object `asked` get the same result object, so that rows of a batch with the same
+    settings are searched together. Not safe for several threads.
     """
 
     def __init__(self, store: Reader) -> None:
@@ -169,7 +171,7 @@ class Resolver:
         self._latest = OrderedDict()
 
     def __call__(self, asked: KNNSettings, purpose: Purpose) -> KNNSettings:
-        """Return `resolve(store, asked, purpose)`."""
+        """Return ``resolve(store, asked, purpose)``, cached for the same object `asked`."""
         is_complete = isinstance(asked, KNNSettings) and not asked.unset
         if is_complete and (purpose is Purpose.SCORING or not asked.scoring_only):
             return asked
@@ -185,10 +187,17 @@ class Resolver:
 def find_saved_settings(
     store: Reader, selection: Selection = EVERYTHING, *, exact: bool = False
 ) -> SavedSettings | None:
-    """Return what is saved for exactly the domains selected, otherwise for the whole store (steps 2 and 3).
+    """Return the settings saved for exactly the selected domains, else those of the whole store (steps 2, 3).
 
-    None if no settings are saved for either. With `exact` the whole store's do not count for some domains.
-    Settings whose mixer only an earlier version had do not count.
+    Settings whose mixer only an earlier version had are ignored.
+
+    Args:
+        store: the store.
+        selection: the selection; only its domains matter.
+        exact: True to ignore the settings of the whole store if domains are selected.
+
+    Returns:
+        The saved values; None if there are none.
     """
     for domains in (selection.domains or (),) if exact else (selection.domains or (), ()):
         saved = store.settings(domains)
@@ -198,7 +207,7 @@ def find_saved_settings(
 
 
 def save_default_settings(store: KNNStore) -> bool:
-    """Save the derived default, so that documents that are added later do not change it.
+    """Save the derived default for the whole store, so that documents that are added later do not change it.
 
     Returns:
         False if settings are saved for the whole store already; then nothing is changed.
@@ -210,7 +219,7 @@ def save_default_settings(store: KNNStore) -> bool:
 
 
 def find_outdated_components(store: Reader, selection: Selection = EVERYTHING) -> tuple[str, ...]:
-    """Return the names of saved components that step 5 leaves out because their documents are gone."""
+    """Return the names of saved components that are off because their documents were removed (step 5)."""
     saved = find_saved_settings(store, selection)
     components = saved.trained_components() if saved else {}
     return tuple(name for name, values in components.items() if is_outdated(store, values))
@@ -221,23 +230,23 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
 
     Args:
         store: the store.
-        component: settings of the component; False if they name no documents.
+        component: settings of the component. If they name no documents, the result is False.
     """
     lineage = find_traces(component)
     return lineage is not None and store.gone(lineage) > 0
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
-    """Derive settings from the spread of the first keys of a selection (step 4).
+    """Derive default settings from the variance of the first keys of a selection (step 4).
 
     The best temperature grows with the scale of the distances, which differs between models by orders of
     magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the
     variance is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. λ falls with the
-    distance in the same unit, so that text unlike the stored text loses next to nothing. Calibration on
+    distance in the same unit, so that retrieval hardly hurts on text unlike the stored text. Calibration on
     held-out text is better.
 
     Returns:
-        Settings for all documents, whatever the selection; without keys, those of n-grams.
+        Settings whose selection is all documents. In a store without keys they use only n-grams.
     """
     if store.is_keyless:
         return KNNSettings(k=1, lam=0.0, ngrams=DEFAULT_NGRAMS)
@@ -256,7 +265,10 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
 
 
 def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
-    """Replace k, probes, T and λ of complete settings by the values that are given (step 1)."""
+    """Replace k, probes, T and λ of complete settings by the values that `asked` sets (step 1).
+
+    If λ is set, the other components are switched off.
+    """
     values = _select_given(k=asked.k, temperature=asked.temperature, lam=asked.lam)
     if values or asked.probes:
         values["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
@@ -270,7 +282,14 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
 def _load_stored(
     store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
 ) -> KNNSettings:
-    """Return the store's settings for a selection: steps 2 to 5."""
+    """Return the store's settings for a selection: steps 2 to 5.
+
+    Args:
+        store: the store.
+        selection: the selection of the result.
+        only_selected: see `resolve`.
+        default_if_unusable: see `resolve`.
+    """
 
     def derive() -> KNNSettings:
         return derive_default(store, Selection(domains=selection.domains) if only_selected else EVERYTHING)
@@ -301,9 +320,10 @@ def _load_stored(
 
 
 def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSettings | None:
-    """Load the saved settings with their networks; None if none are saved.
+    """Load the saved settings with their networks; return None if no settings are saved.
 
-    They are read a second time if a writer replaced them, and removed their network, after they were read.
+    Another process may replace the settings and remove their network while they are loaded. Then the new
+    settings are loaded.
     """
     saved = find_saved_settings(store, selection, exact=exact)
     if saved is None:
@@ -315,11 +335,11 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
         if again is None or again.query == saved.query:
             raise
         settings = settings_from_dict(again.query, weights_for(store))
-    return replace(settings, unset=frozenset())  # what they do not name, an earlier version did not have
+    return replace(settings, unset=frozenset())  # an earlier version did not have the absent fields
 
 
 def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
-    """Fill the unset fields of settings with those of the store (step 1)."""
+    """Return settings in which the store's values fill the unset fields (step 1)."""
     values = {name: getattr(stored, name) for name in asked.unset}
     if "scoring_only" in values:
         values["scoring_only"] = tuple(
@@ -329,10 +349,15 @@ def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
 
 
 def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
-    """Replace values of the store's settings by those that are given (step 1)."""
+    """Replace values of the store's settings by the values that `asked` sets (step 1).
+
+    Raises:
+        ConfigError: a cache is switched on in a store without keys and without a saved cache, and no
+            temperature is set; or a value is out of range.
+    """
     settings = override_keys(stored, asked)
     cache, ngrams = settings.cache, settings.ngrams
-    # The saved cache and n-grams are changed even if a λ of the keys has left them out.
+    # The saved cache and n-grams are changed even if a λ of the keys has switched them off.
     values = _select_given(size=asked.cache_size, temperature=asked.cache_temperature, lam=asked.cache_lam)
     if asked.cache_size == 0:
         cache = None
@@ -364,9 +389,13 @@ def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool)
 
 
 def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
-    """Leave out what counts in scoring only, if text is generated (step 6); else return the same object."""
+    """Switch off the components that count in scoring only, if the purpose is generation (step 6).
+
+    Otherwise the same object is returned.
+    """
     return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
 
 
 def _select_given(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None, by name."""
     return {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`KNNSettings`: k or probes, temperature, mixer and the settings of all components. Values only."""
+"""`KNNSettings`: k or probes, temperature, mixer and the settings of all components."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _COMPONENTS: dict[str, dict[str, Any]] = {
     "n-grams": {"ngrams": None},
     "keys": {"mixer": FixedLambda(0.0)},
 }
-"""The built-in components, with the values of the fields that switch each off."""
+"""For each built-in component the fields of `KNNSettings`, with the values that switch the component off."""
 
 
 _TEXT_FIELDS = {"cache": "cache", "n-grams": "ngrams"}
@@ -57,33 +57,32 @@ class KNNSettings:
     """
 
     k: int = _UNSET
-    """Number of neighbors of each query, >= 1."""
+    """Number of neighbors that are retrieved for each query, >= 1."""
 
     temperature: float = _UNSET
-    """T > 0, in the unit of the distances; larger gives far neighbors more weight."""
+    """T > 0, in the unit of the distances; a larger T gives far neighbors more weight."""
 
     mixer: Mixer = _UNSET
     """Chooses λ for each query; some mixers scale T too."""
 
     selection: Selection = EVERYTHING
-    """The documents to retrieve from."""
+    """The stored documents to search."""
 
     cache: CacheSettings | None = _UNSET
-    """Settings of the recent-text cache; None switches it off."""
+    """Settings of the continuous cache; None switches it off."""
 
     ngrams: NGramSettings | None = _UNSET
     """Settings of the n-grams of the selected documents; None switches them off."""
 
     gate: JointGate | None = _UNSET
-    """Chooses the weights of all components for each token, in place of their own λ; None uses their own
-    λ."""
+    """Network that chooses the weights of all components for each token. None uses λ of each component."""
 
     probes: int | None = _UNSET
-    """Number of cells of each query, >= 1, in a store with cells: p_kNN sums over all their records, and `k`
-    is not used. None searches for the k nearest there too."""
+    """Number of cells that are probed for each query, >= 1, in a store with cells: p_kNN sums over all
+    records of these cells, and `k` is not used. None searches for the k nearest records."""
 
     scoring_only: tuple[str, ...] = _UNSET
-    """Names of components that count in scoring and not in generation; see `components`."""
+    """Names of components that are used in scoring but not in generation; see `components`."""
 
     others: Mapping[str, Mapping[str, Any]] = field(default=_UNSET, hash=False)
     """Settings of components of other packages, by name; see
@@ -135,12 +134,18 @@ class KNNSettings:
         object.__setattr__(self, "unset", frozenset(self._choose_unset_fields(unset)))
 
     def _choose_unset_fields(self, unset: set[str]) -> set[str]:
-        """Return the fields that stay unset, given the fields that are set."""
+        """Return the fields that stay unset.
+
+        Fields that the set fields switch off are removed: for example the cache if a mixer is set.
+
+        Args:
+            unset: fields that the caller omitted; changed.
+        """
         if "mixer" not in unset:
             unset -= _SET_WITH_MIXER
             if not self.retrieves:
                 return set()
-        if not {"cache", "ngrams"} <= unset:  # their weights shall count, not the gate
+        if not {"cache", "ngrams"} <= unset:  # the weights of the set components are used, not the gate
             unset -= {"gate"}
         if "k" not in unset:
             unset -= {"probes"}
@@ -149,13 +154,13 @@ class KNNSettings:
         return unset
 
     def __repr__(self) -> str:
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unset"}
-        unlike = [
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unset"}
+        shown = [
             f"{name}={value!r}"
-            for name, value in given.items()
+            for name, value in values.items()
             if name not in self.unset and value not in (None, (), {}, EVERYTHING)
         ]
-        return f"KNNSettings({', '.join(unlike)})"
+        return f"KNNSettings({', '.join(shown)})"
 
     @property
     def needs_nearest_only(self) -> bool:
@@ -164,7 +169,7 @@ class KNNSettings:
 
     @property
     def retrieves(self) -> bool:
-        """True if a search can change a prediction: λ of the keys is not 0 everywhere."""
+        """True if λ of the keys can be above 0, so that a search can change a prediction."""
         return bool(self.mixer.searches(self.selection))
 
     @property
@@ -174,7 +179,7 @@ class KNNSettings:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Settings of each component in use, by name; the settings of the keys are this object."""
+        """Settings of each component in use, by name. The settings of ``keys`` are this object itself."""
         parts: dict[str, Any] = dict(self.others)
         if self.retrieves:
             parts[KEYS] = self
@@ -187,10 +192,10 @@ class KNNSettings:
         return parts
 
     def with_part(self, name: str, part: Any) -> "KNNSettings":
-        """Return settings with a component switched on, other than the keys.
+        """Return a copy of the settings in which a component has other settings.
 
         Args:
-            name: name of the component.
+            name: name of the component: ``cache``, ``n-grams``, or a component of another package.
             part: settings of the component.
         """
         if name in _TEXT_FIELDS:
@@ -199,7 +204,7 @@ class KNNSettings:
 
     @property
     def needs_text(self) -> bool:
-        """True if a component uses the tokens before a position, so that keys are not enough."""
+        """True if a component needs the earlier tokens or keys of a text, and not only the query."""
         return self.cache is not None or self.ngrams is not None or bool(self.others)
 
     @property
@@ -224,23 +229,28 @@ class KNNSettings:
 
     @property
     def writes_alone(self) -> bool:
-        """True if components are mixed with the model in scoring, and none in generation."""
+        """True if components are mixed with the model in scoring, but none is in generation."""
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 
     def without(self, *components: str) -> "KNNSettings":
-        """Return settings without some components; the same object if none is named."""
+        """Return settings in which the named components are switched off; names not in use are ignored.
+
+        Without names the same object is returned.
+        """
         if not components:
             return self
-        left = tuple(name for name in self.scoring_only if name not in components)
+        scoring_only = tuple(name for name in self.scoring_only if name not in components)
         switched_off = {
             name: value for component in components for name, value in _COMPONENTS.get(component, {}).items()
         }
         others = {name: values for name, values in self.others.items() if name not in components}
-        return replace(self, **switched_off, others=others, scoring_only=left)
+        return replace(self, **switched_off, others=others, scoring_only=scoring_only)
 
 
 def find_traces(settings: Mapping[str, Any]) -> Lineage | None:
-    """Return the documents that the weights of a component were trained on; None if its settings name none.
+    """Return the stored documents that a component was trained on, from ``traces`` in the settings.
+
+    Returns None if the settings have no ``traces``: the component was not trained on stored documents.
 
     Raises:
         ConfigError: ``traces`` in the settings is not a `Lineage`.

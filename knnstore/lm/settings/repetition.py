@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Means over continuations. Text that repeats itself has fewer distinct bigrams."""
+    """How much generated continuations repeat themselves, as means over the continuations."""
 
     of: str
     """Source of the continuations: "text" (the documents), "model" (the model alone), "all" (all components
@@ -15,3 +15,4 @@ class Repetition:
     repeated_4grams: float
     """Share of a continuation's 4-grams that occur earlier in it."""
     continuations: int
+    """Number of continuations."""

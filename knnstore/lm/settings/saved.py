@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
-    """Convert settings to values for JSON; weights become the names of their files.
+    """Convert settings to values for JSON, without unset fields; networks become the names of their files.
 
     Raises:
         ConfigError: the mixer is not registered; see `register_mixer`.
@@ -60,18 +60,18 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
 
 
 def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
-    """Make settings from the values of `settings_to_dict`; absent fields are unset.
+    """Create settings from the values of `settings_to_dict`; absent fields are unset.
 
-    ``lambda`` is short for a fixed mixer. Settings that only earlier versions had are ignored; the first time
-    in a process that one of these has a value, a warning is logged. A trained component that an earlier
-    version had built in is now one of `KNNSettings.others`.
+    ``lambda`` means a fixed mixer. Settings that only earlier versions had are ignored, with a warning in the
+    log once in a process. A trained component that an earlier version had built in becomes one of
+    `KNNSettings.others`.
 
     Args:
-        values: the settings as values.
-        load: loads the weights that the values name, see `weights_for`; a gate needs it.
+        values: the values.
+        load: loads the weights that the values name, see `weights_for`; needed for networks.
 
     Raises:
-        ConfigError: a name is unknown or a value is out of range.
+        ConfigError: a name is unknown, a value is out of range, or `load` is needed and None.
     """
     makers: dict[str, Callable[[Any], Any]] = {
         "mixer": lambda part: load_mixer(_load_named_weights(part, load)),
@@ -105,7 +105,8 @@ def save_settings(
     Args:
         store: a store opened for writing.
         settings: the settings; their selection is not saved.
-        domains: empty for the whole store, and for every selection without saved settings.
+        domains: names of the domains. Settings without domains are in force for the whole store, and for
+            every selection that has no saved settings.
         calibration: the `CalibrationRecord` of the settings; None if they were not calibrated.
         derived: the documents from whose keys the settings were computed. When one of these is removed, the
             settings are deleted.
@@ -125,9 +126,12 @@ def save_settings(
 
 
 def weights_of(settings: KNNSettings) -> list[Weights]:
-    """Return the weights that `settings_to_dict` only names. Save them before its values."""
-    parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.gate))
-    return [part for part in parts if isinstance(part, Weights)]
+    """Return the weights of the networks in settings, the mixer's first; empty without networks.
+
+    `settings_to_dict` has only the names of these weights, so they must be saved first.
+    """
+    networks = (getattr(part, "weights", None) for part in (settings.mixer, settings.gate))
+    return [weights for weights in networks if isinstance(weights, Weights)]
 
 
 def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
@@ -159,7 +163,7 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
 def is_mixer_removed(query: Mapping[str, Any]) -> bool:
     """Check whether saved settings have a mixer of an earlier version that no installed package has.
 
-    The first time in a process that there is one, a warning is logged.
+    If so, a warning is logged, once in a process for each mixer.
     """
     name = (query.get("mixer") or {}).get("name")
     is_removed = name in _REMOVED_MIXERS and name not in other_mixers()
@@ -169,10 +173,14 @@ def is_mixer_removed(query: Mapping[str, Any]) -> bool:
 
 
 def _move_former_components(values: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Move the trained components of an earlier version, each under a name of its own, to ``others``.
+    """Return saved values with the trained components of an earlier version moved to ``others``.
 
-    Names with null, which had no effect, are left out. The first time in a process that a component is moved,
-    a warning is logged.
+    An earlier version saved each trained component under a separate name. Unknown names with the value null
+    are dropped. If a component is moved, a warning is logged, once in a process.
+
+    Args:
+        values: the saved values.
+        known: names that this version knows.
     """
     former = {name: value for name, value in values.items() if name not in known}
     moved = {
@@ -219,7 +227,10 @@ def _warn_of_removed_mixer(name: str) -> None:
 
 
 def _convert_to_values(part: Any) -> Any:
-    """Convert settings or a part of them to values; weights become the name of their file."""
+    """Convert a dataclass to a dict, recursively; `Weights` become the name of their file.
+
+    Other values are returned unchanged.
+    """
     if isinstance(part, Weights):
         return part.name
     if not is_dataclass(part):
@@ -228,7 +239,13 @@ def _convert_to_values(part: Any) -> Any:
 
 
 def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
-    """Return values with the weights that they name loaded."""
+    """Return a copy of the values, with the weights loaded under ``weights`` in place of their name.
+
+    Values without ``weights`` are returned unchanged.
+
+    Raises:
+        ConfigError: `load` is None, and there are weights to load.
+    """
     if "weights" not in values:
         return values
     if load is None:
@@ -239,6 +256,11 @@ def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> 
 
 
 def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
+    """Call a class with the values as keyword arguments.
+
+    Raises:
+        ConfigError: a name is unknown or missing.
+    """
     try:
         return part(**values)
     except TypeError as error:
@@ -246,6 +268,11 @@ def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
 
 
 def _construct_selection(values: Mapping[str, Any]) -> Selection:
+    """Create a selection from its saved fields.
+
+    Raises:
+        ConfigError: a field is unknown.
+    """
     known = {field.name for field in fields(Selection)}
     if not set(values) <= known:
         raise ConfigError(f"unknown part of a selection in {values}; known: {sorted(known)}")

@@ -1,7 +1,7 @@
-"""Fitting the weight and the temperature of each domain, after one pass that searched each on its own.
+"""Fitting λ_j and T_j of each domain j, on text for which each domain was searched alone.
 
-The log-likelihood of p = λ_0 p_LM + Σ_j λ_j p_kNN^(j) is concave in λ; expectation maximization climbs it.
-The temperatures are taken from a grid, in turns, while they make it larger.
+The log-likelihood of p = λ_0 p_LM + Σ_j λ_j p_kNN^(j) is concave in λ, and is maximized by expectation
+maximization. Each T_j is chosen from a grid in turn, until no T_j changes.
 """
 
 from dataclasses import dataclass, replace
@@ -30,23 +30,25 @@ class DomainEvidence:
     temperatures: Tensor
     """The grid, float32, shape (m,), ascending."""
     knn: Tensor
-    """p_kNN^(j) of each token at each temperature, float32, shape (j, n, m); p_LM where nothing was found,
-    because the weight goes to the model there."""
+    """p_kNN^(j) of each token at each temperature, float32, shape (j, n, m). p_LM if nothing was found,
+    because then the model gets the weight of the domain."""
     found: Tensor
-    """True where a record was found, bool, shape (j, n)."""
+    """True if a record of the domain was found for the token, bool, shape (j, n)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n,)."""
     probes: int | None = None
-    """Cells whose records p_kNN^(j) is over; None where it is over k neighbors."""
+    """Number of probed cells over whose records p_kNN^(j) sums; None if it sums over k neighbors."""
 
     def only(self, wanted: Tensor) -> "DomainEvidence":
         """Return the evidence of the tokens in a mask, bool, shape (n,)."""
         return replace(self, knn=self.knn[:, wanted], found=self.found[:, wanted], lm=self.lm[wanted])
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix at the given tokens, shape (m,), by settings with `DomainWeights` for these domains.
+        """Compute the mixture of settings with `DomainWeights`; p_kNN^(j) is interpolated on the grid.
 
-        Each p_kNN^(j) is interpolated on the grid.
+        Args:
+            settings: settings whose mixer has weights of domains in `domains`.
+            tokens: indices of tokens of the text, int64, shape (m,).
         """
         mixer = cast(DomainWeights, settings.mixer)
         lm = self.lm[tokens]
@@ -61,7 +63,11 @@ class DomainEvidence:
 
 
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:
-    """Fit λ_j and T_j of each domain j; the weights are within `_GAP` of the best for their temperatures."""
+    """Fit λ_j and T_j of each domain j, and return settings with `DomainWeights`.
+
+    The log-likelihood per token is within `_GAP` nats of the best for the chosen temperatures. Domains with a
+    λ_j below `_MIN_WEIGHT` get λ_j = 0.
+    """
     # 1) Start with the best T of each domain alone, at a weight of one half.
     losses = [-(evidence.lm[:, None] + knn).log().mean(0) for knn in evidence.knn]
     points = torch.stack(losses).argmin(1)
@@ -88,7 +94,7 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
 
 
 def fit_mixture_weights(probs: Tensor) -> Tensor:
-    """Find the likeliest weights of a mixture by expectation maximization: float64, shape (c,).
+    """Fit the weights of a mixture by expectation maximization; return float64, shape (c,), with sum 1.
 
     The log-likelihood is within ``_GAP`` nats for each observation of the best. The largest component of the
     gradient shows this, because the function is concave: at the optimum it is 1 for every component in use.
@@ -107,7 +113,16 @@ def fit_mixture_weights(probs: Tensor) -> Tensor:
 
 
 def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
-    """Return the likeliest λ_j at these temperatures, float32, shape (j,); 0 for domains not in `worth`."""
+    """Fit λ_j at fixed temperatures.
+
+    Args:
+        evidence: the evidence.
+        points: index of each domain's temperature in the grid, int64, shape (j,).
+        worth: mask of the domains to fit, bool, shape (j,); None means all.
+
+    Returns:
+        float32, shape (j,); 0 for domains that are not fitted.
+    """
     worth = torch.ones(len(points), dtype=torch.bool) if worth is None else worth
     probs = torch.cat([evidence.lm[:, None], _select_probs(evidence, points)[worth].T], 1).clamp(
         min=LEAST_PROBABILITY
@@ -118,5 +133,5 @@ def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None 
 
 
 def _select_probs(evidence: DomainEvidence, points: Tensor) -> Tensor:
-    """Return p_kNN of each domain at its temperature, shape (j, n)."""
+    """Return p_kNN of each domain at the temperature with index ``points[j]``, float32, shape (j, n)."""
     return torch.stack([knn[:, point] for knn, point in zip(evidence.knn, points.tolist(), strict=True)])

@@ -1,4 +1,4 @@
-"""Fitting the network that chooses λ and T, on text that was scored once."""
+"""Fitting the gate of the keys (`GateLambda`), a network that chooses λ and T, on scored text."""
 
 import torch
 from torch import Tensor
@@ -20,10 +20,15 @@ from knnstore.lm.settings import KNNSettings
 
 
 def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
-    """Fit a network that chooses λ and T of each token, beginning with the best fixed ones.
+    """Fit a network that chooses λ and T of each token, and return settings with the network as mixer.
 
-    The loss is the negative log-likelihood of the mixture. Between two temperatures of the grid, p_kNN is
-    interpolated linearly, so that the cost does not depend on k.
+    The fit starts from the best fixed λ and T. The loss is the negative log-likelihood of the mixture.
+    Between two temperatures of the grid, p_kNN is interpolated linearly, so that the cost does not depend on
+    k.
+
+    Args:
+        evidence: evidence of the tokens to fit on.
+        scored: the text, for the features.
     """
     fixed_temperature, fixed_lam = best_fixed(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
@@ -47,5 +52,13 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
 
 
 def assign_document_blocks(scored: ScoredText, tokens: Tensor) -> Tensor:
-    """Return each token's document, or its block of a long one, of which a network's fit holds out some."""
+    """Return the number of each token's document or block, of which the fit of a network holds out some.
+
+    Args:
+        scored: the text.
+        tokens: indices of tokens of the text, int64, shape (m,).
+
+    Returns:
+        int64, shape (m,).
+    """
     return torch.from_numpy(assign_blocks(scored.documents[tokens].numpy()))

@@ -23,13 +23,13 @@ def fit_together(
     others: Mapping[str, Fitting],
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the keys by `fit`, every other component over those before it, and then one gate over all.
+    """Fit the keys, then each other component over the earlier ones, then one gate over all components.
 
     Args:
         evidence: evidence of the tokens to fit on.
         scored: the text.
-        ngrams: fitted in turn with the keys; None leaves them out.
-        others: the components on top, in order, by name.
+        ngrams: fits n-grams, in turn with the keys; None leaves n-grams out.
+        others: fits of the components that are mixed after keys and n-grams, in this order, by name.
         fit: fits the keys.
     """
     at = evidence.tokens
@@ -43,7 +43,13 @@ def fit_together(
 
 
 def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> JointGate:
-    """Fit a gate over the components of settings to some tokens, given by their indices, shape (n,)."""
+    """Fit a gate over the components that settings use.
+
+    Args:
+        scored: the text.
+        settings: settings of the components.
+        tokens: indices of the tokens to fit on, int64, shape (m,).
+    """
     nearest = scored.distances[tokens, 0].abs()
     unit = float(nearest.median().clamp(min=1e-6)) if nearest.isfinite().any() else 1.0
     parts = (

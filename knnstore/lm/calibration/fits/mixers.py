@@ -1,9 +1,8 @@
 """Fitting T and λ, the same for all tokens or in bins, on text that was scored once.
 
-For a given T the log-likelihood of p = λ p_kNN + (1 - λ) p_LM is concave in λ, so λ is found by bisection
-of the derivative, for many T and many bins of tokens at once. T is found on a grid of half
-octaves, between whose points the vertex of a parabola is taken: in log T the loss is smooth and flat
-around its minimum.
+At a fixed T the log-likelihood of p = λ p_kNN + (1 - λ) p_LM is concave in λ. So λ is found by bisection of
+the derivative, for many T and many bins of tokens at once. T is found on a grid of half octaves. Between the
+points of the grid the minimum is the vertex of a parabola, because the loss is smooth and flat in log T.
 """
 
 import numpy as np
@@ -22,7 +21,7 @@ from knnstore.lm.settings import KNNSettings
 
 
 def fit_fixed(evidence: GridEvidence) -> KNNSettings:
-    """Fit one T and one λ; 0 where no neighbor was found."""
+    """Fit one T and one λ for all tokens; λ = 0 and k = 1 if the text has no neighbor."""
     if not len(evidence.temperatures):
         return KNNSettings(k=1, lam=0.0)
     temperature, lam = best_fixed(evidence)
@@ -30,7 +29,7 @@ def fit_fixed(evidence: GridEvidence) -> KNNSettings:
 
 
 def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
-    """Return the T and λ, equal for all tokens, that are likeliest."""
+    """Return T and λ, equal for all tokens, with the largest likelihood. The grid must not be empty."""
     lam, loss = _fit_all_tokens(evidence)
     point = _find_minimum(loss)
     return interpolate_columns(evidence.temperatures.log(), point).exp().item(), interpolate_columns(
@@ -41,15 +40,15 @@ def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
 def fit_bins(
     evidence: GridEvidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
 ) -> KNNSettings:
-    """Fit λ, and T if wanted, in bins that hold equal numbers of tokens.
+    """Fit λ, and T if `temperatures`, in bins with about equal numbers of tokens.
 
-    Every bin is drawn towards the best λ and T of all tokens by `PRIOR_TOKENS`; a bin without tokens has
-    exactly these.
+    A prior of `PRIOR_TOKENS` tokens draws λ and T of each bin towards the best λ and T for all tokens. A bin
+    without tokens has exactly the best λ and T for all tokens.
 
     Args:
         evidence: evidence of the tokens to fit on.
         distance_bins: number of bins of the distance to the nearest neighbor.
-        confidence_bins: number of bins of the model's confidence in each of these.
+        confidence_bins: number of bins of the model's confidence within each bin of distances.
         temperatures: True to fit T in each bin too.
     """
     distance_edges = _compute_edges(evidence.nearest.distances[:, 0], distance_bins)
@@ -73,17 +72,24 @@ def fit_bins(
 
 
 def _fit_all_tokens(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
+    """Return λ for all tokens at each temperature, and the loss with it, each of shape (1, m)."""
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
 
 
 def _compute_edges(values: Tensor, bins: int) -> tuple[float, ...]:
-    """Return the quantiles that cut values into bins of equal size; fewer bins if values are equal."""
+    """Return the quantiles that divide values into `bins` bins of equal size; fewer if values are equal."""
     quantiles = np.quantile(values.numpy(), np.arange(1, bins) / bins)
     return tuple(np.unique(quantiles.astype(np.float32)).tolist())
 
 
 def _find_minimum(loss: Tensor) -> Tensor:
-    """Return the fractional column of each row's minimum: the vertex of a parabola through three columns."""
+    """Return the fractional column of the minimum of each row, shape (g,).
+
+    It is the vertex of the parabola through the lowest column and its two neighbors.
+
+    Args:
+        loss: shape (g, m).
+    """
     last = loss.shape[1] - 1
     lowest = loss.argmin(1)
     middle = lowest.clamp(min(1, last), max(last - 1, 0))[:, None]
@@ -94,7 +100,12 @@ def _find_minimum(loss: Tensor) -> Tensor:
 
 
 def interpolate_columns(values: Tensor, columns: Tensor) -> Tensor:
-    """Interpolate each row at a fractional column: values of shape (g, m), or (m,) for all rows."""
+    """Interpolate each row linearly at a fractional column; return shape (g,).
+
+    Args:
+        values: shape (g, m), or (m,) for the same values in all rows.
+        columns: fractional column of each row, shape (g,); limited to 0 to m - 1.
+    """
     rows = values.expand(len(columns), -1)
     last = rows.shape[1] - 1
     columns = columns.clamp(0, last)

@@ -1,4 +1,4 @@
-"""Fitting the weight of n-grams and the settings of the store below them together."""
+"""Fitting λ of n-grams and the settings of the keys together."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.components import NGramFitting, NGramSettings
 from knnstore.lm.settings import KNNSettings
 
-_ROUNDS = 2  # of fitting the weight of n-grams and what is below them in turn
+_ROUNDS = 2  # of fitting the keys and the n-grams in turn
 
 
 def fit_with_ngrams(
@@ -19,13 +19,20 @@ def fit_with_ngrams(
     ngrams: NGramFitting,
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the weight of n-grams and, in turn by `fit`, the settings of the store below them."""
+    """Fit the keys and λ of n-grams in turn, and return settings with both.
+
+    Args:
+        evidence: evidence of the tokens to fit on.
+        scored: the text.
+        ngrams: fits n-grams on all tokens of the text.
+        fit: fits the keys.
+    """
     at = evidence.tokens
     of_tokens = NGramFitting(ngrams.found.rows(at))
     every = torch.ones(len(at), dtype=torch.bool)
     settings, fitted = KNNSettings(), NGramSettings(ngrams.found.order, 0.0)
     for _ in range(_ROUNDS):
-        # With n-grams on top the store's λ is between two mixtures that have as much of them.
+        # λ of the keys mixes p_LM and p_kNN, after n-grams were mixed into both with the same λ.
         lam = of_tokens.lambdas(fitted)[:, None]
         part = lam * of_tokens.found.probs.nan_to_num()[:, None]
         settings = fit(
