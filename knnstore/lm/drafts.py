@@ -1,4 +1,4 @@
-"""Drafts of the next tokens: the tokens that followed the same words in the store, or earlier in the text."""
+"""Drafts of the next tokens (`Drafts`), copied from stored text or from earlier places of the text."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,14 +7,14 @@ from knnstore.lm.settings import KNNSettings
 from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
 _MOST = 16
-"""Most tokens of a draft."""
+"""Largest number of tokens of a draft."""
 _LEAST_END, _MANY = 2, 16
-"""Tokens that must match before a draft, and the number above which further matches no longer count."""
+"""Least number of tokens that must match before a draft, and the number from which more do not count."""
 _WORTH = 0.3
-"""A token is drafted if the probability that it and all before it are accepted is at least this: about the
-cost of one more position, as a part of the cost of a pass."""
+"""A token is drafted if the probability that it and all drafted tokens before it are accepted is at least
+this, which is about the cost of one more position as a fraction of the cost of a forward pass."""
 _TRUST, _FORGETTING = 4.0, 0.97
-"""Tokens that weigh as much as the initial estimate, and the factor by which older passes fade."""
+"""Weight of the initial estimate, in tokens; and the factor by which the weight of earlier passes falls."""
 
 _MATCHED = np.arange(_MANY + 1)
 _EXPECTED = np.concatenate(
@@ -29,15 +29,16 @@ _REPEATED, _ONE, _SEVERAL = 0, _MANY + 1, 2 * (_MANY + 1)
 
 
 class Drafts:
-    """Proposes the next tokens of one text: those that followed its last words in the store, or in the text.
+    """Proposes the next tokens of one text, for speculative decoding.
 
-    A drafted token is more probable to be accepted if more tokens before it match, and if more places of the
+    A draft is copied from a place in the store, or earlier in the text, that follows the same last tokens. A
+    drafted token is more likely to be accepted if more tokens before it match, and if more places in the
     store agree. The probabilities are learned while the text is generated. If they are too low, the draft is
     empty.
 
     Args:
-        store: the store to draft from.
-        settings: only their selection is used.
+        store: the store whose text is copied.
+        settings: settings of the text; only their selection is used.
     """
 
     def __init__(self, store: Reader, settings: KNNSettings) -> None:
@@ -46,28 +47,39 @@ class Drafts:
         self._accepted, self._drafted = np.zeros((2, len(_EXPECTED)))
         self._kinds = np.zeros(0, np.int64)
         self.passes, self.tokens = 0, 0
-        """Passes of the model, and tokens that were generated in them."""
+        """Number of forward passes, and number of tokens that they generated."""
 
     def propose(self, text: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-        """Draft the next tokens.
+        """Draft the next tokens. `learn` must be called for each draft before the next call.
 
         Args:
             text: all tokens so far, shape (n,).
             most: the largest number of tokens to return.
 
         Returns:
-            The drafted tokens, int64; empty where no draft is worth its cost.
+            The drafted tokens, int64, shape (m,); empty if no draft is worth its cost.
         """
         if self._counts is None:  # once for a text: drafts do not change the generated text
             self._counts = self._store.ngrams(self._selection)
         stored, repeated = draft_from(self._counts.text, text, _MOST, _LEAST_END), _repeated(text)
         _, tokens, self._kinds = max(
-            self._expected(stored, _ONE), self._expected(repeated, _REPEATED), key=lambda one: one[0]
+            self._expected(stored, _ONE),
+            self._expected(repeated, _REPEATED),
+            key=lambda candidate: candidate[0],
         )
         return tokens[: max(0, most)]
 
     def _expected(self, draft: Draft, kind: int) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
-        """Return the expected number of accepted tokens, and the tokens worth drafting with their kinds."""
+        """Cut a draft to the tokens that are worth their cost.
+
+        Args:
+            draft: the draft.
+            kind: `_REPEATED` or `_ONE`: the first kind of drafts from this source. A kind is an index into
+                the learned probabilities.
+
+        Returns:
+            The expected number of accepted tokens, the tokens worth drafting, and the kind of each.
+        """
         kinds = kind + (draft.matched + np.arange(len(draft.tokens))).clip(max=_MANY)
         kinds = np.where(draft.shares > 0, _SEVERAL + (draft.shares * _MANY).astype(np.int64), kinds)
         drafted = self._drafted[kinds] + _TRUST
@@ -76,19 +88,29 @@ class Drafts:
         return float(probs[:worth].sum()), draft.tokens[:worth], kinds[:worth]
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Update the probabilities by the number of tokens of the last draft, and of its accepted tokens."""
+        """Update the probabilities of acceptance after the last draft was checked.
+
+        Args:
+            drafted: number of tokens of the draft.
+            accepted: number of its first tokens that were accepted.
+        """
         self.passes, self.tokens = self.passes + 1, self.tokens + accepted + 1
         self._accepted *= _FORGETTING
         self._drafted *= _FORGETTING
         np.add.at(self._accepted, self._kinds[:accepted], 1)
-        np.add.at(self._drafted, self._kinds[: min(drafted, accepted + 1)], 1)  # a wrong one ends a draft
+        np.add.at(
+            self._drafted, self._kinds[: min(drafted, accepted + 1)], 1
+        )  # a rejected token ends a draft
 
 
 def _repeated(text: NDArray[np.int64]) -> Draft:
-    """Draft the tokens that followed the last earlier place where the text's longest end stands.
+    """Draft the tokens that followed the latest earlier occurrence of the text's longest repeated suffix.
 
-    They are repeated in a circle up to the length of a draft. Returns an empty draft if fewer than
-    `_LEAST_END` tokens match.
+    If fewer tokens than a draft follow, they are repeated cyclically. Returns an empty draft if the suffix
+    has fewer than `_LEAST_END` tokens.
+
+    Args:
+        text: the tokens so far, at least one.
     """
     ends = np.flatnonzero(text[:-1] == text[-1])
     length, longer = 0, ends

@@ -1,6 +1,6 @@
 """The retrieval flow: `look_up` collects the evidence of all components, and `mixture_of` mixes it.
 
-A host makes a `Batch` of the positions to predict, calls `look_up` once, and mixes::
+A program that runs the model makes a `Batch` of the positions to predict, calls `look_up` once, and mixes::
 
     evidence = look_up(reader, settings, batch, Form.DISTRIBUTION)
     log_probs = mixture_of(settings, evidence).distribution(lm_log_probs)
@@ -38,25 +38,25 @@ _BUILT_IN: Sequence[Component] = (_KEYS, *_TEXT_COMPONENTS)
 
 
 def all_components() -> Sequence[Component]:
-    """Return the built-in components, then those of other packages."""
+    """Return the built-in components, then the components of other packages, in the order of the mixture."""
     return (*_BUILT_IN, *other_components().values())
 
 
 def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
-    """Look up the evidence of every component in use at some positions.
+    """Look up the evidence of every component in use at n positions.
 
     Args:
         reader: the store.
         settings: the settings in force.
-        batch: the positions. It has contexts if `settings.needs_text`, and targets unless the form is
+        batch: the positions. It must have contexts if `settings.needs_text`, and targets unless `form` is
             `Form.DISTRIBUTION`.
-        form: how much of the findings is kept.
+        form: how much of the results is kept.
 
     Returns:
         The evidence, on the device of the batch.
 
     Raises:
-        ConfigError: the store holds a token that the model does not predict.
+        ConfigError: the store contains a token that the model does not predict.
     """
     searches = _KEYS.look_up(reader, settings, batch, form)
     found: dict[str, Any] = {}
@@ -75,19 +75,21 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
 
 
 def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
-    """Mix all components with the model.
+    """Choose the weights of all components from their evidence, and return the mixture with the model.
 
     Args:
-        settings: their mixer chooses λ and T, unless they have a gate over all components.
+        settings: the settings in force. Their gate chooses all weights; without a gate the mixer chooses λ
+            and T of the keys, and every other component has λ of its settings.
         evidence: evidence of the components in use, for n positions.
     """
     components, parts = all_components(), settings.parts
     weighed = {} if settings.gate is None else weigh_by_gate(settings.gate, components, parts, evidence)
     parts = {_KEYS.name: settings, **parts}  # keys are reported even if their weight is 0
     contributions = [
-        weighed.get(one.name) or one.contribute(parts[one.name], find_by_name(evidence, one.name))
-        for one in components
-        if one.name in parts
+        weighed.get(component.name)
+        or component.contribute(parts[component.name], find_by_name(evidence, component.name))
+        for component in components
+        if component.name in parts
     ]
     temperature = contributions[0].temperature
     return Mixture(contributions, 1.0 if temperature is None else temperature)
@@ -96,20 +98,20 @@ def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
 def cite_places(
     reader: Reader, settings: KNNSettings, contexts: Contexts, evidence: Evidence, mixture: Mixture, most: int
 ) -> dict[str, Citations]:
-    """Name the places that each component's prediction of n tokens comes from.
+    """List the places that each component's predictions of n tokens come from.
 
     Args:
         reader: the store.
         settings: the settings of the mixture.
-        contexts: the positions of the tokens.
-        evidence: evidence for them, in the form with sources.
+        contexts: the positions of the tokens; the texts contain the tokens.
+        evidence: evidence for the tokens, in the form with sources.
         mixture: the mixture of this evidence.
-        most: largest number of places of each kind for a token.
+        most: largest number of places of each kind for a token; see `Component.cite`.
 
     Returns:
-        The places of each component that has any, by its name.
+        The places of each component in use, by its name, without components that list no places.
     """
-    components, parts = {one.name: one for one in all_components()}, settings.parts
+    components, parts = {component.name: component for component in all_components()}, settings.parts
     cited = {}
     for number, contribution in enumerate(mixture.components):
         name = contribution.name
@@ -130,6 +132,6 @@ def _ask(
     keys: Tensor | None,
     vocabulary: int = 0,
 ) -> Question[Any]:
-    """Return the input of a component's look-up at some positions; `part` is the component's settings."""
+    """Create the input of a component's look-up and citations; `part` has the component's settings."""
     of_gate = () if settings.gate is None else settings.gate.factors.get(component.name, ())
     return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate), keys)

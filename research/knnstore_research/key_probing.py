@@ -1,8 +1,9 @@
-"""Comparing the places where keys can be taken, and how many states make one, on a small sample of text.
+"""Comparing places in the model where keys are captured, and numbers of states in a key, on a sample of text.
 
-Two thirds of the documents are stored and the rest is held out. One pass of the model gives the keys at all
-places; then for each of them every held-out token is searched for exactly, and k, T and λ are fitted on
-one half of the held-out documents and judged on the other, as `calibrate` does. No store is made.
+Two thirds of the documents are stored in memory, and the rest is held out. One pass of the model computes the
+keys at all places. Then, for each place, the nearest stored keys of every held-out token are searched
+exhaustively, and k, T and λ are fitted on one half of the held-out documents and judged on the other half, as
+`calibrate` does. No store is created.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,47 +53,48 @@ _DISTANCES = 1 << 24  # in memory at once
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """One way to take keys, and how well it does."""
+    """One kind of keys, and its held-out perplexity."""
 
     key: str
-    """As ``--key`` takes it."""
+    """Name of the place in the model, as the option ``--key`` takes it."""
     location: str
-    """Its canonical name."""
+    """Canonical name of the place."""
     metric: str
+    """``l2`` or ``ip``."""
     dim: int
-    """Components of a key; fewer than the model's where they were projected."""
+    """Number of components of a key, after projection."""
     states: int
-    """Number of hidden states that make a key."""
+    """Number of hidden states in a key."""
     fitted: Candidate
-    """The fixed T and λ that are best, at the best k."""
+    """The best fixed T and λ, at the best k."""
     change: Interval | None = None
-    """Perplexity with several states ÷ that with one, over the same resamples; None for one state."""
+    """Perplexity with several states divided by the perplexity with one state; None for one state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """All ways to take keys on one sample."""
+    """The result of `probe_keys`: all kinds of keys on one sample."""
 
     stored: int
-    """Tokens."""
+    """Number of stored tokens."""
     held_out: int
-    """Tokens."""
+    """Number of held-out tokens."""
     documents: int
-    """Held out."""
+    """Number of held-out documents."""
     base: Interval
-    """The model alone."""
+    """Perplexity of the model alone."""
     candidates: tuple[Probed, ...]
-    """The best first."""
+    """All kinds of keys, the lowest perplexity first."""
 
     @property
     def best(self) -> Probed | None:
-        """The one with the lowest perplexity; None when it does not beat the model alone beyond chance."""
+        """The kind with the lowest perplexity; None if it is not better than the model alone beyond chance."""
         first = self.candidates[0]
         return first if first.fitted.change.high < 1 else None
 
 
 def default_keys(model: PreTrainedModel) -> list[str]:
-    """Return the places that a model has in its last two layers and behind them, each by one name."""
+    """Return one name for each place in a model's last two layers and after the last layer."""
     names = [*LAYER_PLACES, *FINAL_PLACES]
     if layer_count(model) > 1:
         names += [f"{name}@-2" for name in LAYER_PLACES]
@@ -117,21 +119,23 @@ def probe_keys(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Probe:
-    """Compare places for keys (Khandelwal et al. 2020, table 5), metrics, numbers of states, components.
+    """Compare kinds of keys on a sample of text: places, metrics, numbers of states, projections.
+
+    The comparison of places is that of Khandelwal et al. 2020, table 5.
 
     Args:
         model: a causal language model in evaluation mode.
-        tokenizer: its tokenizer.
-        documents: documents of the kind to be stored; a random sample of them is used.
-        keys: places as `locate` takes them; default `default_keys`.
-        metrics: ``l2``, ``ip``.
-        states: number of states to join at the best place; see `Joining`.
-        dims: numbers of components to project the best keys to.
+        tokenizer: the model's tokenizer.
+        documents: documents like the documents to be stored; a random sample of them is used.
+        keys: names of places, see `locate`; default `default_keys`.
+        metrics: ``l2``, ``ip`` or both.
+        states: numbers of states in a key to try at the best place; see `Joining`.
+        dims: numbers of components to which the best keys are projected.
         tokens: number of tokens of the sample.
-        max_length: tokens in a window; default is the model's limit.
-        on_bad: called for each document of the sample with a token that the model does not have, which is
-            then left out; None raises at the first.
-        progress: is told of each batch, and of each place.
+        max_length: largest number of tokens in a window; default is the model's limit.
+        on_bad: called for each document of the sample with a token that the model does not have; the document
+            is then left out. With None the first bad document raises an error.
+        progress: receives the number of tokens of each batch, and each compared kind of keys.
 
     Raises:
         ConfigError: a place, a metric or a number of components is not possible.
@@ -188,22 +192,22 @@ def probe_keys(
         judge(key, metric, samples[n], n, one)
     best = min(found, key=_perplexity).states
     for dim in dims:
-        judge(key, metric, samples[best].projected(dim, metric), best, one if best > 1 else None)
+        judge(key, metric, samples[best].project(dim, metric), best, one if best > 1 else None)
     shown.finish()
     assert base is not None
     return Probe(len(store.gold), len(text.gold), len(held_out), base, tuple(sorted(found, key=_perplexity)))
 
 
 class _Sample(NamedTuple):
-    """Keys of one kind."""
+    """Keys of one kind for the whole sample."""
 
     stored: Keys
-    """Shape (n, d), in half precision as stores keep them."""
+    """Keys of the stored text, float16 as in stores, shape (n, d)."""
     asked: Keys
-    """Query vectors of the held-out text, shape (m, d)."""
+    """Query vectors of the held-out text, float32, shape (m, d)."""
 
-    def projected(self, dim: int, metric: str) -> "_Sample":
-        """Return these keys in fewer components."""
+    def project(self, dim: int, metric: str) -> "_Sample":
+        """Return the keys and queries, projected to `dim` components; fitted on the stored keys."""
         kept = self.stored.astype(np.float32)
         projection, _ = fit_projection(kept, dim, metric, keys_per_direction=1)  # what it loses is judged
         few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, self.asked))
@@ -211,20 +215,24 @@ class _Sample(NamedTuple):
 
 
 def _keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
-    """Return the keys of texts, in the order of `_read`."""
+    """Compute the keys of texts with the reader's encoder, in the order of tokens of `_read`."""
     keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
     return np.concatenate(keys)
 
 
 class _Read(NamedTuple):
-    """Keys and log-probabilities of n tokens from one forward pass."""
+    """Keys and log-probabilities of n target tokens."""
 
     keys: Mapping[str, Keys]
-    """By place, shape (n, d)."""
+    """Keys at each place, by its name, shape (n, d)."""
     gold: NDArray[np.int64]
+    """Target tokens, shape (n,)."""
     lm_log_probs: Tensor
+    """log p_LM of each target token, float32, shape (n,)."""
     lm_max: Tensor
+    """log p_LM of the most probable token, float32, shape (n,)."""
     documents: NDArray[np.int64]
+    """Index of each token's document, shape (n,)."""
 
 
 def _read(
@@ -235,7 +243,15 @@ def _read(
     *,
     half: bool,
 ) -> _Read:
-    """Run the model once and take the keys at all places, in half precision as stores keep them."""
+    """Run the model once over texts, and capture the keys at all places.
+
+    Args:
+        reader: runs the model.
+        texts: token ids of each text.
+        places: the places, by name.
+        progress: receives the number of tokens of each batch.
+        half: True to convert keys to float16, as stores do.
+    """
     encoder = reader.encoder
     parts: dict[str, list[Keys]] = {key: [] for key in places}
     gold, documents, log_probs = [], [], []
@@ -264,7 +280,7 @@ def _read(
 
 
 def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Tensor, Tensor]:
-    """Find the k nearest keys of each query by comparing with all of them.
+    """Find the k nearest keys of each query by exhaustive search.
 
     Returns:
         Distances, float32, ascending, and rows of `keys`, int64: shape (q, k), on the CPU.
@@ -275,4 +291,5 @@ def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Te
 
 
 def _perplexity(probed: Probed) -> float:
+    """Return the held-out perplexity of a kind of keys, to sort by."""
     return probed.fitted.held_out.ppl

@@ -1,9 +1,9 @@
-"""Smaller stores: which records stay, and what those that stay stand for (He et al. 2021).
+"""Smaller stores: removing or merging records (He et al. 2021).
 
-https://arxiv.org/abs/2109.04212 merges neighbors that carry the same token. `merge_nearest` merges the
-nearest pairs first, again and again; `drop_at_random` and `drop_highest` are what it is compared with. Each
-gives the records *weights*: how many records each stands for, 0 where it is gone. A weight w enters p_kNN as
-exp(-d/T + log w). `find_weighted` searches among the records that are left, for a text that was scored once.
+https://arxiv.org/abs/2109.04212 merges neighbors that predict the same token. `merge_nearest` merges the
+nearest pairs first; `drop_at_random` and `drop_highest` are baselines. Each returns the *weight* of every
+record: the number of records that it represents, or 0 if it was removed. A weight w enters p_kNN as
+exp(-d/T + log w). `find_weighted` searches the remaining records, for a text that was scored once.
 """
 
 from typing import NamedTuple
@@ -22,35 +22,44 @@ from knnstore_research.key_probing import nearest_keys
 from knnstore_research.stored_records import StoredRecords
 
 _NEAREST = 16
-"""Candidates that each record can be merged with, before more are looked for."""
+"""Number of nearest records that each record can be merged with in one round of search."""
 
 Weights = NDArray[np.float64]
-"""Number of records that each of n records stands for, shape (n,); 0 for a record that was removed."""
+"""Number of records that each of n records represents, shape (n,); 0 for a record that was removed."""
 
 
 def drop_at_random(count: int, left: int, seed: int = 0) -> Weights:
-    """Choose `left` of `count` records at random, all equally likely; the others are removed."""
+    """Keep `left` of `count` records, chosen uniformly at random, and return the weights."""
     stay = np.random.default_rng(seed).choice(count, left, replace=False, shuffle=False)
     return _weigh_only(stay, count)
 
 
 def drop_highest(scores: NDArray[np.floating], left: int) -> Weights:
-    """Keep the `left` records with the lowest scores, shape (n,); of equal scores the first."""
+    """Keep the `left` records with the lowest scores, and return the weights.
+
+    Args:
+        scores: shape (n,); of equal scores the first records are kept.
+        left: number of records to keep.
+    """
     return _weigh_only(np.argsort(scores, kind="stable")[:left], len(scores))
 
 
 def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
-    """Merge the two nearest records that carry the same token, again and again, until `left` stay.
+    """Merge the two nearest records that predict the same token, repeatedly, until `left` records remain.
 
-    The heavier of the two stays, of equal ones the first, and stands for both. He et al. merge among the k
-    nearest of each record, in random order; the nearest pairs first cost far less perplexity and stop at any
-    number. Distances are Euclidean, whatever the store's metric: where keys are equal, p_kNN stays as it was.
-    More than `left` records stay if each token's last record does.
+    The record with the larger weight remains (of equal weights the first), and represents both. He et al.
+    merge among the k nearest of each record, in random order; merging the nearest pairs first costs far less
+    perplexity and can stop at any number. Distances are Euclidean, also in a store with inner products; so
+    merging equal keys does not change p_kNN. At least one record of each token remains, also if `left` is
+    smaller.
 
     Args:
         tokens: tokens of the records, shape (n,).
         keys: keys of the records, float32, shape (n, d).
-        left: number of records that shall stay, >= 1.
+        left: number of records to keep, >= 1.
+
+    Returns:
+        The weights, shape (n,).
     """
     weights = np.ones(len(tokens))
     alive = np.arange(len(tokens))
@@ -86,7 +95,7 @@ class WeightedNeighbors(NamedTuple):
     hits: Tensor
     """True for each neighbor that has the target token, bool, shape (n, k)."""
     weights: Tensor
-    """Number of records that each neighbor stands for, float32, shape (n, k)."""
+    """Number of records that each neighbor represents, float32, shape (n, k)."""
 
     def knn_probs(self, temperature: float) -> Tensor:
         """Compute p_kNN of each target token, float32, shape (n,)."""
@@ -95,13 +104,13 @@ class WeightedNeighbors(NamedTuple):
 
 
 def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k: int) -> WeightedNeighbors:
-    """Find the k nearest of the records that are left, for each token of a text, comparing with all of them.
+    """Find the k nearest remaining records for each token of a text, by exhaustive search.
 
     Args:
         records: records of the store.
         weights: weights of the n records; at least one is above 0.
         text: documents that were scored once.
-        k: >= 1; as many as are left where that is fewer.
+        k: number of neighbors, >= 1; lowered to the number of remaining records.
 
     Raises:
         ConfigError: `text` was scored without keys or targets.
@@ -124,10 +133,10 @@ def _weigh_only(stay: NDArray[np.int64], count: int) -> Weights:
 
 
 def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int64]:
-    """Pair each record with the `_NEAREST` ones of the same token.
+    """Pair each record with its `_NEAREST` nearest records of the same token.
 
     Returns:
-        Pairs (lower index, higher index), shape (m, 2), nearest first.
+        Pairs (lower index, higher index), int64, shape (m, 2), nearest first; a pair may occur twice.
     """
     found: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
     lengths: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
@@ -149,13 +158,18 @@ def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int
 def _merge_pairs(
     pairs: NDArray[np.int64], weights: Weights, most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge at most so many times along pairs, nearest first, while both records are there.
+    """Choose merges along pairs, nearest first, in which both records still exist.
 
-    Two records that are each other's nearest are merged by the greedy algorithm whatever it does before, so
-    all such pairs are merged at once.
+    The greedy algorithm always merges two records that are nearest to each other, so all such pairs are
+    merged at once.
+
+    Args:
+        pairs: pairs of records, nearest first, shape (m, 2).
+        weights: weight of each record, shape (n,); not changed.
+        most: largest number of merges.
 
     Returns:
-        The records that go, and the record that each is merged into, nearest pairs first.
+        The records that are removed, and the record that each is merged into, nearest pairs first.
     """
     weights = weights.copy()
     ranks = np.arange(len(pairs))

@@ -1,11 +1,11 @@
 """Pointers in place of searches: RetoMaton (Alon et al. 2022), measured on a text that was scored once.
 
-The record after a retrieved one, in its document, is likely near the next query. A record therefore has a
-pointer to the record after it. Of the records that were retrieved for the last token, those that predicted
-the token that came lead on to their successors. If enough of them do, these take the place of a search.
+The record that follows a retrieved record in its document is likely to be near the next query. So each record
+has a pointer to its successor. The pointers of the records that were retrieved for the last token, and that
+predicted this token, are followed. If there are enough pointers, their targets replace a search.
 
-`follow_pointers` scores a text with them, and `Clusters` groups near records, so that a pointer leads to all
-records near its own.
+`follow_pointers` scores a text in this way. `Clusters` groups near records, so that a pointer leads to all
+records near its target.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class Clusters:
-    """All records, divided by the nearest of some centers, which k-means (Lloyd 1982) finds in a sample.
+    """Clusters of all records by their nearest center; k-means (Lloyd 1982) finds the centers in a sample.
 
     Args:
         records: records of the store.
@@ -57,9 +57,10 @@ class Clusters:
         self._members = np.split(order, np.cumsum(np.bincount(self._labels, minlength=count))[:-1])
 
     def around(self, rows: Rows) -> Rows:
-        """Return the records of the clusters that some records are in; the clusters of the first come first.
+        """Return the rows of all records in the clusters of the given rows, cluster by cluster.
 
-        At most `_MOST_MEMBERS`, but one cluster at least.
+        The clusters are in the order of `rows`. Whole clusters are left out so that at most `_MOST_MEMBERS`
+        rows are returned, but the first cluster is always returned. No rows give no rows.
         """
         labels, first = np.unique(self._labels[rows], return_index=True)
         clusters = [self._members[label] for label in labels[np.argsort(first)]]
@@ -69,20 +70,20 @@ class Clusters:
 
 
 class Followed(NamedTuple):
-    """p_kNN of n tokens from pointers and searches, and the tokens that were searched for."""
+    """The result of `follow_pointers` for n tokens: p_kNN, and which tokens needed a search."""
 
     knn_probs: Tensor
-    """p_kNN of each token, float32, shape (n,); NaN where nothing was retrieved."""
+    """p_kNN of each token, float32, shape (n,); NaN if nothing was retrieved."""
     is_searched: Tensor
     """True for tokens for which a search was made, bool, shape (n,)."""
 
     @property
     def saved(self) -> float:
-        """The share of searches that pointers have saved."""
+        """The fraction of tokens that needed no search, because pointers replaced it."""
         return 1 - float(self.is_searched.double().mean())
 
     def log_probs(self, lm_log_probs: Tensor, lam: float) -> Tensor:
-        """Return log p of each token: (1 - λ) p_LM + λ p_kNN; p_LM alone where nothing was retrieved."""
+        """Return log p of each token: (1 - λ) p_LM + λ p_kNN, or p_LM if nothing was retrieved."""
         lm_probs = lm_log_probs.exp()
         mixed = (1 - lam) * lm_probs + lam * self.knn_probs
         return torch.where(self.knn_probs.isnan(), lm_log_probs, mixed.log())
@@ -98,20 +99,20 @@ def follow_pointers(
     max_pointers: int = 1024,
     clusters: Clusters | None = None,
 ) -> Followed:
-    """Score a text in which pointers save searches.
+    """Compute p_kNN of each token of a text, with pointers in place of searches where possible.
 
     Args:
         records: records of the store, with the selection that was searched.
         text: documents that were scored once.
-        found: what a search finds for each of the n tokens, k records for each. It is looked at for the
-            tokens that are searched for; then all records found and pointed at count. `KNNStore.search`
-            with ``text.evidence.keys`` gives it.
+        found: the k nearest records of each of the n tokens, from `KNNStore.search` with
+            ``text.evidence.keys``. They are used only for tokens that need a search, together with the
+            targets of pointers.
         temperature: T of p_kNN.
-        min_pointers: the fewest pointers that take the place of a search; None searches for every token and
-            adds the pointers.
-        max_pointers: at most so many are followed, those of the nearest records.
-        clusters: where no search is made, the k nearest records of the clusters of those pointed at count;
-            None lets only the records pointed at count.
+        min_pointers: least number of pointers that replace a search; None searches for every token, and adds
+            the targets of pointers.
+        max_pointers: largest number of pointers that are followed, from the nearest records.
+        clusters: if a search is replaced, the k nearest records in the clusters of the pointers' targets are
+            used. None uses only the targets.
 
     Raises:
         ConfigError: `text` was scored without keys or targets.
@@ -148,5 +149,5 @@ def follow_pointers(
 
 
 def _nearest_centers(keys: Keys, centers: Keys) -> Rows:
-    """Return the nearest center of each key, shape (n,)."""
+    """Return the index of the nearest center of each key, int64, shape (n,)."""
     return nearest_rows(keys, centers, 1, Metric.L2).ids[:, 0]

@@ -1,4 +1,4 @@
-"""Perplexity against the size of the store (Khandelwal et al. 2020, figure 2): what more text would bring."""
+"""Perplexity by the size of the store (Khandelwal et al. 2020, figure 2): what more text would gain."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ class SizePoint:
     """Perplexity with a part of the store."""
 
     documents: int
-    """Stored documents that are retrieved from."""
+    """Number of stored documents that are searched."""
     records: int
-    """Their records; in a store without keys, their tokens."""
+    """Number of records of these documents; in a store without keys, of their tokens."""
     perplexity: Interval
-    """With its interval of 95 %: of the mixture, or of the model alone where there is no record."""
+    """Perplexity of the mixture with its 95 % interval; of the model alone if `records` is 0."""
 
 
 def measure_size_curve(
@@ -36,23 +36,22 @@ def measure_size_curve(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> list[SizePoint]:
-    """Evaluate with ever smaller parts of the store, each half of the one before.
+    """Evaluate with parts of the store, from a 64th to the whole, each twice as large as the part before.
 
-    A part holds whole documents, in a random order that stays the same. The settings are the same for all
-    parts, without components that were trained on the whole. The model reads the documents once for each
-    part.
+    A part has whole documents, in a fixed random order. The settings are the same for all parts, without
+    components that were trained on the whole store. The documents are scored once for each part.
 
     Args:
         lm: the model.
         documents: held-out text, as in `add`.
         knn: settings of this call; default ``lm.knn``.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
-            have; it is then left out. None raises at the first.
-        progress: is told of each batch.
+            have; the document is then left out. With None the first bad document raises an error.
+        progress: receives the number of scored tokens.
 
     Returns:
-        The model alone, then a 64th of what is selected and so on to all of it; fewer points where half of a
-        part holds as many documents.
+        The model alone, then a 64th of the selected documents, and so on to all of them. Parts with the same
+        number of documents are evaluated once.
 
     Raises:
         InputError: a document is in the store, or there is no token to predict.
@@ -72,12 +71,20 @@ def measure_size_curve(
 
 
 def _divide(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
-    """Return parts of what is selected with the number of their documents, from the smallest to all of it."""
-    order = sorted(store.select(selection), key=lambda one: one.content_hash)
+    """Divide the selected documents into parts, each about twice as large as the part before.
+
+    Returns:
+        The selection and the number of documents of each part, from a 64th of the tokens to all; empty if no
+        document is selected.
+    """
+    order = sorted(store.select(selection), key=lambda document: document.content_hash)
     if not order:
         return []
-    tokens = np.cumsum([one.tokens for one in order])
+    tokens = np.cumsum([document.tokens for document in order])
     wanted = tokens[-1] / 2.0 ** np.arange(_HALVINGS + 1)
     counts = sorted(set((1 + np.searchsorted(tokens, wanted)).tolist()))
-    parts = [replace(selection, documents=tuple({one.id for one in order[:count]})) for count in counts[:-1]]
+    parts = [
+        replace(selection, documents=tuple({document.id for document in order[:count]}))
+        for count in counts[:-1]
+    ]
     return list(zip([*parts, selection], counts, strict=True))

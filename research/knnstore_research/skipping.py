@@ -1,7 +1,7 @@
-"""Skipping searches that would help little: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
+"""Skipping searches that would hardly help: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
 
 https://arxiv.org/abs/2109.04212. Before a search only the query and the model's confidence and entropy are
-known. A network estimates from these by how much the search will raise log p; their network estimates λ.
+known. A network estimates from these how much the search will raise log p. The paper's network estimates λ.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from knnstore.lm.scoring import assign_blocks
 
 
 class ExpectedGains(NamedTuple):
-    """Estimates how much log p will gain by a search, from what is known before it."""
+    """A fitted network that estimates how much a search will raise log p; `fit_gains` creates it."""
 
     network: Callable[[Tensor], Tensor]
     """Returns the gain in units of `scale`, shape (n, 1), from features of shape (n, d + 2)."""
     scale: float
-    """Entropy in nats."""
+    """Standard deviation, in nats, of the gains that the network was fitted to."""
 
     def __call__(self, scored: ScoredText) -> Tensor:
         """Return the expected gain of each token in nats, float32, shape (n,)."""
@@ -29,12 +29,12 @@ class ExpectedGains(NamedTuple):
 
 
 def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
-    """Fit the network to the tokens of a text.
+    """Fit the network on the tokens of a text.
 
     Args:
-        scored: the text, of n tokens.
-        gains: log p of each token with a search, less log p without, shape (n,). It should be that of
-            settings that were not fitted on the token.
+        scored: the text, with n tokens and their keys.
+        gains: log p of each token with a search minus log p without, shape (n,), from settings that were not
+            fitted on the token.
     """
     scale = float(gains.std().clamp(min=1e-6))
     wanted = gains / scale
@@ -48,7 +48,7 @@ def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
 
 
 def _known_before(scored: ScoredText) -> Tensor:
-    """Return what is known of each token before a search: float32, shape (n, d + 2)."""
+    """Return the confidence, the entropy and the query of each token, float32, shape (n, d + 2)."""
     evidence = scored.evidence
     assert evidence.keys is not None
     assert evidence.lm_entropy is not None

@@ -8,20 +8,20 @@ from knnstore.store import EVERYTHING, Reader, Selection
 
 
 class StoredRecords:
-    """The records of the selected documents, in the order of their texts.
+    """The records of the selected documents, in the order of their texts, all in memory.
 
     Args:
-        reader: the store. All keys are read into memory, as float32.
-        selection: documents, at least one of which has a record.
+        reader: the store.
+        selection: the documents; they must have at least one record.
     """
 
     def __init__(self, reader: Reader, selection: Selection = EVERYTHING) -> None:
         batches = list(reader.records(selection))
         self.metric = Metric(reader.identity.metric)
         self.ids: Ids = np.concatenate([batch.ids for batch in batches])
-        """Ascending, int64, shape (n,)."""
+        """Record ids, ascending, int64, shape (n,)."""
         self.keys: Keys = np.concatenate([batch.keys for batch in batches])
-        """Float32, shape (n, d)."""
+        """Keys, float32, shape (n, d)."""
         self.tokens = tokens_of(self.ids)
         """The token that each record predicts, shape (n,)."""
         has_successor = (np.diff(reader.holders(self.ids)) == 0) & (np.diff(positions_of(self.ids)) == 1)
@@ -33,5 +33,5 @@ class StoredRecords:
         return len(self.ids)
 
     def rows_of(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the rows of records, of which all are among these."""
+        """Return the row of each record id, in the shape of `ids`; all ids must be in these records."""
         return np.searchsorted(self.ids, ids)

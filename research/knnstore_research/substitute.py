@@ -2,10 +2,10 @@
 
     p_sub(y|x) ∝ Σ_{rows w of y} exp(w · f(x))        p'(y) = λ p_sub(y) + (1 - λ) p(y)
 
-f(x) is the query with which a store would be searched. Every token of the vocabulary that the documents hold
-has n rows, trained on the keys and tokens of these documents while the language model stays as it is
-(https://arxiv.org/abs/2301.02828). p is the model alone, or its mixture with the components that settings
-have in use beside the substitute.
+f(x) is the query vector of the store. Every token of the vocabulary that occurs in the documents has n rows
+(vectors), which are trained on the keys and tokens of these documents; the language model is not changed
+(https://arxiv.org/abs/2301.02828). p is the model alone, or its mixture with the other components that the
+settings use.
 
 The module has the rows (`SubstituteHead`), the component that mixes them in (`Substitute`), their training
 (`train_substitute`), and what the experiments need: `add_substitute`, `fit_alone`, `fit_beside` and
@@ -59,7 +59,7 @@ EPOCHS = 4
 LEARNING_RATE = 5e-3
 HELD_OUT_SHARE = 0.05
 HELD_OUT_TOKENS = 20_000
-"""Most tokens that are held out, in whole documents, to stop the training and to fit λ."""
+"""Largest number of tokens that are held out, in whole documents, to stop the training and to fit λ."""
 
 _BATCH = 256
 _SPREAD = 0.02
@@ -95,7 +95,10 @@ class SubstituteHead:
         self._columns[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def find_columns(self, tokens: Tensor) -> Tensor:
-        """Return the index of each token in the head's `tokens`, int64, the same shape; -1 without rows."""
+        """Return the index of each token in the head's `tokens`, int64, in the shape of the argument.
+
+        -1 for a token without rows.
+        """
         return self._columns[tokens.to(self._columns.device)]
 
     def token_log_probs(self, keys: Tensor) -> Tensor:
@@ -114,7 +117,10 @@ class SubstituteHead:
         return log_probs
 
     def log_probs(self, keys: Tensor) -> Tensor:
-        """Compute log p_sub of the whole vocabulary for queries, float32, shape (m, d).
+        """Compute log p_sub of the whole vocabulary.
+
+        Args:
+            keys: the queries, float32, shape (m, d), on any device.
 
         Returns:
             float32, shape (m, v), -inf where p_sub is 0; on the device of the rows.
@@ -136,7 +142,10 @@ class SubstituteHead:
         return self.gold_and_largest(keys, gold)[0]
 
     def gold_and_largest(self, keys: Tensor, gold: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log p_sub of one token and of the likeliest token; see `gold_log_probs`."""
+        """Compute log p_sub of one token and of the most probable token for each query.
+
+        The arguments, shapes and devices are those of `gold_log_probs`.
+        """
         columns = self.find_columns(gold)
         found, largest = torch.empty(len(keys)), torch.empty(len(keys))
         for at in self._chunks(len(keys)):
@@ -148,7 +157,7 @@ class SubstituteHead:
         return found.to(keys.device), largest.to(keys.device)
 
     def save(self, store: KNNStore) -> str:
-        """Save the rows in a store, and return the name of their file."""
+        """Save the rows in a store that is opened for writing, and return the name of their file."""
         tensors = {"rows": self.rows.cpu().numpy(), "tokens": self.tokens.cpu().numpy()}
         return store.save_weights(tensors, _select_made_for(store.identity))
 
@@ -166,12 +175,17 @@ def score_tokens(keys: Tensor, rows: Tensor) -> Tensor:
 def load_head(
     store: Reader, settings: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> SubstituteHead:
-    """Load the rows that settings of the substitute name.
+    """Load the rows whose file the settings of the component name.
+
+    Args:
+        store: the store.
+        settings: settings of the component ``substitute``.
+        device: device of the rows.
 
     Raises:
-        OutdatedWeightsError: a document that they were trained on was removed or replaced.
-        FingerprintMismatchError: they were trained for another model or other keys.
-        CorruptWeightsError: their file is missing or damaged.
+        OutdatedWeightsError: a document that the rows were trained on was removed or replaced.
+        FingerprintMismatchError: the rows were trained for another model or other keys.
+        CorruptWeightsError: the file of the rows is missing or damaged.
     """
     _refuse_outdated(store, settings)
     weights = store.load_weights(settings["weights"])
@@ -187,7 +201,7 @@ def load_head(
 
 
 def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
-    """Raise OutdatedWeightsError if a document that a substitute was trained on is gone."""
+    """Raise OutdatedWeightsError if a document that a substitute was trained on was removed or replaced."""
     if is_outdated(store, settings):
         where = ", ".join(settings["traces"]["domains"]) or "the whole store"
         raise OutdatedWeightsError(
@@ -210,29 +224,29 @@ class TargetProbability(NamedTuple):
     probs: Tensor
     """Probability of the target token, float32, shape (n,); NaN at padding."""
     largest: Tensor
-    """Probability of the likeliest token, float32, shape (n,); NaN at padding."""
+    """Probability of the most probable token, float32, shape (n,); NaN at padding."""
 
     @property
     def width(self) -> int:
-        """Values of each position: always 2."""
+        """Number of values of each position, always 2."""
         return 2
 
     def rows(self, rows: slice | Tensor) -> "TargetProbability":
-        """Return the probabilities at some of the positions."""
+        """Return the probabilities at the selected positions; `rows` is a slice, indices or a mask."""
         return TargetProbability(self.probs[rows], self.largest[rows])
 
     def to(self, device: torch.device) -> "TargetProbability":
-        """Return the same on a device."""
+        """Return the probabilities with both tensors on a device."""
         return TargetProbability(self.probs.to(device), self.largest.to(device))
 
     @classmethod
     def joined(cls, parts: Sequence["TargetProbability"]) -> "TargetProbability":
-        """Put the probabilities at several groups of positions one after another."""
+        """Concatenate the probabilities of several groups of positions."""
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class Substitute(OneWeightComponent):
-    """The component ``substitute``: trained rows that predict from the query.
+    """The component ``substitute``: a trained output layer that predicts the next token from the query.
 
     Its settings are λ (``lam``), the file of the rows in the store's home (``weights``), and the documents
     that they were trained on (``traces``, a `Lineage` as a dict); `train_substitute` returns them.
@@ -247,7 +261,7 @@ class Substitute(OneWeightComponent):
     def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:
         """Return the settings of the substitute that was trained on exactly the selected domains.
 
-        None if there is none, or a document of its training is gone.
+        None if no substitute was trained on them, or if a document of its training was removed.
         """
         settings = find_trained_settings(reader, selection, self.name)
         return None if settings is None or is_outdated(reader, settings) else settings
@@ -291,7 +305,7 @@ class Substitute(OneWeightComponent):
         return found
 
     def weigh(self, found: Places | TargetProbability, settings: Mapping[str, Any]) -> Contribution:
-        """Weigh predictions by the λ of the settings."""
+        """Return the predictions as a contribution with λ of the settings, the same for all positions."""
         if isinstance(found, Places):
             lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
             return Contribution(found.weights, lam, found.tokens, name=self.name)
@@ -303,7 +317,7 @@ class Substitute(OneWeightComponent):
         )
 
     def features(self, found: Places | TargetProbability, unit: float) -> Tensor:
-        """Return the probability of the likeliest token, float32, shape (n, 1)."""
+        """Return the probability of the most probable token, float32, shape (n, 1)."""
         return found.weights.amax(1, keepdim=True) if isinstance(found, Places) else found.largest[:, None]
 
     def _load(self, store: Reader, settings: Mapping[str, Any], device: torch.device) -> SubstituteHead:
@@ -328,15 +342,15 @@ class TrainedSubstitute:
     substitute: Mapping[str, Any]
     """Settings of the component, for ``KNNSettings(others={"substitute": ...})``."""
     rows: int
-    """Rows of each token."""
+    """Number of rows of each token."""
     tokens: int
-    """Number of tokens of the vocabulary that have rows: all that the documents hold."""
+    """Number of tokens of the vocabulary that have rows: all tokens that occur in the training documents."""
     records: int
-    """Records that it was trained on."""
+    """Number of records that the rows were trained on."""
     epochs: int
     """Epochs until the loss of the held-out documents was lowest; 0 if the first rows were best."""
     held_out_tokens: int
-    """Tokens in the documents of the store that were held out."""
+    """Number of tokens of the stored documents that were held out."""
     held_out_base_ppl: float
     """Perplexity of the model alone on the held-out documents."""
     held_out_ppl: float
@@ -357,19 +371,19 @@ def train_substitute(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TrainedSubstitute:
-    """Train a substitute of the store, which needs no retrieval, and save it for these domains.
+    """Train a substitute of the store, and save it in the store for these domains.
 
-    The loss is the full softmax over the tokens that the documents hold, minimized by Adam with a falling
-    learning rate on the model's device. The keys are read from the store, so the model runs only over the
-    documents that are held out; on these training stops early, and λ is fitted. `calibrate` tries the saved
-    substitute from then on. If settings saved for these domains use a substitute, the new one takes its
-    place.
+    The loss is the cross-entropy of a full softmax over the tokens that occur in the documents. Adam
+    minimizes it with a falling learning rate, on the model's device. The keys are read from the store, so the
+    model runs only on documents that are held out. The loss on these documents decides when training stops,
+    and λ is fitted on them. Afterwards `calibrate` tries the saved substitute. If the settings saved for
+    these domains use a substitute, the new substitute replaces it with the same λ.
 
     Args:
-        lm: the model, its store opened for writing, so that no document is removed meanwhile.
-        domains: the domains to train on; default the whole store.
-        rows: rows of each token, >= 1.
-        epochs: most epochs, >= 1.
+        lm: the model; its store is opened for writing, so that no document is removed meanwhile.
+        domains: the domains to train on; default is the whole store.
+        rows: number of rows of each token, >= 1.
+        epochs: largest number of epochs, >= 1.
         learning_rate: learning rate of the first step; it falls linearly to 0.
         seed: seed of the order of records, of the choice of held-out documents and of random first rows.
         progress: is told of each batch.
@@ -436,7 +450,10 @@ def train_substitute(
 
 
 def _save_trained(store: KNNStore, domains: tuple[str, ...], trained: TrainedSubstitute) -> None:
-    """Save a substitute for some domains; one that their settings use keeps its λ and gets the new rows."""
+    """Save a trained substitute for a selection of domains.
+
+    If the settings saved for these domains use a substitute, it gets the new rows and keeps its λ.
+    """
     name = Substitute.name
     saved = store.settings(domains) or SavedSettings()
     query, in_use = dict(saved.query), saved.trained_components().get(name)
@@ -465,13 +482,13 @@ def fit_rows(
         blocks: the records, read once an epoch; each block is shuffled.
         judge: computes the loss of rows on other records.
         records: number of records in all blocks.
-        epochs: most epochs.
+        epochs: largest number of epochs.
         learning_rate: learning rate of the first step.
-        generator: source of the order of records.
-        progress: is told of each batch.
+        generator: random generator that shuffles the records.
+        progress: receives the number of records of each batch.
 
     Returns:
-        The best rows, and the number of epochs until them; 0 if training made nothing better.
+        The rows with the lowest loss, and the number of epochs until then; 0 if `head` has the lowest loss.
     """
     rows = head.rows.clone().requires_grad_()
     optimizer = torch.optim.Adam([rows], lr=learning_rate, betas=(0.9, 0.99))
@@ -498,7 +515,12 @@ def fit_rows(
 
 
 class _Judge:
-    """Documents that are held out of training, after one pass of the model."""
+    """Judges rows on documents that are held out of training. The model runs once, in the constructor.
+
+    Args:
+        reader: runs the model.
+        documents: token ids of the held-out documents.
+    """
 
     def __init__(self, reader: TextReader, documents: list[NDArray[np.uint32]]) -> None:
         keys, lm, gold = [], [], []
@@ -515,7 +537,7 @@ class _Judge:
         return float(-found[found.isfinite()].double().mean())
 
     def fit_lambda(self, head: SubstituteHead) -> tuple[float, float]:
-        """Return the likeliest λ, and the perplexity with it."""
+        """Return the λ with the largest likelihood, and the perplexity of the mixture with it."""
         found = head.gold_log_probs(self.keys, self.gold)
         lam = fit_one_weight(self.lm, found)
         mixed = mix_log_probs(self.lm, found, lam)
@@ -525,9 +547,17 @@ class _Judge:
 def make_first_rows(
     encoder: Encoder, dim: int, tokens: Tensor, rows: int, generator: torch.Generator
 ) -> Tensor:
-    """Make the rows that training begins with, float32, shape (rows, tokens, dim).
+    """Create the rows at the start of training, float32, shape (rows, len(tokens), dim).
 
-    They are the rows of the model's output layer if these fit the keys, else small random ones.
+    If the model's output layer has the keys as input, its rows are used, with small random differences if
+    `rows` is above 1. Otherwise the rows are small random vectors.
+
+    Args:
+        encoder: the encoder of the store's keys.
+        dim: number of components of a key.
+        tokens: the tokens with rows, int64.
+        rows: number of rows of each token.
+        generator: random generator.
     """
     spread = _SPREAD * torch.randn((rows, len(tokens), dim), generator=generator)
     output = getattr(encoder.head, "weight", None)
@@ -595,10 +625,10 @@ def _join_records(parts: list[Records]) -> Records:
 
 
 def choose_held_out(store: Reader, selection: Selection, generator: torch.Generator) -> list[int]:
-    """Choose the documents that are held out of training; returns their numbers, in random order.
+    """Choose documents that are held out of training, and return their numbers in random order.
 
-    They have at most `HELD_OUT_SHARE` of the tokens and at most `HELD_OUT_TOKENS`; if every document is
-    longer, it is the shortest one.
+    The documents have at most `HELD_OUT_SHARE` of all tokens, and at most `HELD_OUT_TOKENS` tokens. If every
+    document is longer, only the shortest document is held out.
 
     Raises:
         InputError: there are fewer than two documents.
@@ -641,7 +671,7 @@ def add_substitute(
 
 
 def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
-    """Fit the λ of the substitute beside the model, without the store.
+    """Fit λ of the substitute mixed with the model alone, without retrieval, and return settings with it.
 
     Args:
         tokens: indices of the tokens to fit on, int64, shape (n,).
@@ -655,18 +685,18 @@ def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
 def fit_beside(
     evidence: GridEvidence, scored: ScoredText, fit: Callable[[GridEvidence], KNNSettings]
 ) -> KNNSettings:
-    """Fit the settings of the store by `fit`, and in turn the λ of the substitute on top of it.
+    """Fit the settings of the keys and λ of the substitute in turn, and return settings with both.
 
     Args:
-        evidence: of the tokens to fit on.
+        evidence: evidence of the tokens to fit on.
         scored: the text, scored with a substitute.
-        fit: fits the store's settings.
+        fit: fits the settings of the keys.
     """
     tokens = evidence.tokens
     fitting, every = _make_fitting(scored, tokens), torch.ones(len(tokens), dtype=torch.bool)
     settings, fitted = KNNSettings(), {**fitting.settings, "lam": 0.0}
     for _ in range(_ROUNDS):
-        # With the substitute on top the store's λ is between two mixtures that have as much of it.
+        # λ of the keys mixes p_LM and p_kNN, after the substitute was mixed into both with the same λ.
         lam = fitted["lam"]
         part = lam * fitting.found.probs[:, None]
         settings = fit(

@@ -43,7 +43,7 @@ _KEYS_ENOUGH = 16_384  # enough for any number of directions: half of KEYS_FITTE
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """The number of hidden states that a key joins, and the discount of each earlier state.
+    """How a key is computed from hidden states: the sum of a token's state and discounted earlier states.
 
     A store's identity has ``str(joining)`` after the name of the place, e.g.
     ``transformer.h.3.mlp:input +0.5 +0.35``. It is empty if a key is a single state.
@@ -170,12 +170,12 @@ class Projection:
         return projected
 
     def weights(self, metadata: Mapping[str, Any]) -> Weights:
-        """Return the tensors of this projection together with metadata, as a file of weights to save."""
+        """Return the projection's tensors with metadata, in the form that a store saves."""
         return Weights({"mean": self.mean.numpy(), "matrix": self.matrix.numpy()}, metadata)
 
     @classmethod
     def load(cls, store: Reader) -> Self | None:
-        """Load the projection of a store's keys; None if the store does not project its keys.
+        """Load the projection of a store's keys; return None if the store does not project its keys.
 
         Raises:
             CorruptWeightsError: the file of the projection is missing or damaged.
@@ -197,7 +197,10 @@ class Projection:
 
 
 def described(identity: Identity) -> dict[str, Any]:
-    """Return the metadata that must match between a projection and its store: model, key, metric and dim."""
+    """Return the fields of a store's identity that fitted weights must match: model, key, metric and dim.
+
+    The result is saved as metadata of projections and of networks.
+    """
     return {
         "model": identity.model_fingerprint.partition(":")[0],
         "key": identity.key,

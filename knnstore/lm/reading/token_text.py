@@ -349,6 +349,7 @@ class Detokenizer:
         return bool(self._partial.getstate()[0])
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with or without special tokens as the detokenizer does."""
         return self._texts.decode(tokens, special=self._special)
 
 
@@ -380,7 +381,7 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
 
 
 def get_token_letters(tokenizer: PreTrainedTokenizerBase) -> Letters:
-    """Return the letters of each token as the vocabulary writes them, without spaces and line ends."""
+    """Return the name of each token in the vocabulary, without its spaces and line ends."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return Letters([_SPACES.sub("", name or "") for name in names])
 

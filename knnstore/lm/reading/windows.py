@@ -153,7 +153,7 @@ def pack(
 
 
 def _create_batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
-    """Create the batch of windows.
+    """Create the batch of the windows in `table`.
 
     The input of a window is its tokens without the last one, padded with 0. Each token from `first` on is a
     gold token; the batch has its document and position.

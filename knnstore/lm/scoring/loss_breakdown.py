@@ -105,7 +105,7 @@ class DocumentLosses:
         return Intervals(*(compute_interval(losses, lengths) for losses in (*sums, sums[1] - sums[0])))
 
     def _columns(self) -> list[NDArray[Any]]:
-        """Return document, position, loss of the model and loss of the mixture of all tokens."""
+        """Return four arrays over all tokens: document, position, loss of the model, loss of the mixture."""
         return [np.concatenate(column) for column in zip(*self._batches, strict=True)]
 
 
@@ -122,7 +122,7 @@ def score_groups(scores: Sequence[DocumentScore], field: str) -> dict[Any, Group
 
 
 def _score_group(group: Sequence[DocumentScore]) -> GroupScore:
-    """Compute the perplexities of a group with intervals over its documents."""
+    """Compute the perplexities of at least one document together, with intervals over the documents."""
     lengths = np.array([score.tokens for score in group])
     base, knn = (
         np.log([getattr(score, name) for score in group]) * lengths for name in ("base_ppl", "knn_ppl")
@@ -133,7 +133,7 @@ def _score_group(group: Sequence[DocumentScore]) -> GroupScore:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The tokens whose frequency or distance is within bounds."""
+    """Perplexities of the tokens whose frequency, or distance to the nearest neighbor, is within bounds."""
 
     low: float
     """Lower bound, inclusive: the least distance of these tokens, or the least frequency of the range."""

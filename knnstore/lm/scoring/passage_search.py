@@ -114,7 +114,7 @@ def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> 
 
 
 def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
-    """Return the share of each record with the longest match before its token, by record id.
+    """Return the share of each record whose token follows the longest match in stored text, by record id.
 
     Args:
         store: a store, with or without keys.
@@ -143,14 +143,14 @@ def _compute_shares(distances: NDArray[np.float32], temperature: float) -> NDArr
 
 
 def _group_hits(hits: list[_Hit]) -> list[list[_Hit]]:
-    """Group hits of a document that are at most `_MAX_GAP` tokens apart."""
+    """Group hits of the same document of which consecutive ones are at most `_MAX_GAP` tokens apart."""
 
-    def document_of(hit: _Hit) -> tuple[str, str]:
+    def get_document(hit: _Hit) -> tuple[str, str]:
         return hit.place.domain, hit.place.document
 
     groups: list[list[_Hit]] = []
-    in_order = sorted(hits, key=lambda hit: (*document_of(hit), hit.place.position))
-    for _, document_hits in groupby(in_order, key=document_of):
+    in_order = sorted(hits, key=lambda hit: (*get_document(hit), hit.place.position))
+    for _, document_hits in groupby(in_order, key=get_document):
         last: _Hit | None = None
         for hit in document_hits:
             if last is None or hit.place.position - last.place.position > _MAX_GAP:

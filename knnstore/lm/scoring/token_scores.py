@@ -81,7 +81,7 @@ class ReadTokens:
 
     @classmethod
     def joined(cls, parts: Sequence["ReadTokens"]) -> "ReadTokens":
-        """Concatenate the predictions of several groups of tokens; at least one group is needed."""
+        """Concatenate the predictions of several groups of tokens, at least one; a single one is returned."""
         if len(parts) == 1:
             return parts[0]
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
@@ -139,24 +139,30 @@ class TokenScores:
 
 
 class HeldOut(NamedTuple):
-    """Held-out documents, and which of them are in the store."""
+    """Held-out documents, and the stored documents with the same text; `compare_with_store` creates it."""
 
     documents: list[TextDocument]
+    """All held-out documents, in their order."""
     stored: Mapping[str, frozenset[str]]
-    """For the content hash of each held-out document that retrieval can reach: the content hashes of the
-    stored documents with the same text. Half of the text is enough; see `KNOWN`."""
+    """For the content hash of each held-out document that is in the store: the content hashes of the stored
+    documents with the same text, or with half of the text; see `KNOWN`."""
 
     @classmethod
     def compare_with_store(
         cls, store: Reader, reader: TextReader, documents: Iterable[object], selection: Selection
     ) -> "HeldOut":
-        """Collect held-out documents, and find those that a search in the selection would find.
+        """Read held-out documents, and find stored documents with the same text.
+
+        Stored documents are neither removed nor refused; see `refuse_stored`.
 
         Args:
-            store: the store that is searched.
+            store: the store.
             reader: tokenizes the documents.
-            documents: see `documents_of`.
-            selection: the stored documents that retrieval can reach.
+            documents: the held-out documents; see `documents_of`.
+            selection: the stored documents to compare with.
+
+        Raises:
+            InputError: a document cannot be used.
         """
         listed = list(documents_of(documents))
         exact = store.stored_content((document.content_hash for document in listed), selection)
@@ -169,10 +175,10 @@ class HeldOut(NamedTuple):
         return cls(listed, stored)
 
     def refuse_stored(self) -> None:
-        """Refuse documents that would retrieve from themselves.
+        """Raise an error if a held-out document is in the store, because it would retrieve from itself.
 
         Raises:
-            InputError: a document is in the store.
+            InputError: `stored` is not empty.
         """
         if self.stored:
             first = next(document for document in self.documents if document.content_hash in self.stored)
@@ -199,8 +205,8 @@ def score_held_out(
         reader: tokenizes the documents and runs the model.
         documents: the held-out documents.
         settings: the settings in force.
-        left_out: for the content hash of a held-out document, the content hashes of stored documents that it
-            does not retrieve from; see `HeldOut.stored`.
+        left_out: for the content hash of a held-out document, the content hashes of stored documents that are
+            left out of its search; see `HeldOut.stored`.
         progress: advanced by the number of scored tokens.
 
     Yields:
@@ -215,14 +221,20 @@ def score_held_out(
 def group_by_left_out(
     documents: Sequence[TextDocument], left_out: Mapping[str, Collection[str]]
 ) -> list[tuple[list[int], list[str]]]:
-    """Group documents that leave out the same stored documents.
+    """Group documents that leave out the same stored documents, so that one selection serves a group.
+
+    Args:
+        documents: the documents.
+        left_out: for the content hash of a document, the content hashes of stored documents that are left out
+            of its search; a document without an entry leaves out nothing.
 
     Returns:
-        For each group the indices of its documents, and the content hashes that they leave out, sorted.
+        For each group the indices of its documents, ascending, and the content hashes that they leave out,
+        sorted. No documents give no groups.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
-    for at, document in enumerate(documents):
-        groups.setdefault(tuple(sorted(left_out.get(document.content_hash, ()))), []).append(at)
+    for index, document in enumerate(documents):
+        groups.setdefault(tuple(sorted(left_out.get(document.content_hash, ()))), []).append(index)
     return [(members, list(excluded)) for excluded, members in groups.items()]
 
 
@@ -233,9 +245,16 @@ def score_documents(
     settings: KNNSettings,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """Run the model and look up the evidence for every token of documents.
+    """Run the model on documents, and look up the evidence for every target token.
 
     The documents are iterated once, and a few are in memory at a time.
+
+    Args:
+        store: the store that is searched.
+        reader: tokenizes the documents and runs the model.
+        documents: the documents.
+        settings: the settings in force.
+        progress: receives the number of scored tokens.
 
     Yields:
         The scores of a few tokens at a time, in the order in which windows are packed; every predicted token
@@ -309,12 +328,15 @@ def score_text_in_turns(
 def _follow_texts(
     reader: TextReader, texts: Sequence[NDArray[np.integer[Any]]], settings: KNNSettings
 ) -> DocumentTexts:
-    """Create the record of the keys of scored texts, as far back as the continuous cache looks."""
+    """Create the object that follows scored texts, and keeps as many keys as the continuous cache needs."""
     return DocumentTexts(texts, reader.prefix, 0 if settings.cache is None else settings.cache.size)
 
 
 def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings) -> Contexts | None:
-    """Add predicted tokens to their texts, and return their contexts; None if no component needs text."""
+    """Append the keys of predicted tokens to their texts, and return the contexts of the tokens.
+
+    Returns None, and appends nothing, if no component needs text.
+    """
     if not settings.needs_text:
         return None
     return texts.read_on(read.keys, read.documents, read.positions)
@@ -404,7 +426,10 @@ class EvidenceLookup:
         return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
 
     def _adapt(self, scores: TokenScores) -> None:
-        """Set the number of tokens of the next part from the size of the evidence of the last part."""
+        """Change the number of tokens of the next part by the size of the evidence of the last part.
+
+        If only the k nearest records are kept without sources, nothing changes.
+        """
         searches = scores.evidence.searches
         cell_sums = [search for search in searches if isinstance(search, CellSums)]
         if cell_sums:

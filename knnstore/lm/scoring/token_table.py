@@ -141,9 +141,10 @@ def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Open a temporary file that replaces `path` when the context ends without an error.
+    """Context manager that writes a new version of a file: yields a temporary file for the new content.
 
-    After an error the temporary file is removed, and `path` is unchanged.
+    When the context ends without an error, the temporary file replaces `path` in one step. After an error the
+    temporary file is removed, and `path` is unchanged.
 
     Args:
         path: the file to replace; it need not exist. A device or a pipe is written to directly. A symbolic

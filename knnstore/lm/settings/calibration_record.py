@@ -90,8 +90,8 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
         component: name of the component.
 
     Returns:
-        The settings. None if the component was not trained on these domains, or if the selection excludes one
-        of the documents that it was trained on.
+        The settings. None if the component was not trained on these domains, or if the selection has other
+        conditions than domains, because a trained component cannot leave out single documents.
     """
     saved = store.settings(selection.domains or ())
     if saved is None or component not in saved.trained:
