@@ -88,7 +88,7 @@ class Probe:
 
     @property
     def best(self) -> Probed | None:
-        """The kind with the lowest perplexity; None if it is not better than the model alone beyond chance."""
+        """The kind with the lowest perplexity; None if it does not beat the model alone beyond chance."""
         first = self.candidates[0]
         return first if first.fitted.change.high < 1 else None
 

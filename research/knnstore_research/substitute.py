@@ -654,10 +654,15 @@ def choose_held_out(store: Reader, selection: Selection, generator: torch.Genera
 def add_substitute(
     scored: ScoredText, store: Reader, selection: Selection, device: torch.device | str
 ) -> ScoredText:
-    """Add the predictions of the substitute trained for a selection to a text that was scored before.
+    """Add the predictions of a substitute that was trained after a text was scored, and return the text.
 
-    `score_once` does this itself if the substitute was trained before. Returns the text unchanged if there is
-    no substitute that can be used.
+    `score_once` does this itself if the substitute was trained before.
+
+    Args:
+        scored: the text; returned unchanged if no substitute can be used.
+        store: the store.
+        selection: the selection whose domains the substitute was trained on.
+        device: device of the computation.
     """
     component = Substitute()
     settings = component.settings_to_fit(store, selection)
@@ -707,17 +712,17 @@ def fit_beside(
 
 
 def _make_fitting(scored: ScoredText, tokens: Tensor) -> DistributionFitting:
-    """Return the fit of the substitute to some tokens, given by their indices, of a text scored with it."""
+    """Return the fitting of the substitute for the tokens with these indices, int64, shape (n,)."""
     name = Substitute.name
     found = scored.evidence.found[name].rows(tokens)
     return DistributionFitting(Substitute(), found, scored.targets_for(tokens), scored.others[name])
 
 
 class SubstituteEvaluation(NamedTuple):
-    """Perplexities on held-out documents, each of the model with one component."""
+    """The result of `evaluate_substitute`: perplexities on held-out documents."""
 
     tokens: int
-    """Tokens predicted."""
+    """Number of predicted tokens."""
     base_ppl: float
     """Perplexity of the model alone."""
     substitute_ppl: float
@@ -736,18 +741,20 @@ def evaluate_substitute(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> SubstituteEvaluation:
-    """Measure how much of the store's gain the substitute recovers. The model reads the documents twice.
+    """Measure how much of the store's gain the substitute recovers. The documents are scored twice.
 
     Args:
         lm: the model.
-        documents: held-out text, as in `add`.
-        knn: settings of the store; default ``lm.knn``. Only the keys of them count. The substitute is the one
-            that was trained on exactly the domains of their selection.
-        on_bad: called for each document that cannot be used; it is then left out. None raises at the first.
-        progress: is told of each batch.
+        documents: held-out text, in any form that `add` takes.
+        knn: settings of the store; default ``lm.knn``. Only their keys are used. The substitute must be
+            trained on exactly the domains of their selection.
+        on_bad: called for each document that cannot be used; the document is left out. With None the first
+            bad document raises an error.
+        progress: receives the number of scored tokens.
 
     Raises:
-        ConfigError: no substitute was trained on exactly these domains, or the selection is by more.
+        ConfigError: no substitute was trained on exactly these domains, or the selection has other conditions
+            than domains.
         InputError: a document is in the store, or there is no token to predict.
         OutdatedWeightsError: a document that the substitute was trained on was removed or replaced.
     """

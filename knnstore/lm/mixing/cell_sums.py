@@ -1,8 +1,8 @@
-"""p_kNN as sums over whole cells: every record of the probed cells counts, near or far.
+"""p_kNN as sums over all records of the probed cells, and not only over the k nearest records (`CellSums`).
 
-`CellSums` is what one search of n queries found in them. Its sums run over all records of a cell, and over
-the records with a query's target token, which are few. This module also finds these records, and the nearest
-ones.
+A pair is a query with a cell that it probes. For each pair, exp(-d/T) is summed over all records of the cell,
+and over the few records with the query's target token (the hits). This module also finds the hits
+(`find_hits`) and the nearest records (`nearest_records`).
 """
 
 import math
@@ -27,19 +27,20 @@ class ProbedCells(NamedTuple):
     """b cells, each with the queries that probe it; see `knnstore.datastore.Visits`."""
 
     queries: Tensor
-    """Numbers of the queries, int64, shape (b, m); -1 if a cell has fewer than m."""
+    """Indices of the queries that probe each cell, int64, shape (b, m); -1 if a cell has fewer than m."""
 
     tokens: Tensor
     """Tokens of the records, int64, shape (b, r)."""
 
     distances: Tensor
-    """Distance of each query to each record, float32, shape (b, m, r); +inf if one of them is missing."""
+    """Distance of each query to each record, float32, shape (b, m, r); +inf if query or record is missing."""
 
     ranks: Tensor | None = None
-    """Number of cells that are nearer to the query, int64, shape (b, m); None if unknown."""
+    """Rank of the cell for the query: the number of cells that are nearer, int64, shape (b, m); None if
+    unknown."""
 
     def on(self, device: torch.device) -> "ProbedCells":
-        """Return the cells on a device."""
+        """Return the cells with all tensors on a device."""
         if device.type == "cpu":
             return self
         ranks = None if self.ranks is None else self.ranks.to(device)
@@ -64,9 +65,9 @@ class CellSums:
     Args:
         cells: the probed cells. No query is compared twice with the same record.
         targets: target token of each query, int64, shape (n,).
-        vocabulary: number of tokens; `weights` then has a place for each token. With None it has two places:
-            the target token, and all other tokens together.
-        features: number of nearest records in `distances`; with 0 it has the nearest distance alone.
+        vocabulary: number of tokens; `weights` then has a column for each token. With None it has two
+            columns: the target token, and all other tokens together.
+        features: number of nearest records in `distances`; with 0 `distances` has only the nearest.
     """
 
     tokens = None
@@ -96,12 +97,12 @@ class CellSums:
 
     @property
     def size(self) -> int:
-        """Number of distances."""
+        """Number of distances between queries and records, in all cells."""
         return sum(some.distances.numel() for some in self._cells)
 
     @property
     def hits(self) -> Tensor | None:
-        """True for the target token's place, bool, shape (n, 2); None if each token has a place."""
+        """True for the column of the target token, bool, shape (n, 2); None if each token has a column."""
         if self._vocabulary is not None:
             return None
         return torch.tensor([[True, False]], device=self._device).expand(len(self.nearest), -1)
@@ -123,7 +124,7 @@ class CellSums:
         return self.near(self._features)
 
     def select_rows(self, rows: slice | Tensor) -> "CellSums":
-        """Return the sums of some of the queries; no query may be chosen twice."""
+        """Return the results of the selected queries; no query may be selected twice."""
         device, count = self._targets.device, len(self.nearest)
         chosen = torch.arange(count, device=device)[rows]
         numbers = torch.full((count + 1,), -1, device=device)  # of the others, and of missing queries
@@ -150,7 +151,7 @@ class CellSums:
         """Precompute `weights` for these temperatures in one pass over the records.
 
         If a temperature is half of another, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing if
-        each token has a place.
+        each token has a column.
         """
         if self._vocabulary is not None:
             return
@@ -161,7 +162,7 @@ class CellSums:
             )
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute p_kNN of the target token and of all other tokens, or of each token; see `TokenSums`."""
+        """Compute p_kNN of the target token and of all other tokens, or of every token; see `TokenSums`."""
         if self._vocabulary is not None:
             return self._compute_token_probs(temperature, self._vocabulary)
         if isinstance(temperature, Tensor) and temperature.ndim:
@@ -223,7 +224,7 @@ class CellSums:
         return sums.div_(sums.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).to(self._device)
 
     def _iterate_sums(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
-        """Yield each temperature with its sums, shape (2, pairs); see `_sum_chains`."""
+        """Yield each temperature with its sums over all records and over hits, shape (2, pairs)."""
         chains = group_into_halving_chains(temperatures)
         sums = self._sum_chains([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
@@ -237,11 +238,13 @@ class CellSums:
         Distances are relative to the nearest record of the pair, so that no sum overflows or becomes 0.
 
         Args:
-            temperatures: the first temperature of each chain, shape (1,), or (n + 1,) for one of each query.
-            chains: temperatures, each half of the one before it.
+            temperatures: the first temperature of each chain, shape (1,), or shape (n + 1,) with one value
+                for each query.
+            chains: lists of temperatures, in which each is half of the temperature before it.
 
         Returns:
-            For each chain and each of its temperatures both sums, shape (2, pairs).
+            For each chain and each of its temperatures the sums over all records and over hits, shape
+            (2, pairs).
         """
         if not chains:
             return []
@@ -287,7 +290,7 @@ class CellSums:
         return torch.stack([share, (total > 0).float() - share], 1)[:-1].to(self._device)
 
     def _compute_gaps(self, among: Tensor | None = None) -> Tensor:
-        """Subtract the nearest distance of each pair from that of its query: at most 0, shape (pairs,).
+        """Compute a query's nearest distance minus the nearest distance of each pair: <= 0, shape (pairs,).
 
         Args:
             among: False for a pair to leave out, whose gap is -inf; bool, shape (pairs,). None for all pairs.
@@ -298,7 +301,7 @@ class CellSums:
         )
 
     def _compute_nearest(self, distances: Tensor) -> Tensor:
-        """Compute the least distance of each query, shape (n + 1,), from those of its pairs."""
+        """Compute the nearest distance of each query, shape (n + 1,), from the distances of its pairs."""
         nearest = distances.new_full((len(self._targets),), torch.inf)
         return nearest.scatter_reduce_(0, self._query_of_pair, distances, "amin")
 
@@ -308,7 +311,14 @@ class CellSums:
         return find_hits(self._cells, self._query_of_pair, self._targets)
 
     def _iterate_cells(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yield the cells, each with its part of the columns; shapes (pairs,) and (b, m, 1)."""
+        """Yield each group of cells with its part of each column.
+
+        Args:
+            *of_pairs: columns, each of shape (pairs,).
+
+        Yields:
+            The cells, then the part of each column, reshaped to (b, m, 1).
+        """
         sizes = [some.queries.numel() for some in self._cells]
         columns = [torch.split(one, sizes) for one in of_pairs]
         for some, *parts in zip(self._cells, *columns, strict=True):
@@ -325,15 +335,15 @@ def _flatten_pairs(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
-    """Group temperatures into chains, in which each is half of the one before it."""
+    """Group temperatures into chains, in which each temperature is half of the temperature before it."""
     chains: list[list[float]] = []
-    for one in sorted(temperatures, reverse=True):
+    for temperature in sorted(temperatures, reverse=True):
         for chain in chains:
-            if math.isclose(chain[-1], 2 * one, rel_tol=_SAME):
-                chain.append(one)
+            if math.isclose(chain[-1], 2 * temperature, rel_tol=_SAME):
+                chain.append(temperature)
                 break
         else:
-            chains.append([one])
+            chains.append([temperature])
     return chains
 
 
@@ -379,7 +389,7 @@ def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) ->
 
 
 def _compute_starts(sizes: Tensor) -> Tensor:
-    """Return the begin of each part when parts of these sizes stand in a row."""
+    """Return the index where each part begins if parts of these sizes are concatenated."""
     return sizes.cumsum(0) - sizes
 
 
@@ -451,5 +461,5 @@ def _find_true_indices(mask: Tensor) -> Tensor:
 
 
 def _number_within_owner(owners: Tensor) -> Tensor:
-    """Count the entries of each owner from 0, shape (n,). `owners` is ascending."""
+    """Count the entries of each owner from 0, int64, shape (n,). `owners` must be ascending."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)

@@ -48,12 +48,18 @@ class TokenSums(Protocol):
 
     @property
     def tokens(self) -> Tensor | None:
-        """Token of each place, int64, shape (n, places); None with `hits`, or if all tokens have one."""
+        """Token of each column of `weights`, int64, shape (n, columns).
+
+        None if `hits` is kept instead, or if the columns are the whole vocabulary.
+        """
         ...
 
     @property
     def hits(self) -> Tensor | None:
-        """True where a place has the target token, bool, shape (n, places); None if `tokens` are kept."""
+        """True for columns of `weights` with the target token, bool, shape (n, columns).
+
+        None if `tokens` is kept instead, or if the columns are the whole vocabulary.
+        """
         ...
 
     def prepare(self, temperatures: Sequence[float]) -> None:
@@ -61,13 +67,15 @@ class TokenSums(Protocol):
         ...
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute the probability of each place in p_kNN.
+        """Compute the probability of each column in p_kNN.
+
+        A column is a record, a token of the vocabulary, or "the target token" and "all other tokens".
 
         Args:
             temperature: T > 0, one for all queries or of shape (n,).
 
         Returns:
-            Float32, shape (n, places). Rows sum to 1, or to 0 when nothing was found.
+            Float32, shape (n, columns). Rows sum to 1, or are 0 if nothing was found.
         """
         ...
 
@@ -78,7 +86,7 @@ class TokenSums(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeighborSums:
-    """The k nearest records of n queries, a place for each; tensors are on one device."""
+    """The k nearest records of n queries, a column for each record; tensors are on one device."""
 
     distances: Tensor
     """Distances, float32, shape (n, k), +inf if a neighbor is missing. The nearest come first, ascending: all
@@ -137,7 +145,7 @@ class NeighborSums:
         return NeighborSums(self.distances, hits=hits, known_distinct=distinct)
 
     def nearest(self, k: int) -> "NeighborSums":
-        """Return the k nearest neighbors; all must be in ascending order. `distinct` stays as it is."""
+        """Return the k nearest neighbors; the neighbors must be sorted. `known_distinct` does not change."""
         return self._map_columns(lambda column: column[:, :k])
 
     def select_rows(self, rows: slice | Tensor) -> "NeighborSums":
@@ -174,7 +182,7 @@ class NeighborSums:
         )
 
     def _map_columns(self, change: Callable[[Any], Any]) -> "NeighborSums":
-        """Return a copy in which every column of shape (n, k) is changed."""
+        """Return a copy in which `change` is applied to each array of shape (n, k)."""
         names = "distances", "tokens", "hits", "ids"
         values = {name: getattr(self, name) for name in names}
         changed: dict[str, Any] = {
@@ -212,7 +220,7 @@ def list_powers_of_two(k: int) -> list[int]:
 
 
 def make_temperature_grid(distances: Tensor) -> Tensor:
-    """Choose a grid of temperatures from the spread of distances, ascending by half octaves.
+    """Choose a grid of temperatures from the differences of distances, ascending by a factor of √2.
 
     Args:
         distances: ascending distances of a sample of queries that found something, shape (n, k).
@@ -325,7 +333,7 @@ class TargetSums:
 
     @property
     def hits(self) -> Tensor:
-        """True for the first of two places, which is the target token's; bool, shape (n, 2)."""
+        """True for the first of two columns, which is the target token; bool, shape (n, 2)."""
         return torch.tensor([[True, False]]).expand(len(self.found), -1)
 
     def select_rows(self, rows: slice | Tensor) -> "TargetSums":
