@@ -181,7 +181,7 @@ def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypat
     monkeypatch.setattr(lm.encoder, "keys", slowly)
     monkeypatch.setattr(adding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     weights = sum(one.numel() for one in lm.base.parameters())
-    monkeypatch.setattr(adding, "_SLOWEST", 3000 * 2 * weights)
+    monkeypatch.setattr(adding, "_ASSUMED_OPERATIONS", 3000 * 2 * weights)
     before = lm.store.revision()
     lm.add([words(10) for _ in range(100)], domain="d", commit_seconds=0.1)
     assert lm.store.revision() - before >= 1 + 6  # 300 tokens, then at most 100 in each group
