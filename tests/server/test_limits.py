@@ -29,15 +29,15 @@ def test_tokens_fill_in_a_minute(limit, asked):
         last = now[0]
         if level <= 0:
             with pytest.raises(ApiError) as refused:
-                quota.spend(first)
+                quota.check_and_spend(first)
             wait = int(refused.value.headers["Retry-After"])
             assert refused.value.status == 429
             assert wait >= 1
             now[0] += wait  # until then there is something again, or it is a second at least
             assert level + limit * wait / 60 >= -1e-6
         else:
-            quota.spend(first)
-            quota.take(later)
+            quota.check_and_spend(first)
+            quota.spend_unchecked(later)
             level -= first + later
 
 

@@ -37,7 +37,7 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
     chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool)
     positions = 1000 * np.arange(len(texts))
     every = SortedText.of([np.array(text, np.uint32) for text in texts], positions, vocabulary + 1)
-    counts = NGramCounts(every.only(chosen), vocabulary)
+    counts = NGramCounts(every.keep_documents(chosen), vocabulary)
     kept = {at: text for at, text in enumerate(texts) if chosen[at]}
     expected = KneserNey(kept.values(), order)
     begins = [at % 3 != 2 for at in range(len(asked))]  # others go on in the middle of a document
@@ -104,11 +104,11 @@ def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, 
 @settings(max_examples=50, deadline=None)
 @given(bits=st.lists(st.booleans(), max_size=300), data=st.data())
 def test_bits_are_counted_and_found_in_ranges(bits, data):
-    ranked = RankedBits.joined([RankedBits(np.array(of, bool)) for of in (bits[::-1], bits)])
+    ranked = RankedBits.join_rows([RankedBits(np.array(of, bool)) for of in (bits[::-1], bits)])
     ends = st.lists(st.integers(0, len(bits)), min_size=2, max_size=2)
     pairs = np.array(data.draw(st.lists(ends.map(sorted), max_size=9)), np.int64).reshape(-1, 2)
     assert ranked.count(pairs.T, 1).tolist() == [sum(bits[start:stop]) for start, stop in pairs]
-    owners, places = ranked.ones(pairs.T, np.ones(len(pairs), np.int64))
+    owners, places = ranked.find_ones(pairs.T, np.ones(len(pairs), np.int64))
     assert list(zip(owners, places, strict=True)) == [
         (row, place) for row, (start, stop) in enumerate(pairs) for place in range(start, stop) if bits[place]
     ]
