@@ -24,7 +24,7 @@ def held(server):
     """The tokenizer is in use, by a thread that this test holds, as by a tokenization that takes long."""
     begun, free = threading.Event(), threading.Event()
     holder = threading.Thread(
-        target=lambda: server.serving.tokenizer(lambda _: (begun.set(), free.wait(240)))
+        target=lambda: server.serving.call_with_tokenizer(lambda _: (begun.set(), free.wait(240)))
     )
     holder.start()
     assert begun.wait(240)
