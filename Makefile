@@ -14,9 +14,10 @@ demo: $(VENV)/installed-base
 test: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "not slow"
 
+# Without the marker `exhaustive`: cases of vLLM whose parts other tests have; `pytest -m exhaustive` runs them.
 # Browsers, further processes, kills, power losses, outages, thousands of generated requests, and what installs packages.
 test-slow: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m slow
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "slow and not exhaustive"
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

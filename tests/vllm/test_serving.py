@@ -129,7 +129,7 @@ def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path
         assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"] != rest
 
 
-@pytest.mark.parametrize("action", ["fail", "fallback"])
+@pytest.mark.parametrize("action", ["fail", pytest.param("fallback", marks=pytest.mark.exhaustive)])
 def test_a_damaged_store_fails_requests_and_not_the_engine(lm, vllm_python, tmp_path, action) -> None:
     home = tmp_path / "copy"
     shutil.copytree(lm.store.home.path, home)

@@ -1,6 +1,7 @@
 """vLLM with a store, next to this library's own `generate` and `forward`: the same numbers."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,15 @@ def check(lm: KNNLMForCausalLM, requests: list[dict[str, Any]], answers: list[di
             assert answer["scores"] == pytest.approx(scores, abs=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
+IN_CI = {"preemption", "asynchronous", "drafts from documents", "before a norm, joined", "no keys"}
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return the cases as parameters; those that CI leaves out have the marker `exhaustive`."""
+    return [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in names]
+
+
+@pytest.mark.parametrize("mode", cases(MODES))
 def test_vllm_predicts_what_this_library_does(lm, run_engine, mode) -> None:
     """Requests with settings of their own in one batch, twice, so that prefixes are in vLLM's cache."""
     requests = requests_for(lm)
@@ -126,6 +135,7 @@ def test_vllm_predicts_what_this_library_does(lm, run_engine, mode) -> None:
         assert found["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.exhaustive
 def test_drafts_from_documents_serve_a_model_without_a_store(lm, make_store, run_engine) -> None:
     """The drafts' store has no keys. The text is that of the model alone, and most drafts are right."""
     text = next(iter(read_documents([EXAMPLES / "workshop/handbook"]))).text
@@ -141,6 +151,7 @@ def test_drafts_from_documents_serve_a_model_without_a_store(lm, make_store, run
     assert drafted["metrics"]["vllm:spec_decode_num_drafts"] > 0
 
 
+@pytest.mark.exhaustive
 def test_two_processes_share_the_model(lm, run_engine) -> None:
     """Tensor parallelism over gloo: the first process mixes, and both sample from the same logits."""
     requests = requests_for(lm)
@@ -195,7 +206,7 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("keys", cases(KEYS))
 def test_keys_of_every_place_are_those_of_transformers(make_store, llama, run_engine, keys) -> None:
     """Settings that need no states of earlier tokens read vLLM's prefix cache."""
     lm = make_store(llama, **KEYS[keys])
