@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 VLLM_ENVIRONMENT ?= .venv-vllm
+PROGRAMS = scripts/lock-requirements scripts/make-data scripts/make-keys scripts/try-bugs
 
 .PHONY: demo test test-slow check site lock vllm-environment
 
@@ -23,6 +24,7 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --scripts-are-modules $(PROGRAMS)
 	$(VENV)/bin/lint-imports
 
 # The pages as a site in build/site; a link or an anchor that leads nowhere is an error.
