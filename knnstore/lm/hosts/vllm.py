@@ -25,6 +25,7 @@ import logging
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -367,7 +368,7 @@ class StateTap:
         self._buffer[: len(states)].copy_(states)
 
 
-class Attachment:
+class Attachment(ABC):
     """Attaches a store to a model runner; the subclasses know where each runner keeps its batch.
 
     Args:
@@ -489,9 +490,9 @@ class Attachment:
             logits = self._group.broadcast(logits.float().contiguous(), src=0)
         return logits
 
+    @abstractmethod
     def sampled_rows(self) -> Numbers:
         """Return the row of the pass of each row whose next token is sampled, int64, shape (m,)."""
-        raise NotImplementedError
 
 
 class FirstRunnerAttachment(Attachment):
