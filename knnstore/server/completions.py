@@ -18,7 +18,7 @@ from knnstore.catalog import Right
 from knnstore.server.access import Access, Endpoints, Quota, access
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
 from knnstore.server.errors import ApiError, convert_to_api_error, refused
-from knnstore.server.introspection import explain_generated_tokens
+from knnstore.server.introspection import describe_second_pass, explain_generated_tokens
 from knnstore.server.protocol import (
     MOST_SOURCES,
     ChatRequest,
@@ -347,7 +347,7 @@ class _Answer:
         sources = await explain_generated_tokens(
             self._serving, self._task.knn, prompt, self._generated[index], count
         )
-        return {"knn": {"sources": sources}}
+        return {"knn": {"sources": sources, **describe_second_pass(self._serving)}}
 
 
 async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:

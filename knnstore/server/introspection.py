@@ -1,6 +1,7 @@
 """Endpoints that generate no text: ``/v1/models``, ``/tokenize``, ``/detokenize``, ``/v1/explain``.
 
-`explain_generated_tokens` finds the sources of generated tokens, for the endpoints of `completions`.
+`explain_generated_tokens` finds the sources of generated tokens, for the endpoints of `completions`;
+`describe_second_pass` marks explanations of what vLLM has generated.
 """
 
 import json
@@ -147,7 +148,12 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
                     documents[start_document : start_document + _DOCUMENTS_AT_ONCE]
                 )
             return explanation_json.build_answer(
-                {"object": "list", "model": body.model, "knn": _describe_settings(settings)}
+                {
+                    "object": "list",
+                    "model": body.model,
+                    "knn": _describe_settings(settings),
+                    **describe_second_pass(serving),
+                }
             )
 
         answer = await cancel_on_disconnect(request, serving.call_in_turns(work))
@@ -180,6 +186,15 @@ async def explain_generated_tokens(
         return shown
 
     return await serving.call_in_turns(work)
+
+
+def describe_second_pass(serving: Serving) -> dict[str, Any]:
+    """Return the field that marks explanations of texts that vLLM has generated; empty without vLLM.
+
+    The engine of this process explains them: it reads the text in a pass of its own. Its rounding can differ
+    from that of vLLM.
+    """
+    return {} if serving.upstream is None else {"second_pass": True}
 
 
 def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:

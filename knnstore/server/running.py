@@ -24,6 +24,7 @@ from knnstore.server.app import Options, make_app
 from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
+from knnstore.server.upstream import UpstreamAddress
 from knnstore.store import Home
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Config:
     drain_seconds: int = 30
     """Seconds that running requests may take to end after SIGTERM."""
     limits: Limits = field(default_factory=Limits)
+    upstream: UpstreamAddress | None = None
+    """A vLLM server with the same store that generates and scores all texts; None does it in this process."""
 
     @property
     def needs_keys(self) -> bool:
@@ -104,7 +107,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
         KnnstoreError: any error of `load`.
     """
     metrics = Metrics()
-    serving = Serving(config.name, config.limits, metrics.record_turn)
+    serving = Serving(config.name, config.limits, metrics.record_turn, config.upstream)
     failures: list[BaseException] = []
 
     def load_and_start() -> None:
@@ -133,6 +136,8 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
             yield
         finally:
             await asyncio.to_thread(loading.join)
+            if serving.upstream is not None:
+                await serving.upstream.close()
             await asyncio.to_thread(serving.stop)
 
     options = Options(local_only=not config.needs_keys, public_metrics=config.public_metrics)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNSettings, Overrides, resolve
+from knnstore.lm.hosts.request_options import RequestOptions
 from knnstore.server.access import Access
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import Retrieval
@@ -142,6 +143,27 @@ class Scopes:
         key = self._store.revision(), scope
         cached = self._settings.get(key)
         return self._cache_settings(key, self._resolve_uncached(scope)) if cached is None else cached
+
+    def build_options(self, scope: Hashable) -> RequestOptions:
+        """Return the options of a scope for another engine with the same store, such as vLLM.
+
+        Domains that no longer exist are left out of the scope; if none is left, retrieval is off.
+        """
+        assert isinstance(scope, Scope)
+        existing = self._list_domains()
+        domains = tuple(domain for domain in scope.domains if domain in existing)
+        if not domains:
+            return RequestOptions(is_off=True)
+        return RequestOptions(
+            domains=domains,
+            tags=scope.tags,
+            where=scope.where,
+            lam=scope.lam,
+            temperature=scope.temperature,
+            k=scope.k,
+            probes=scope.probes,
+            only_selected=scope.only_selected,
+        )
 
     def fill_caches(self, scope: Scope) -> None:
         """Fill the caches for a scope in the caller's thread, so that the engine does not have to.

@@ -48,6 +48,7 @@ from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import MOST_EXPLAINED
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.server.structured import JsonConstraints
+from knnstore.server.upstream import Upstream, UpstreamAddress
 from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)
@@ -67,7 +68,9 @@ class Limits:
     """Limits of a server."""
 
     rows: int = 16
-    """Largest number of texts that are decoded at once."""
+    """Largest number of texts that are decoded at once by the engine of this process."""
+    upstream_rows: int = 256
+    """Largest number of texts that are sent to a vLLM server at once."""
     waiting: int = 64
     """Largest number of requests that wait."""
     body_bytes: int = 4 << 20
@@ -95,14 +98,19 @@ class Serving:
         name: the name of the model alone.
         limits: the limits of the server.
         observe: called in the engine's thread with the counts of each of its turns.
+        upstream_address: a vLLM server with the same store, which generates and scores all texts; None lets
+            the engine of this process do it. In both cases this engine explains texts and reads documents.
     """
 
     name: str
     limits: Limits = field(default_factory=Limits)
     observe: Callable[[Observed], None] = lambda _: None
+    upstream_address: UpstreamAddress | None = None
 
     def __post_init__(self) -> None:
         self._lm: KNNLMForCausalLM | None = None
+        self.upstream: Upstream | None = None
+        """The vLLM server that runs the tasks; None if the engine does, or before `start` has ended."""
         self._tokenizing = threading.Lock()
         self._reading = CapacityLimiter(_TOKENIZING_THREADS)
         self._rendering = CapacityLimiter(1)
@@ -128,6 +136,19 @@ class Serving:
         self.json_constraints = JsonConstraints(
             self.call_with_tokenizer, lm.store.identity.vocab_size, self.engine.ends
         )
+        if self.upstream_address is not None:
+            self.upstream = Upstream(
+                self.upstream_address,
+                lm.store.id,
+                self.scopes.build_options,
+                TokenTexts(copy.deepcopy(tokenizer)),
+                self.engine.ends,
+                max_rows=self.limits.upstream_rows,
+                max_waiting=self.limits.waiting,
+                observe=self.observe,
+            )
+            # vLLM counts a last token that the model does not read.
+            self.window = min(self.window, self.upstream.model.max_length - 1)
         lm.store.count_ngrams_in_background()
         self.engine.start()
         self.writer = StoreWriter(lm, self.engine)
@@ -185,7 +206,7 @@ class Serving:
         """True if the model is loaded and the engine runs."""
         return self._lm is not None and self.engine.is_alive
 
-    def status(self) -> Literal["ready", "loading", "store_unavailable"]:
+    def status(self) -> Literal["ready", "loading", "store_unavailable", "upstream_unavailable"]:
         """Return "ready" if requests are answered, otherwise the reason. Reads the store's revision."""
         if not self.is_ready or self._lm is None:
             return "loading"
@@ -193,6 +214,11 @@ class Serving:
             self._lm.store.revision()
         except StoreUnavailableError:
             return "store_unavailable"
+        try:
+            if self.upstream is not None:
+                self.upstream.check()
+        except ApiError:
+            return "upstream_unavailable"
         return "ready"
 
     @property
@@ -362,7 +388,7 @@ class Serving:
     # -- the engine
 
     def submit_task(self, task: Task) -> "Pieces":
-        """Submit a task to the engine, and return its pieces as an asynchronous iterator.
+        """Submit a task to the engine or to vLLM, and return its pieces as an asynchronous iterator.
 
         An error of the task itself is raised later, by the iterator.
 
@@ -370,7 +396,7 @@ class Serving:
             EngineBusyError: if too many tasks and jobs wait.
             EngineStoppedError: if the engine is stopping or has stopped.
         """
-        return Pieces(self.engine, task)
+        return Pieces(self.upstream or self.engine, task)
 
     async def call(self, work: Callable[[], Found]) -> Found:
         """Run a short function in the engine's thread, and return its result; see `Engine.call`."""
@@ -391,11 +417,11 @@ class Pieces:
     further text of the task. If more than `MOST_UNREAD` are not taken, the task fails with ApiError 400.
 
     Args:
-        engine: the engine that runs the task.
+        engine: the engine or the vLLM server that runs the task.
         task: the task.
     """
 
-    def __init__(self, engine: Engine, task: Task) -> None:
+    def __init__(self, engine: Engine | Upstream, task: Task) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._box = asyncio.Queue[Piece | Exception]()

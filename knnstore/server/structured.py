@@ -6,7 +6,7 @@ follows one text; the engine applies it before it chooses each token. `JsonConst
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,16 @@ class JsonConstraint:
 
     Args:
         matcher: llguidance's state of the text. This object owns and changes it.
+        schema: the JSON schema that the matcher was made from.
     """
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, schema: Mapping[str, Any]) -> None:
         self._matcher = matcher
+        self.schema = schema
 
     def fork(self) -> "JsonConstraint":
         """Return an independent copy, for another text that has the same tokens so far."""
-        return JsonConstraint(self._matcher.deep_copy())
+        return JsonConstraint(self._matcher.deep_copy(), self.schema)
 
     def restrict(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities of shape (v,) with -inf for each token that is not allowed next.
@@ -122,11 +124,13 @@ class JsonConstraints:
             param = ".".join([_SCHEMA_PARAM, *path])
             raise refused(f"{param}: {reason}", param)
         if not _adds_properties(schema):
-            closed, fault = _compile_schema(tokenizer, _forbid_other_properties(schema))
-            matcher = matcher if fault else closed
+            closed_schema = _forbid_other_properties(schema)
+            closed, fault = _compile_schema(tokenizer, closed_schema)
+            if not fault:
+                matcher, schema = closed, closed_schema
         # Compute the first bitmask here: it is slow for a large schema and would delay all texts.
         matcher.compute_bitmask()
-        return JsonConstraint(matcher)
+        return JsonConstraint(matcher, schema)
 
     def _tokenizer(self) -> Any:
         """Return the model's vocabulary as llguidance's tokenizer, built at the first call.

@@ -256,6 +256,11 @@ class StoreReader:
         """Check whether documents are partly added or removed, because a writer runs or was killed."""
         return bool(self._catalog.unsettled())
 
+    @property
+    def id(self) -> str:
+        """Random id that the store got when it was created; a copy of its folder has the same id."""
+        return self._catalog.store_id
+
     def revision(self) -> int:
         """Return the revision, which grows with every change that readers can see."""
         return self._catalog.revision()

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from knnstore.cli import app
 from knnstore.cli.logs import LOG
 from knnstore.cli.output import Bar, format_table
 
@@ -85,6 +87,22 @@ def test_what_can_be_refused_is_refused_before_torch_is_imported(store):
         assert others[1].startswith(f"{'error: ' * bool(problem)}{problem}"), line
     assert (status, has_torch) == (2, False)
     assert "65535" in said
+
+
+def test_an_upstream_that_cannot_be_used_is_refused_before_the_model_is_loaded(store, monkeypatch):
+    for url, problem in (
+        ("ftp://127.0.0.1", "expected a URL such as"),
+        ("127.0.0.1:8001", "expected a URL such as"),
+        ("http://me:secret@127.0.0.1", "put the key into KNNSTORE_UPSTREAM_KEY"),
+    ):
+        done = CliRunner().invoke(app, ["serve", "--upstream", url])
+        assert done.exit_code == 2
+        assert problem in " ".join(done.stderr.split())
+        assert "secret" not in done.stderr
+    monkeypatch.setattr("knnstore.load", lambda *_, **__: pytest.fail("the model is loaded"))
+    done = CliRunner().invoke(app, ["serve", "--upstream", "http://127.0.0.1:9/v1"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: http://127.0.0.1:9 cannot be used: ConnectError")
 
 
 def test_progress_is_said_now_and_then_without_a_terminal(capsys, monkeypatch):

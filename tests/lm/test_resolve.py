@@ -1,5 +1,6 @@
 """`resolve`: which settings are in force, in the order that `knnstore.lm.settings.precedence` states."""
 
+import json
 import logging
 from dataclasses import asdict, replace
 from typing import ClassVar
@@ -21,6 +22,8 @@ from knnstore.lm import (
     save_settings,
 )
 from knnstore.lm.components import registry
+from knnstore.lm.hosts import RequestOptions
+from knnstore.lm.hosts.step_mixer import HostedSettings
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.store import SavedSettings, Selection
 
@@ -170,6 +173,26 @@ def test_a_network_that_cannot_be_used_is_an_error_unless_a_weight_is_asked_for(
     with caplog.at_level(logging.WARNING):
         assert resolve(lm.store, default_if_unusable=True) == default
     assert "the saved settings are not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        Scope(("news",)),
+        Scope(("law", "news"), only_selected=True),
+        Scope(("law", "news")),
+        Scope(("news",), tags=("a", "b"), where="id = 'x'", lam=0.5, temperature=2.0, k=3),
+        Scope(("news", "gone")),
+        Scope(("gone",)),
+        Scope(()),
+    ],
+    ids=str,
+)
+def test_another_engine_with_the_store_resolves_a_scope_as_the_server_does(lm, scope) -> None:
+    save_settings(lm.store, WHOLE)
+    scopes, hosted = Scopes(lm.store, "m"), HostedSettings(lm.store)
+    options = RequestOptions.parse(json.loads(json.dumps(scopes.build_options(scope).to_values())))
+    assert hosted.resolve(options, Purpose.SCORING) == scopes.resolve_settings(scope)
 
 
 def test_a_model_resolves_to_the_same_object_until_the_store_changes(lm) -> None:

@@ -41,7 +41,8 @@ def references(service: dict[str, Any], compose: Compose) -> Iterator[str]:
 
 
 def cleaning(service: dict[str, Any], compose: Compose) -> Iterator[str]:
-    if "profiles" in service:
+    # With COMPOSE_PROFILES in .env `down` takes away what this profile has; its volumes are those of others.
+    if service.get("profiles", ["vllm"]) != ["vllm"]:
         yield "`down` leaves its containers and volumes: it is behind a profile"
     runs_on = "restart" in service
     if not runs_on and service.get("deploy", {}).get("replicas") != 0:
@@ -57,7 +58,9 @@ def health(service: dict[str, Any], compose: Compose) -> Iterator[str]:
 
 
 def confinement(service: dict[str, Any], compose: Compose) -> Iterator[str]:
-    if service.get("read_only") is not True or "/tmp" not in service.get("tmpfs", []):
+    if service.get("read_only") is not True or "/tmp" not in [
+        one.partition(":")[0] for one in service.get("tmpfs", [])
+    ]:
         yield "its root is writable, or it has no /tmp"
     if service.get("cap_drop") != ["ALL"] or "cap_add" in service or service.get("privileged"):
         yield "has capabilities"

@@ -54,7 +54,7 @@ def config(docker_compose: list[str]) -> Config:
         given = [argument for file in files for argument in ("--file", file)]
         return subprocess.run(
             [*docker_compose, *given, "config", "--format", "json"],
-            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **variables},
+            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", "COMPOSE_PROFILES": "vllm", **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -102,7 +102,10 @@ def test_docker_compose_reads_what_our_rules_are_applied_to(
     assert set(real["volumes"]) == set(compose["volumes"])
     for name, service in compose["services"].items():
         seen = real["services"][name]
-        volumes = [f"{volume['source']}:{volume['target']}" for volume in seen.get("volumes", [])]
+        volumes = [
+            f"{volume['source']}:{volume['target']}{':ro' * volume.get('read_only', False)}"
+            for volume in seen.get("volumes", [])
+        ]
         assert sorted(volumes) == sorted(service.get("volumes", [])), name
         assert [port["host_ip"] for port in seen.get("ports", [])] == ["127.0.0.1"] * len(
             service.get("ports", [])

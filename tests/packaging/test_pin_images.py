@@ -63,12 +63,17 @@ def test_each_image_gets_the_digest_that_the_registry_gives(checkout: Path) -> N
     lines = (checkout / ".env").read_text().splitlines()
     assert lines[0] == "QDRANT_MEMORY=4g"
     written = dict(line.split("=", 1) for line in lines[1:])
-    assert set(written) == {"POSTGRES_DIGEST", "PYTHON_DIGEST", "QDRANT_DIGEST"}
+    assert set(written) == {"POSTGRES_DIGEST", "PYTHON_DIGEST", "QDRANT_DIGEST", "VLLM_DIGEST"}
     assert all(re.fullmatch("@sha256:[0-9a-f]{64}", digest) for digest in written.values())
-    for variable, name in {"POSTGRES": "postgres:", "PYTHON": "python:", "QDRANT": "qdrant/"}.items():
+    for variable, name in {
+        "POSTGRES": "postgres:",
+        "PYTHON": "python:",
+        "QDRANT": "qdrant/",
+        "VLLM": "vllm/",
+    }.items():
         (image,) = (image for image in images() if image.startswith(name))
         assert f"{image}{written[f'{variable}_DIGEST']}" in done.stdout.splitlines()
-    assert len(set(written.values())) == 3
+    assert len(set(written.values())) == 4
     assert (checkout / ".env").stat().st_mode & 0o777 == 0o640
     assert pin(checkout, "--check").stdout == done.stdout
 

@@ -36,6 +36,7 @@ from knnstore.server.app import Options, make_app
 from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
+from knnstore.server.upstream import UpstreamAddress
 from knnstore.store import Home
 from tests.media.conftest import disk as disk
 from tests.server.browsing import Opened
@@ -61,8 +62,14 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random GPT-2 whose predictions depend on the context, with a tokenizer that cuts characters apart."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def make_model(folder: Path, heads: int = 4) -> Path:
+    """Save a random GPT-2 and a tokenizer that cuts characters apart, and return their folder.
+
+    The model's predictions depend on the context.
+    """
     bpe = ByteLevelBPETokenizer()
     texts = [LETTERS["first"], *NEWS.values()]
     bpe.train_from_iterator(texts, vocab_size=310, special_tokens=["<|end|>"], show_progress=False)
@@ -72,7 +79,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=WINDOW, n_embd=32, n_layer=2, n_head=4,
+        vocab_size=len(tokenizer), n_positions=WINDOW, n_embd=32, n_layer=2, n_head=heads,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
@@ -225,11 +232,18 @@ def make_key() -> Callable[..., str]:
 class Application:
     """The application over a store, in this process."""
 
-    def __init__(self, home: Path, *, require_keys: bool = True, local_only: bool = False) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        require_keys: bool = True,
+        local_only: bool = False,
+        upstream: UpstreamAddress | None = None,
+    ) -> None:
         self._catalog = Catalog.open(Home.open(home).catalog_url)
         self.keys = AccessKeys(self._catalog)
         metrics = Metrics()
-        self.serving = Serving("tiny", observe=metrics.record_turn)
+        self.serving = Serving("tiny", observe=metrics.record_turn, upstream_address=upstream)
         self.gate = Gate(self.keys, required=require_keys)
         self.app = make_app(self.serving, self.gate, metrics, Options(local_only=local_only))
         self.serving.start(knnstore.load(home, "a", knn=KNNSettings(lam=0.0)))

@@ -2,9 +2,13 @@
 
 import json
 import os
+import socket
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +74,96 @@ def make_store(tmp_path_factory) -> Iterator[Callable[..., KNNLMForCausalLM]]:
             return lm
 
         yield make
+
+
+def choose_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+
+    def answers(self) -> bool:
+        """Return True if the server answers."""
+        try:
+            self.get("/health")
+        except OSError:
+            return False
+        return True
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return answer.read().decode()
+
+    def complete(self, prompt: list[int], **values: Any) -> tuple[int, dict[str, Any]]:
+        """Ask for a completion; returns the HTTP status and the answer."""
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 8, **values}
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def failures(self, action: str) -> float:
+        """Return the number of failed requests that the server counts."""
+        name = f'knnstore_failed_requests_total{{action="{action}"}} '
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        return float(lines[0].split()[-1])
+
+
+@contextmanager
+def serve_model(
+    vllm_python: str,
+    home: Path | None,
+    log: Path,
+    model: Path = MODEL,
+    *options: str,
+    port: int = 0,
+    **variables: str,
+) -> Iterator[Served]:
+    """Serve a model with vLLM, and stop the server at the end.
+
+    The command `vllm serve` does not work in the CPU wheel, which has another name.
+
+    Args:
+        vllm_python: Python of vLLM's environment.
+        home: folder of the store; None serves the bare model.
+        log: file for the output.
+        model: folder of the model.
+        *options: further options of the command.
+        port: port to listen at; 0 takes a free one.
+        **variables: further environment variables.
+    """
+    port = port or choose_port()
+    module = "vllm.entrypoints.openai.api_server"
+    options = ("--dtype", "float32", "--enforce-eager", "--port", str(port), *options)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [vllm_python, "-m", module, "--model", str(model), "--served-model-name", "tiny", *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=vllm_environment(home, **variables),
+            start_new_session=True,
+        )
+    served = Served(port, log)
+    try:
+        while not served.answers():
+            assert process.poll() is None, log.read_text()[-6000:]
+            time.sleep(0.5)
+        yield served
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,98 +1,18 @@
 """The server of vLLM with a store: requests over HTTP, and a store that changes or breaks meanwhile."""
 
-import json
 import shutil
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, Purpose
-from tests.vllm.conftest import MODEL, vllm_environment
+from tests.vllm.conftest import serve_model
 from tests.vllm.test_vllm import settings_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SECRET = "The secret of the brass key is that it opens the green door behind the old workshop."
-
-
-class Served:
-    """A running server."""
-
-    def __init__(self, port: int, log: Path) -> None:
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return answer.read().decode()
-
-    def complete(self, prompt: list[int], **values: Any) -> tuple[int, dict[str, Any]]:
-        """Ask for a completion; returns the HTTP status and the answer."""
-        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 8, **values}
-        request = urllib.request.Request(
-            self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def failures(self, action: str) -> float:
-        """Return the number of failed requests that the server counts."""
-        name = f'knnstore_failed_requests_total{{action="{action}"}} '
-        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
-        return float(lines[0].split()[-1])
-
-
-@contextmanager
-def serve(vllm_python: str, home: Path, folder: Path, **variables: str) -> Iterator[Served]:
-    """Serve the small model, and stop the server at the end.
-
-    The command `vllm serve` does not work in the CPU wheel, which has another name.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    module = "vllm.entrypoints.openai.api_server"
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--port", str(port)]
-    log = folder / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [vllm_python, "-m", module, "--model", str(MODEL), "--served-model-name", "tiny", *options],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=vllm_environment(home, **variables),
-            start_new_session=True,
-        )
-    served = Served(port, log)
-    try:
-        for _ in range(240):
-            assert process.poll() is None, log.read_text()[-6000:]
-            try:
-                served.get("/health")
-                break
-            except OSError:
-                time.sleep(0.5)
-        else:
-            pytest.fail(log.read_text()[-6000:])
-        yield served
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture
@@ -104,7 +24,7 @@ def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path
     prompt = [lm.reader.prefix, *lm.reader.tokens(SECRET).tolist()]
     start, rest = prompt[:12], prompt[12:]
     options = {"max_tokens": len(rest), "logprobs": 0, "return_token_ids": True}
-    with serve(vllm_python, lm.store.home.path, tmp_path) as served:
+    with serve_model(vllm_python, lm.store.home.path, tmp_path / "log") as served:
         # 1) Echo returns the log-probabilities of the prompt.
         status, answer = served.complete(prompt, echo=True, **{**options, "max_tokens": 1})
         assert status == 200
@@ -135,7 +55,7 @@ def test_a_damaged_store_fails_requests_and_not_the_engine(lm, vllm_python, tmp_
     shutil.copytree(lm.store.home.path, home)
     prompt = [lm.reader.prefix, *lm.reader.tokens(SECRET).tolist()][:20]
     off = {"vllm_xargs": {"knn_off": 1}, "return_token_ids": True}
-    with serve(vllm_python, home, tmp_path, KNNSTORE_ON_ERROR=action) as served:
+    with serve_model(vllm_python, home, tmp_path / "log", KNNSTORE_ON_ERROR=action) as served:
         assert served.complete(prompt)[0] == 200
         (home / "catalog.db").write_bytes(b"damaged" * 10_000)
         status, answer = served.complete(prompt, return_token_ids=True)

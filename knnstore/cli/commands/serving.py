@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import typer
 
@@ -20,7 +21,7 @@ from knnstore.errors import ConfigError
 if TYPE_CHECKING:
     from knnstore.catalog import AccessKey, Catalog
 
-_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_REQUIRED_PACKAGES = ("fastapi", "httpx", "uvicorn", "prometheus_client")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _KEY_COLUMNS = ["id", "name", "rights", "domains", "created", "expires", "requests", "tokens"]
 
@@ -50,9 +51,23 @@ def serve(
         bool,
         typer.Option("--read-only", help="Only read the store, so that another process can write to it."),
     ] = False,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Base URL of a vLLM server with this store. It generates and scores all texts; this server "
+            "checks keys and domains, changes documents and explains.",
+        ),
+    ] = None,
     max_batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Largest number of texts that are generated at once.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="16, with --upstream 256",
+            help="Largest number of texts that are generated at once.",
+        ),
+    ] = None,
     max_queue: Annotated[
         int,
         typer.Option(
@@ -99,9 +114,14 @@ def serve(
     is the model with this domain, MODEL+DOMAIN+DOMAIN with both. After SIGTERM the server finishes the
     running requests, then exits.
 
+    With --upstream the texts come from a vLLM server that was started with KNNSTORE_HOME set to this store.
+    If it has an API key, set KNNSTORE_UPSTREAM_KEY, or KNNSTORE_UPSTREAM_KEY_FILE to a file with the key.
+    Clients must reach vLLM only through this server, because vLLM itself lets them name every domain.
+
     Examples:
       knnstore serve --port 8000
       knnstore serve --host 0.0.0.0 --log-format json
+      knnstore serve --upstream http://127.0.0.1:8001
     """
     from knnstore.store import Home, KNNStore
 
@@ -110,15 +130,17 @@ def serve(
         raise ConfigError(
             f"serving needs {', '.join(missing)}: install it with pip install 'knnstore[server]'"
         )
+    upstream_url = None if upstream is None else _parse_upstream(upstream)
     Home.open(runtime.home)
     mode: Literal["r", "a"] = "r" if read_only else "a"
     with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, to report errors early
-        name = model or Path(store.identity.model).name
+        name, store_id = model or Path(store.identity.model).name, store.id
         model_location = resolve_model_location(store, runtime.model_at)
     _configure_logging()
     quiet_transformers()
     from knnstore import KNNLMForCausalLM, KNNSettings, load
-    from knnstore.server import Config, Limits
+    from knnstore.secret_files import read_secret
+    from knnstore.server import Config, Limits, UpstreamAddress, check_upstream
     from knnstore.server import serve as run_server
 
     def load_model() -> KNNLMForCausalLM:
@@ -131,6 +153,10 @@ def serve(
             dtype=runtime.dtype,
         )
 
+    upstream_address = None
+    if upstream_url is not None:
+        upstream_address = UpstreamAddress(upstream_url, read_secret("KNNSTORE_UPSTREAM_KEY"))
+        check_upstream(upstream_address, store_id)  # now, because the model takes time to load
     config = Config(
         home=runtime.home,
         name=name,
@@ -139,8 +165,10 @@ def serve(
         keys_required=require_keys,
         public_metrics=public_metrics,
         drain_seconds=drain,
+        upstream=upstream_address,
         limits=Limits(
-            rows=max_batch,
+            rows=max_batch or 16,
+            upstream_rows=max_batch or 256,
             waiting=max_queue,
             body_bytes=max_body,
             k=max_k,
@@ -255,6 +283,21 @@ def _open_catalog(home: Path) -> Iterator["Catalog"]:
         yield catalog
     finally:
         catalog.close()
+
+
+def _parse_upstream(url: str) -> str:
+    """Return the base URL of a vLLM server, without ``/v1`` at the end.
+
+    Raises typer.BadParameter if the text is no such URL, or has a password in it.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise typer.BadParameter("expected a URL such as http://127.0.0.1:8001", param_hint="'--upstream'")
+    if parts.username or parts.password:
+        raise typer.BadParameter(
+            "put the key into KNNSTORE_UPSTREAM_KEY, not into the URL", param_hint="'--upstream'"
+        )
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _parse_duration(text: str) -> timedelta:

@@ -16,7 +16,21 @@ from knnstore.store import Selection
 PREFIX = "knn_"
 """First letters of the names of all options."""
 
-NAMES = ("knn_domains", "knn_lambda", "knn_temperature", "knn_k", "knn_probes", "knn_off")
+_FIELDS = {
+    "knn_domains": "domains",
+    "knn_tags": "tags",
+    "knn_where": "where",
+    "knn_lambda": "lam",
+    "knn_temperature": "temperature",
+    "knn_k": "k",
+    "knn_probes": "probes",
+    "knn_off": "is_off",
+    "knn_only_selected": "only_selected",
+    "knn_store": "store",
+}
+"""Fields of `RequestOptions` by the names of the options."""
+
+NAMES = tuple(_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +39,10 @@ class RequestOptions:
 
     domains: tuple[str, ...] | None = None
     """Names of the domains to retrieve from, sorted; None for all documents."""
+    tags: tuple[str, ...] | None = None
+    """Tags; only documents with at least one of them are retrieved from. None for all documents."""
+    where: str | None = None
+    """Condition on the metadata of documents, see `Selection`; None for all documents."""
     lam: float | None = None
     """λ of the keys, 0 <= λ <= 1. It is then the only weight in force."""
     temperature: float | None = None
@@ -35,6 +53,10 @@ class RequestOptions:
     """Number of cells of each query, >= 1; 0 searches for the k nearest."""
     is_off: bool = False
     """True if the model predicts alone."""
+    only_selected: bool = False
+    """True if no setting may depend on documents outside the domains, because the client may not see them."""
+    store: str | None = None
+    """Id of the store that the engine must have opened; None accepts any store."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any] | None) -> Self:
@@ -42,8 +64,9 @@ class RequestOptions:
 
         Args:
             values: names and values; names that do not begin with ``knn_`` are ignored. None and an empty
-                mapping give the default options. ``knn_domains`` is a list of names, or one string with ``+``
-                between the names; in this string ``%2B`` stands for ``+`` and ``%25`` for ``%``.
+                mapping give the default options. ``knn_domains`` and ``knn_tags`` are lists of names, or one
+                string with ``+`` between the names; in this string ``%2B`` stands for ``+`` and ``%25`` for
+                ``%``.
 
         Raises:
             ConfigError: an option is unknown, or its value is of a wrong type or out of range. The message
@@ -54,17 +77,30 @@ class RequestOptions:
             if name not in NAMES:
                 raise ConfigError(f"{name}: there is no such option; known: {', '.join(NAMES)}")
         parsed = cls(
-            _parse_domains(options.get("knn_domains")),
-            _parse_number("knn_lambda", options.get("knn_lambda"), 0.0, 1.0),
-            _parse_number("knn_temperature", options.get("knn_temperature"), 0.0, math.inf),
-            _parse_count("knn_k", options.get("knn_k"), 1),
-            _parse_count("knn_probes", options.get("knn_probes"), 0),
-            _parse_switch("knn_off", options.get("knn_off")),
+            domains=_parse_names("knn_domains", options.get("knn_domains")),
+            tags=_parse_names("knn_tags", options.get("knn_tags")),
+            where=_parse_condition(options.get("knn_where")),
+            lam=_parse_number("knn_lambda", options.get("knn_lambda"), 0.0, 1.0),
+            temperature=_parse_number("knn_temperature", options.get("knn_temperature"), 0.0, math.inf),
+            k=_parse_count("knn_k", options.get("knn_k"), 1),
+            probes=_parse_count("knn_probes", options.get("knn_probes"), 0),
+            is_off=_parse_switch("knn_off", options.get("knn_off")),
+            only_selected=_parse_switch("knn_only_selected", options.get("knn_only_selected")),
+            store=_parse_text("knn_store", options.get("knn_store")),
         )
         if parsed.probes and parsed.k is not None:
             raise ConfigError("knn_k: give knn_k or knn_probes, not both: all records of the cells count")
         parsed.overrides(parsed.domains)  # checks the ranges that only the settings know
         return parsed
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the values that `parse` converts to these options; without those that are None or False."""
+        values = {name: getattr(self, field) for name, field in _FIELDS.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else int(value) if value is True else value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
 
     def overrides(self, domains: tuple[str, ...] | None) -> Overrides:
         """Return the values that replace the store's settings.
@@ -76,7 +112,7 @@ class RequestOptions:
             ConfigError: a value is out of range.
         """
         return Overrides(
-            selection=Selection(domains=domains),
+            selection=Selection(domains=domains, tags=self.tags, where=self.where),
             k=self.k,
             probes=self.probes,
             temperature=self.temperature,
@@ -84,21 +120,36 @@ class RequestOptions:
         )
 
 
-def _parse_domains(value: Any) -> tuple[str, ...] | None:
-    """Parse ``knn_domains``; None if it is not set."""
+def _parse_names(name: str, value: Any) -> tuple[str, ...] | None:
+    """Parse an option that lists names; None if it is not set."""
     if value is None:
         return None
     if isinstance(value, str):
-        names = [name.replace("%2B", "+").replace("%25", "%") for name in value.split("+")]
-    elif isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        names = [part.replace("%2B", "+").replace("%25", "%") for part in value.split("+")]
+    elif isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         names = list(value)
     else:
-        raise ConfigError(
-            f"knn_domains: expected a list of names, or names with + between them, got {value!r}"
-        )
+        raise ConfigError(f"{name}: expected a list of names, or names with + between them, got {value!r}")
     if not names or not all(names):
-        raise ConfigError(f"knn_domains: a name is empty in {value!r}; leave the option out for all domains")
+        raise ConfigError(f"{name}: a name is empty in {value!r}; leave the option out for all documents")
     return tuple(sorted(set(names)))
+
+
+def _parse_text(name: str, value: Any) -> str | None:
+    """Parse an option that is a text; None if it is not set."""
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name}: expected a text, got {value!r}")
+    return value
+
+
+def _parse_condition(value: Any) -> str | None:
+    """Parse ``knn_where``; None if it is not set."""
+    condition = _parse_text("knn_where", value)
+    try:
+        Selection(where=condition)
+    except ConfigError as error:
+        raise ConfigError(f"knn_where: {error}") from error
+    return condition
 
 
 def _parse_number(name: str, value: Any, least: float, most: float) -> float | None:

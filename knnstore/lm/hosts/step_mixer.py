@@ -119,7 +119,7 @@ class HostedSettings:
             domains = tuple(name for name in domains if name in self._domains)
         if options.is_off or domains == ():
             return KNNSettings(lam=0.0)
-        return resolve(self._store, options.overrides(domains), purpose)
+        return resolve(self._store, options.overrides(domains), purpose, only_selected=options.only_selected)
 
 
 def needs_keys(settings: KNNSettings) -> bool:

@@ -270,7 +270,7 @@ class OptionChecker:
 
         try:
             options = RequestOptions.parse(getattr(params, "extra_args", None))
-            if not options.is_off and self._needs_all_states(options):
+            if (not options.is_off or options.store) and self._needs_all_states(options):
                 params.skip_reading_prefix_cache = True
         except ConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
@@ -282,13 +282,18 @@ class OptionChecker:
         """Check options against the store; return True if they need hidden states of earlier tokens.
 
         Raises:
-            ConfigError: a domain does not exist, or the store cannot do what the options ask for.
+            ConfigError: another store is wanted, a domain does not exist, or the store cannot do what the
+                options ask for.
         """
         with self._lock:
             if self._settings is None:
                 self._store = KNNStore.open(os.environ[HOME])
                 self._settings = HostedSettings(self._store)
             assert self._store is not None
+            if options.store not in (None, self._store.id):
+                raise ConfigError(f"knn_store: this server has the store {self._store.id}")
+            if options.is_off:
+                return False
             missing = self._settings.find_missing_domains(options)
             if missing:
                 raise ConfigError(f"knn_domains: the store has no domain {missing[0]!r}")

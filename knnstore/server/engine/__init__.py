@@ -1,13 +1,24 @@
 """The engine of the server: one thread decodes all requests with one model, in continuous batches.
 
 `Engine` runs the thread. `Task`, `Prompt` and `Sampling` describe a request, `Ticket` submits it, and `Piece`
-and `TokenScore` are its results. `Turns` is long work that the engine runs between decoding steps. `Observed`
-has the counts of one turn of the engine, for the metrics.
+and `TokenScore` are its results. `Row` turns chosen tokens into pieces. `Turns` is long work that the engine
+runs between decoding steps. `Observed` has the counts of one turn of the engine, for the metrics.
 """
 
 from knnstore.server.engine.engine import Engine, SettingsOf
 from knnstore.server.engine.jobs import Turns
-from knnstore.server.engine.rows import Finish, Piece, Prompt, Sampling, Task, TokenScore, TopToken
+from knnstore.server.engine.rows import (
+    Finish,
+    Piece,
+    Prompt,
+    Row,
+    Sampling,
+    Task,
+    TokenScore,
+    TopToken,
+    add_prompt_texts,
+    make_token_score,
+)
 from knnstore.server.engine.tickets import (
     MOST_BEHIND,
     MOST_UNREAD,
@@ -27,6 +38,7 @@ __all__ = [
     "Observed",
     "Piece",
     "Prompt",
+    "Row",
     "Sampling",
     "SettingsOf",
     "Task",
@@ -34,4 +46,6 @@ __all__ = [
     "TokenScore",
     "TopToken",
     "Turns",
+    "add_prompt_texts",
+    "make_token_score",
 ]

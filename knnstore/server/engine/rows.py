@@ -1,14 +1,14 @@
 """Decoding of one text: choice of its tokens, its text so far, and its end.
 
 `Task`, `Prompt` and `Sampling` describe a request; `Piece`, `TokenScore` and `TopToken` are its results.
-`Row` decodes one text; `Constraint` restricts its tokens. `build_prompt_scores` builds the scores of a
-prompt.
+`Row` decodes one text; `Constraint` restricts its tokens. `make_token_score` makes the score of a token,
+`build_prompt_scores` those of a prompt.
 """
 
 import math
 import random
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
@@ -50,7 +50,10 @@ class Prompt:
 
 
 class Constraint(Protocol):
-    """Decides which tokens may come next in one text, for example only tokens that keep it valid JSON."""
+    """Decides which tokens may come next in one text, so that it becomes JSON of a schema."""
+
+    schema: Mapping[str, Any]
+    """The JSON schema, for engines that enforce it themselves."""
 
     def fork(self) -> "Constraint":
         """Return an independent copy, for another text that has the same tokens so far."""
@@ -192,14 +195,26 @@ class Row:
             likeliest if sampling.temperature == 0 else sample_token(allowed, sampling, self._random.random)
         )
         is_complete = self._constraint is not None and self._constraint.advance(token)
-        self.tokens.append(token)
         # 2) Record its log-probability, without the constraint.
         score = TokenScore(token)
         if top is not None:
             likelihoods = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
             score = next(build_token_scores(likelihoods, [token], top, self._texts))
+        return self.append_token(score, is_complete=is_complete)
+
+    def append_token(self, score: TokenScore, *, is_complete: bool = False) -> Piece:
+        """Append a chosen token to `tokens`. Returns the text that can be sent now.
+
+        The text ends at an end token, a stop string, or after `max_tokens` tokens.
+
+        Args:
+            score: the token and its log-probability; its text is not known yet.
+            is_complete: True if no token may follow; the text then ends with this token.
+        """
+        token = score.token
+        self.tokens.append(token)
         self._untexted.append(score)
-        # 3) End the text, or give out the text that no stop string can cut off any more.
+        # End the text, or give out the text that no stop string can cut off any more.
         if token in self._ends:
             return self._end_text("stop", [*self._detokenizer.end(), TokenPiece(token, "", b"")])
         pieces = self._detokenizer.take(token)
@@ -307,19 +322,31 @@ def build_token_scores(
         likelihoods.tokens[:, :top].tolist(),
     )
     for token, log_prob, values, likeliest in zip(tokens, gold, best_log_probs, best_tokens, strict=True):
-        listed = list(zip(likeliest, values, strict=True))
-        if top and token not in likeliest:
-            listed.append((token, log_prob))
-        top_tokens = (
-            TopToken(
-                listed_token,
-                _replace_infinity(value),
-                texts.name_of(listed_token),
-                texts.bytes_of(listed_token),
-            )
-            for listed_token, value in listed
+        yield make_token_score(token, log_prob, list(zip(likeliest, values, strict=True)), texts)
+
+
+def make_token_score(
+    token: int, log_prob: float, likeliest: Sequence[tuple[int, float]], texts: TokenTexts
+) -> TokenScore:
+    """Return a token's `TokenScore`, with empty text; log-probabilities of -inf become -9999.0.
+
+    Args:
+        token: the token.
+        log_prob: its log-probability.
+        likeliest: the most probable tokens and their log-probabilities, in the order of the result. The token
+            itself is appended if it is not one of them; empty lists no tokens.
+        texts: the texts of the model's tokens.
+    """
+    listed = list(likeliest)
+    if listed and all(token != listed_token for listed_token, _ in listed):
+        listed.append((token, log_prob))
+    top_tokens = (
+        TopToken(
+            listed_token, _replace_infinity(value), texts.name_of(listed_token), texts.bytes_of(listed_token)
         )
-        yield TokenScore(token, log_prob=_replace_infinity(log_prob), top=tuple(top_tokens))
+        for listed_token, value in listed
+    )
+    return TokenScore(token, log_prob=_replace_infinity(log_prob), top=tuple(top_tokens))
 
 
 def build_prompt_scores(
@@ -343,6 +370,14 @@ def build_prompt_scores(
             )
         )
         scores += build_token_scores(whole, shown[1:], top, texts)
+    return add_prompt_texts(prompt, scores)
+
+
+def add_prompt_texts(prompt: Prompt, scores: Sequence[TokenScore]) -> tuple[TokenScore, ...]:
+    """Return the scores of a prompt's shown tokens with the text and offset of each token.
+
+    The scores stay unchanged if the prompt has no texts.
+    """
     if not prompt.texts:
         return tuple(scores)
     offsets = [0, *accumulate(map(len, prompt.texts[:-1]))]

@@ -1,0 +1,431 @@
+"""A vLLM server behind this server: `Upstream` sends it the tasks that generate and score text.
+
+The vLLM server has the plugin of knnstore and opens the same store (see `knnstore.lm.hosts.vllm`). This
+server decides which documents a request may use, and sends them as ``vllm_xargs``. Prompts are sent as token
+ids, so chat templates, stop strings, quotas and the form of answers are those of this server.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import httpx
+from anyio import to_thread
+
+from knnstore.errors import ConfigError
+from knnstore.lm import TokenTexts
+from knnstore.lm.hosts.request_options import RequestOptions
+from knnstore.server.engine import (
+    EngineBusyError,
+    EngineStoppedError,
+    Observed,
+    Piece,
+    Prompt,
+    Row,
+    Task,
+    Ticket,
+    TokenScore,
+    add_prompt_texts,
+    make_token_score,
+)
+from knnstore.server.errors import ApiError
+
+_logger = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 10.0
+"""Seconds after which the vLLM server is checked again, because another server may have replaced it."""
+_CONNECT_SECONDS, _READ_SECONDS = 5.0, 600.0
+"""Seconds to wait for a connection, and for the next bytes of an answer: vLLM sends nothing while a request
+waits for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamAddress:
+    """Where the vLLM server is."""
+
+    url: str
+    """Base URL without ``/v1``, for example ``http://127.0.0.1:8001``."""
+    key: str | None = field(default=None, repr=False)
+    """API key of the vLLM server; None if it has none."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of each request."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+class UpstreamModel(NamedTuple):
+    """The model that the vLLM server serves."""
+
+    name: str
+    max_length: int
+    """Largest number of tokens of a prompt and its continuation together."""
+
+
+def check_upstream(address: UpstreamAddress, store_id: str) -> UpstreamModel:
+    """Ask the vLLM server for its model, and check that it uses the store.
+
+    A server without the plugin would ignore the options of requests and serve the bare model. So this sends a
+    request with a wrong store id, which only the plugin refuses.
+
+    Args:
+        address: where the server is.
+        store_id: the id of the store that the server must have opened, `KNNStore.id`.
+
+    Raises:
+        ConfigError: the server cannot be reached, refuses the key, has no plugin, or uses another store.
+    """
+    url = address.url
+    timeout = httpx.Timeout(_CONNECT_SECONDS)
+    with httpx.Client(base_url=url, headers=address.headers, timeout=timeout, trust_env=False) as client:
+        try:
+            answer = client.get("/v1/models")
+            model = _parse_model(url, answer)
+            body = {"model": model.name, "prompt": [0], "max_tokens": 1, "vllm_xargs": {"knn_store": "?"}}
+            refusal = client.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"{url} cannot be used: {type(error).__name__}; is it the base URL of a running vLLM?"
+            ) from error
+    if refusal.status_code != 400 or "knn_store" not in refusal.text:
+        raise ConfigError(
+            f"vLLM at {url} runs without a store: start it with KNNSTORE_HOME and knnstore[vllm] installed"
+        )
+    if store_id not in refusal.text:
+        raise ConfigError(f"vLLM at {url} uses another store: start it with KNNSTORE_HOME set to this store")
+    return model
+
+
+def _parse_model(url: str, answer: httpx.Response) -> UpstreamModel:
+    """Return the model in vLLM's answer to ``GET /v1/models``.
+
+    Raises:
+        ConfigError: the key is refused, or the answer is not one of vLLM.
+    """
+    if answer.status_code == 401:
+        raise ConfigError(f"{url} refuses the key: set KNNSTORE_UPSTREAM_KEY to the key of vLLM")
+    try:
+        first = answer.json()["data"][0]
+        return UpstreamModel(str(first["id"]), int(first["max_model_len"]))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url} does not answer as vLLM does at /v1/models") from error
+
+
+class Upstream:
+    """Runs tasks on a vLLM server. It has the methods of `Engine` that `Pieces` needs: `submit` and `wake`.
+
+    `submit`, `wake` and `close` are called in one event loop.
+
+    Args:
+        address: where the vLLM server is.
+        store_id: the id of the store.
+        options_of: returns the options for a `Task.knn`, without a store id.
+        texts: the texts of the model's tokens; no other thread uses this object.
+        ends: tokens that end a text.
+        max_rows: largest number of texts that are sent to vLLM at once.
+        max_waiting: largest number of tasks that wait for one of these places.
+        observe: called with the number of generated tokens of each event.
+
+    Raises:
+        ConfigError: see `check_upstream`.
+    """
+
+    def __init__(
+        self,
+        address: UpstreamAddress,
+        store_id: str,
+        options_of: Callable[[Hashable], RequestOptions],
+        texts: TokenTexts,
+        ends: frozenset[int],
+        *,
+        max_rows: int = 256,
+        max_waiting: int = 64,
+        observe: Callable[[Observed], None] = lambda _: None,
+    ) -> None:
+        self._address = address
+        self._store_id = store_id
+        self._options_of = options_of
+        self._texts = texts
+        self._ends = ends
+        self._max_rows, self._max_waiting = max_rows, max_waiting
+        self._observe = observe
+        self._tickets: dict[asyncio.Task[None], Ticket] = {}
+        self._client: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(max_rows)
+        self._rows = 0
+        self._caught_up = asyncio.Event()
+        self._is_closed = False
+        self._check_lock = threading.Lock()
+        self.model = check_upstream(address, store_id)
+        self._checked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Check the vLLM server again, unless it was checked in the last seconds. Blocks; for any thread.
+
+        Raises:
+            ApiError: 503 if the server cannot be reached, or no longer uses the store.
+        """
+        with self._check_lock:
+            if not self._is_check_due():
+                return
+            try:
+                check_upstream(self._address, self._store_id)
+            except ConfigError as error:
+                _logger.warning("%s", error)
+                raise _unavailable_error() from error
+            self._checked_at = time.monotonic()
+
+    def _is_check_due(self) -> bool:
+        return time.monotonic() - self._checked_at >= _CHECK_SECONDS
+
+    def submit(self, ticket: Ticket) -> None:
+        """Start a task and return at once. Its pieces and its error go to `ticket.tell`, in the event loop.
+
+        Raises:
+            EngineBusyError: if `max_waiting` tasks wait while all places are taken.
+            EngineStoppedError: after `close`.
+        """
+        if self._is_closed:
+            raise EngineStoppedError
+        if self._rows >= self._max_rows and len(self._tickets) >= self._max_rows + self._max_waiting:
+            raise EngineBusyError
+        task = asyncio.get_running_loop().create_task(self._run_task(ticket))
+        self._tickets[task] = ticket
+        task.add_done_callback(self._tickets.pop)
+
+    def wake(self) -> None:
+        """Cancel the tasks whose tickets are cancelled; the others go on if their clients have caught up."""
+        for task, ticket in self._tickets.items():
+            if ticket.cancelled:
+                task.cancel()
+        self._caught_up.set()
+        self._caught_up.clear()
+
+    async def close(self) -> None:
+        """End all tasks with EngineStoppedError, and close the connections."""
+        self._is_closed = True
+        tasks = list(self._tickets.items())
+        for task, ticket in tasks:
+            task.cancel()
+            ticket.tell(EngineStoppedError())
+        await asyncio.gather(*(task for task, _ in tasks), return_exceptions=True)
+        if self._client is not None:
+            await self._client.aclose()
+
+    # -- tasks
+
+    async def _run_task(self, ticket: Ticket) -> None:
+        """Run all texts of a task at the same time. The first error ends the task and goes to the client."""
+        try:
+            if self._is_check_due():
+                await to_thread.run_sync(self.check)
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(ticket.task.prompts):
+                    group.create_task(self._run_prompt(ticket, number, prompt))
+        except ExceptionGroup as errors:
+            ticket.cancelled = True
+            ticket.tell(next(_list_errors(errors)))
+        except Exception as error:
+            ticket.cancelled = True
+            ticket.tell(error)
+
+    async def _run_prompt(self, ticket: Ticket, number: int, prompt: Prompt) -> None:
+        """Score a prompt, if the task wants it, and generate its texts.
+
+        Args:
+            ticket: the ticket of the task.
+            number: index of the prompt in the task.
+            prompt: the prompt.
+        """
+        task = ticket.task
+        indices = range(number * task.copies, (number + 1) * task.copies)
+        if task.score_prompt:
+            scores = await self._score_prompt(task, prompt)
+            for index in indices:
+                ticket.tell(Piece(index, tokens=scores, is_prompt=True))
+        if not task.max_tokens:
+            for index in indices:
+                ticket.tell(Piece(index, finish="length"))
+            return
+        async with asyncio.TaskGroup() as group:
+            for index in indices:
+                group.create_task(self._generate_text(ticket, index))
+
+    async def _score_prompt(self, task: Task, prompt: Prompt) -> tuple[TokenScore, ...]:
+        """Return the scores of a prompt's shown tokens. The first of them has no log-probability."""
+        shown = prompt.tokens[prompt.hidden :]
+        if len(shown) < 2 or task.top is None:
+            return add_prompt_texts(prompt, [TokenScore(token) for token in shown])
+        body = {"prompt": prompt.tokens, "max_tokens": 1, "prompt_logprobs": task.top}
+        async with self._send_request(task, body) as answer:
+            await answer.aread()
+            log_probs = _read_choice(answer.json())["prompt_logprobs"]
+        scores = [TokenScore(shown[0])]
+        for token, values in zip(shown[1:], log_probs[prompt.hidden + 1 :], strict=True):
+            listed = {int(id): float(value["logprob"]) for id, value in values.items()}
+            scores.append(self._make_score(task, token, listed[token], listed))
+        return add_prompt_texts(prompt, scores)
+
+    async def _generate_text(self, ticket: Ticket, index: int) -> None:
+        """Generate one text, and send its pieces. Leaving the stream makes vLLM stop the text."""
+        task = ticket.task
+        row = Row(task, index, self._texts, self._ends)
+        body = {"prompt": row.tokens[:], "stream": True, **_describe_sampling(task, index)}
+        body["stop_token_ids"] = sorted(self._ends)
+        async with self._send_request(task, body) as answer:
+            async for choice in _read_events(answer):
+                scores = list(self._read_scores(task, choice))
+                self._observe(Observed(0, len(scores), max(0, len(self._tickets) - self._max_rows), 0.0))
+                for score in scores:
+                    piece = row.append_token(score)
+                    ticket.tell(piece)
+                    if piece.finish:
+                        return
+                if choice.get("finish_reason") == "error":
+                    break
+                while ticket.is_behind:
+                    await self._caught_up.wait()
+        raise ApiError(500, "the model's server failed; its log says more", code="internal_error")
+
+    def _read_scores(self, task: Task, choice: Mapping[str, Any]) -> Iterator[TokenScore]:
+        """Yield the scores of the tokens in one event."""
+        tokens, logprobs = choice.get("token_ids") or (), choice.get("logprobs")
+        if task.top is None or not logprobs:
+            yield from map(TokenScore, tokens)
+            return
+        listings = logprobs["top_logprobs"] or [None] * len(tokens)
+        for token, log_prob, listed in zip(tokens, logprobs["token_logprobs"], listings, strict=True):
+            values = {int(name.removeprefix("token_id:")): value for name, value in (listed or {}).items()}
+            yield self._make_score(task, token, log_prob, values)
+
+    def _make_score(self, task: Task, token: int, log_prob: float, listed: Mapping[int, float]) -> TokenScore:
+        """Return a token's score with the `Task.top` most probable tokens; vLLM lists them in any order."""
+        top = task.top or 0
+        likeliest = sorted(listed.items(), key=lambda pair: -pair[1])[:top]
+        return make_token_score(token, log_prob, likeliest, self._texts)
+
+    # -- requests
+
+    @asynccontextmanager
+    async def _send_request(self, task: Task, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
+        """Send a request when a place is free, and yield the answer while its body can be read.
+
+        Raises:
+            ApiError: 503 if vLLM cannot be reached, 500 if it fails, 502 if it refuses the request.
+            EngineBusyError: if vLLM is busy.
+        """
+        whole = {
+            "model": self.model.name,
+            "add_special_tokens": False,
+            "vllm_xargs": replace(self._options_of(task.knn), store=self._store_id).to_values(),
+            **body,
+        }
+        async with self._slots:
+            self._rows += 1
+            try:
+                client = self._open_client()
+                async with client.stream("POST", "/v1/completions", json=whole) as answer:
+                    if answer.status_code != 200:
+                        await answer.aread()
+                        raise _convert_refusal(answer)
+                    yield answer
+            except httpx.HTTPError as error:
+                _logger.warning("vLLM at %s: %s", self._address.url, type(error).__name__)
+                self._checked_at = -math.inf  # check it before the next task: it may be another server then
+                raise _unavailable_error() from error
+            finally:
+                self._rows -= 1
+
+    def _open_client(self) -> httpx.AsyncClient:
+        """Return the HTTP client, which is made at the first request, in the event loop."""
+        if self._client is None:
+            self._client = httpx.AsyncClient(
+                base_url=self._address.url,
+                headers=self._address.headers,
+                timeout=httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
+                limits=httpx.Limits(max_connections=self._max_rows),
+                trust_env=False,
+            )
+        return self._client
+
+
+def _describe_sampling(task: Task, index: int) -> dict[str, Any]:
+    """Return the fields of a request to vLLM that say how one text is sampled.
+
+    All settings are set, because vLLM takes defaults from the model's folder.
+    """
+    sampling = task.sampling
+    fields: dict[str, Any] = {
+        "max_tokens": task.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "return_token_ids": True,
+    }
+    if sampling.seed is not None:
+        fields["seed"] = (sampling.seed + index) % 2**63
+    if task.top is not None:
+        fields |= {"logprobs": task.top, "return_tokens_as_token_ids": True}
+    if task.constraint is not None:
+        fields["structured_outputs"] = {"json": task.constraint.schema}
+    return fields
+
+
+async def _read_events(answer: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
+    """Yield the choice of each event of a stream.
+
+    Raises:
+        ApiError: 500 if an event is an error.
+    """
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event or event["choices"]:
+                yield _read_choice(event)
+
+
+def _read_choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first choice of an answer or event. Raises ApiError 500 if the body is an error."""
+    if "error" in body:
+        _logger.error("vLLM failed: %s", body["error"])
+        raise ApiError(500, "the model's server failed; its log says more", code="internal_error")
+    choice: Mapping[str, Any] = body["choices"][0]
+    return choice
+
+
+def _convert_refusal(answer: httpx.Response) -> Exception:
+    """Convert an answer that is no success to the exception for the client, and log it."""
+    if answer.status_code in (429, 503):
+        return EngineBusyError()
+    _logger.error("vLLM answered %d: %s", answer.status_code, answer.text[:1000])
+    if answer.status_code < 500:
+        return ApiError(502, "the model's server refused the request; the log says more", code="upstream")
+    return ApiError(500, "the model's server failed; its log says more", code="internal_error")
+
+
+def _unavailable_error() -> ApiError:
+    """Return the error 503 for a vLLM server that cannot be reached."""
+    return ApiError(
+        503,
+        "the model's server cannot be used now: try again later",
+        code="upstream_unavailable",
+        headers={"Retry-After": "2"},
+    )
+
+
+def _list_errors(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
+    """Yield the exceptions of a group and of the groups in it."""
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from _list_errors(error)
+        else:
+            yield error
