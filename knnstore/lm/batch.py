@@ -16,25 +16,27 @@ class Batch:
     """
 
     keys: Tensor
-    """The store's query at each position, float32, shape (n, d)."""
+    """Query vectors for the store's search, one for each position, float32, shape (n, d)."""
     lm_max: Tensor
-    """log p_LM of the most probable token at each position, float32, shape (n,)."""
+    """Natural logarithm of the probability that the model alone gives to its most probable next token,
+    float32, shape (n,)."""
     lm_entropy: Tensor | None
-    """Entropy of p_LM in nats, float32, shape (n,); None if no setting uses it."""
+    """Entropy of the model's own next-token distribution in nats, float32, shape (n,); None if no setting
+    uses the entropy."""
     vocabulary: int
     """Number of tokens that the model predicts, v."""
     contexts: Contexts | None = None
-    """The texts before the positions; None if no component in use needs the text."""
+    """The text before each position; None if no component in use needs the text."""
     targets: Tensor | None = None
     """The target tokens, int64, shape (n,), when a text is scored; None when tokens are generated."""
     is_text: Tensor | None = None
-    """False at padding, bool, shape (n,), on the CPU; None means no padding."""
+    """False at padding positions, bool, shape (n,), on the CPU; None means no padding."""
 
     def __len__(self) -> int:
         return len(self.lm_max)
 
     def select_rows(self, rows: slice) -> Self:
-        """Return a batch of the selected positions."""
+        """Return a new batch with only the positions in the slice `rows`; a field that is None stays None."""
 
         def select(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows]

@@ -19,26 +19,31 @@ Text = NDArray[np.integer[Any]]
 
 
 class CutTexts(NamedTuple):
-    """The texts of contexts, without the tokens that are too far before every position."""
+    """The texts of some contexts, cut: tokens far before every position of a text are left out."""
 
     texts: list[Text]
     """Token ids of each text that has a position, shapes (n_i,)."""
     is_whole: list[bool]
     """True for each text that begins at the beginning of its document."""
     rows: Numbers
-    """Indices of the contexts that are not padding, ascending, int64, shape (m,)."""
+    """Index of each context that is not padding, ascending, int64, shape (m,)."""
     owners: Numbers
-    """Index into `texts` for each of `rows`, int64, shape (m,)."""
+    """For each of the m contexts, the index of its text in `texts`, int64, shape (m,)."""
     lengths: Numbers
-    """Number of tokens of the cut text before the position of each of `rows`, int64, shape (m,)."""
+    """For each of the m contexts, the number of tokens of its cut text before the position, int64, shape
+    (m,)."""
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """n positions in texts. The texts do not contain the prefix token that precedes every document."""
+    """n positions in texts, at which the next token is predicted.
+
+    The texts do not contain the prefix token, which the model reads before every document (such as ``<s>``).
+    """
 
     texts: Sequence[Text]
-    """Token ids of each text, shapes (n_i,): at least up to its last position, or the whole document."""
+    """Token ids of each text, shapes (n_i,). A text reaches at least to its last position, or is the whole
+    document."""
     is_whole: Sequence[bool]
     """True for each text that begins at the beginning of a document."""
     owners: Numbers
@@ -46,23 +51,26 @@ class Contexts:
     lengths: Numbers
     """Number of tokens of the text before each position, int64, shape (n,)."""
     states: Sequence[TextState]
-    """The state of each text, for the recent-text cache. Contains the prefix token, if the text had one."""
+    """The `TextState` (tokens and their keys) of each text, for the continuous cache. A state contains the
+    prefix token, if the text had one."""
     ends: Numbers
-    """Number of tokens of the state up to each position, int64, shape (n,).
+    """Number of tokens of the text's state up to each position, int64, shape (n,).
 
-    The last of these tokens is the token that the model predicts from.
+    The last of these tokens is the token from which the model predicts the next one.
     """
     known: dict[Any, Any]
-    """Cache of values that components computed from the texts; all selections of the positions share it."""
+    """Cache of values that components computed from the texts. Contexts made by `select_rows` or
+    `at_positions` share this dictionary."""
 
     @classmethod
     def of_pass(cls, batch: TextBatch, prefix: int | None, kept: Tensor) -> Self:
-        """Create the contexts of positions of a forward pass.
+        """Create the contexts of selected positions of one forward pass of the model.
 
         Args:
-            batch: the b texts after the pass over t positions of each.
+            batch: the b texts after the pass, which had t positions for each text.
             prefix: the token that precedes every document; None if documents have no prefix.
-            kept: indices into the b * t positions, int64, shape (n,), in any order.
+            kept: the selected positions, as indices into the b * t positions, int64, shape (n,), in any
+                order.
         """
         at = kept.cpu().numpy()
         owners = at // batch.is_text.shape[1]
@@ -84,10 +92,10 @@ class Contexts:
 
         Args:
             states: the state of each text.
-            stops: number of tokens of each text to use, at most its length.
+            stops: number of tokens to use of each text, counted from its beginning, at most its length.
             prefix: the token that precedes every document; None if documents have no prefix.
             owners: index of the text of each position, int64, shape (n,).
-            ends: see `Contexts.ends`.
+            ends: number of tokens of the text's state up to each position, int64, shape (n,).
             is_text: False at padding, shape (n,); None means no padding.
         """
         texts, is_whole, headed = list[Text](), list[bool](), list[int]()
@@ -103,24 +111,30 @@ class Contexts:
 
     @classmethod
     def of_documents(cls, texts: Sequence[Text]) -> Self:
-        """Create contexts of whole documents, without positions and states; see `at_positions`."""
+        """Create contexts that hold whole documents but no positions; `at_positions` adds positions.
+
+        Args:
+            texts: token ids of each document, without the prefix token.
+        """
         none = np.zeros(0, np.int64)
         return cls(texts, [True] * len(texts), none, none, (), none, {})
 
     def at_positions(self, owners: Numbers, lengths: Numbers) -> Self:
-        """Return the contexts of other positions of the same texts.
+        """Return contexts with the same texts and with other positions. Their `ends` are 0.
 
         Args:
-            owners: see `Contexts.owners`.
-            lengths: see `Contexts.lengths`. `ends` become 0.
+            owners: index into `texts` for each new position, int64, shape (n,); -1 at padding.
+            lengths: number of tokens of the text before each new position, int64, shape (n,).
         """
         return replace(self, owners=owners, lengths=lengths, ends=np.zeros_like(lengths))
 
     @classmethod
     def joined(cls, parts: Sequence["Contexts"]) -> "Contexts":
-        """Concatenate the texts and the positions of several contexts.
+        """Concatenate the texts and the positions of several contexts into one object.
 
-        A single part is returned unchanged; otherwise `known` is empty.
+        Args:
+            parts: at least one object. A single object is returned unchanged; otherwise the result's cache
+                `known` is empty.
         """
         if len(parts) == 1:
             return parts[0]
@@ -143,13 +157,21 @@ class Contexts:
         return len(self.owners)
 
     def select_rows(self, rows: slice | Numbers) -> Self:
-        """Return the contexts of the selected positions; texts and states stay the same."""
+        """Return contexts with only some of the positions; all texts and states are kept.
+
+        Args:
+            rows: a slice, or indices of positions.
+        """
         return replace(self, owners=self.owners[rows], lengths=self.lengths[rows], ends=self.ends[rows])
 
     def targets(self, rows: Numbers) -> Numbers:
-        """Return the target token of each selected position, int64, shape (m,).
+        """Return the target token, which stands at the position itself, of each selected position.
 
-        The positions must not be padding, and the texts must contain the target tokens.
+        Args:
+            rows: indices of m positions that are not padding. The texts must contain their target tokens.
+
+        Returns:
+            int64, shape (m,).
         """
         owners, lengths, found = self.owners[rows], self.lengths[rows], np.empty(len(rows), np.int64)
         for text in np.unique(owners).tolist():
@@ -158,11 +180,14 @@ class Contexts:
         return found
 
     def cut(self, before: int) -> CutTexts:
-        """Cut each text to the tokens near its positions.
+        """Return the texts without the tokens that are far before every position.
 
         A cut text begins `before` tokens before its first position (or at its beginning) and ends with the
-        target token of its last position, if the text contains this token. Texts without positions are left
+        target token of its last position, if the text contains this token. A text without positions is left
         out.
+
+        Args:
+            before: number of tokens to keep before the first position of each text.
         """
         rows = np.flatnonzero(self.owners >= 0)
         used, owners = np.unique(self.owners[rows], return_inverse=True)
@@ -183,7 +208,9 @@ class Contexts:
 
 
 class DocumentTexts:
-    """Documents that are scored window by window, one document after another.
+    """Builds contexts for documents that are scored window by window, one document after another.
+
+    A window is the part of a document that the model processes in one forward pass.
 
     Args:
         texts: token ids of each document, shapes (n_i,).

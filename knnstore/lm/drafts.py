@@ -9,12 +9,13 @@ from knnstore.store import Draft, NGramCounts, Reader, draft_from
 _MOST = 16
 """Largest number of tokens of a draft."""
 _LEAST_END, _MANY = 2, 16
-"""Least number of tokens that must match before a draft, and the number from which more do not count."""
+"""The last 2 tokens must match before a draft is made; matches of 16 tokens and more count alike."""
 _WORTH = 0.3
 """A token is drafted if the probability that it and all drafted tokens before it are accepted is at least
 this, which is about the cost of one more position as a fraction of the cost of a forward pass."""
 _TRUST, _FORGETTING = 4.0, 0.97
-"""Weight of the initial estimate, in tokens; and the factor by which the weight of earlier passes falls."""
+"""Weight of the initial estimate, in tokens; and the factor by which each pass reduces the weight of earlier
+passes."""
 
 _MATCHED = np.arange(_MANY + 1)
 _EXPECTED = np.concatenate(
@@ -24,21 +25,22 @@ _EXPECTED = np.concatenate(
         0.95 * np.linspace(0, 1, _MANY + 1),  # in so many sixteenths of several places
     ]
 ).clip(0)
-"""Initial estimate of the probability that a drafted token is accepted, by its kind."""
+"""Initial estimate of the probability that a drafted token is accepted, for each kind of drafted token."""
 _REPEATED, _ONE, _SEVERAL = 0, _MANY + 1, 2 * (_MANY + 1)
 
 
 class Drafts:
     """Proposes the next tokens of one text, for speculative decoding.
 
-    A draft is copied from a place in the store, or earlier in the text, that follows the same last tokens. A
+    A draft is a guess of several next tokens, which the model then checks in one forward pass. The draft is
+    copied from the store, or from an earlier place of the text, where the same last tokens occurred. A
     drafted token is more likely to be accepted if more tokens before it match, and if more places in the
     store agree. The probabilities are learned while the text is generated. If they are too low, the draft is
     empty.
 
     Args:
         store: the store whose text is copied.
-        settings: settings of the text; only their selection is used.
+        settings: settings of the text; only `selection` (the stored documents to copy from) is used.
     """
 
     def __init__(self, store: Reader, settings: KNNSettings) -> None:
@@ -70,15 +72,17 @@ class Drafts:
         return tokens[: max(0, most)]
 
     def _expected(self, draft: Draft, kind: int) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
-        """Cut a draft to the tokens that are worth their cost.
+        """Cut a draft to the tokens that are likely enough to be accepted to be worth their cost.
 
         Args:
-            draft: the draft.
-            kind: `_REPEATED` or `_ONE`: the first kind of drafts from this source. A kind is an index into
-                the learned probabilities.
+            draft: the drafted tokens.
+            kind: index of the first acceptance probability for this source: `_REPEATED` for a draft from the
+                text itself, `_ONE` for a draft from the store. The kind of a token is the index of its own
+                learned acceptance probability.
 
         Returns:
-            The expected number of accepted tokens, the tokens worth drafting, and the kind of each.
+            The expected number of accepted tokens, the remaining tokens, and the kind of each remaining
+            token.
         """
         kinds = kind + (draft.matched + np.arange(len(draft.tokens))).clip(max=_MANY)
         kinds = np.where(draft.shares > 0, _SEVERAL + (draft.shares * _MANY).astype(np.int64), kinds)
@@ -88,11 +92,11 @@ class Drafts:
         return float(probs[:worth].sum()), draft.tokens[:worth], kinds[:worth]
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Update the probabilities of acceptance after the last draft was checked.
+        """Update the acceptance probabilities after the model checked the last proposed draft.
 
         Args:
             drafted: number of tokens of the draft.
-            accepted: number of its first tokens that were accepted.
+            accepted: how many tokens at the beginning of the draft were accepted.
         """
         self.passes, self.tokens = self.passes + 1, self.tokens + accepted + 1
         self._accepted *= _FORGETTING
@@ -104,10 +108,10 @@ class Drafts:
 
 
 def _repeated(text: NDArray[np.int64]) -> Draft:
-    """Draft the tokens that followed the latest earlier occurrence of the text's longest repeated suffix.
+    """Draft the tokens that followed the latest earlier occurrence of the text's last tokens.
 
-    If fewer tokens than a draft follow, they are repeated cyclically. Returns an empty draft if the suffix
-    has fewer than `_LEAST_END` tokens.
+    The longest end of the text that occurs earlier is searched. If fewer tokens than a draft has follow that
+    occurrence, they are repeated cyclically. Returns an empty draft if fewer than `_LEAST_END` tokens match.
 
     Args:
         text: the tokens so far, at least one.

@@ -38,19 +38,22 @@ _BUILT_IN: Sequence[Component] = (_KEYS, *_TEXT_COMPONENTS)
 
 
 def all_components() -> Sequence[Component]:
-    """Return the built-in components, then the components of other packages, in the order of the mixture."""
+    """Return the built-in components, then those of other packages, in the order in which they are mixed.
+
+    A component is one kind of memory whose predictions are mixed with the model's, such as keys or n-grams.
+    """
     return (*_BUILT_IN, *other_components().values())
 
 
 def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
-    """Look up the evidence of every component in use at n positions.
+    """Let every component in use look up its predictions at n positions, and return them as `Evidence`.
 
     Args:
         reader: the store.
-        settings: the settings in force.
+        settings: the settings in force; they say which components are in use.
         batch: the positions. It must have contexts if `settings.needs_text`, and targets unless `form` is
             `Form.DISTRIBUTION`.
-        form: how much of the results is kept.
+        form: how much of each component's result is kept, e.g. all tokens or the target token only.
 
     Returns:
         The evidence, on the device of the batch.
@@ -75,12 +78,13 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
 
 
 def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
-    """Choose the weights of all components from their evidence, and return the mixture with the model.
+    """Choose each component's weight at n positions, and return the mixture of all components with the model.
 
     Args:
-        settings: the settings in force. Their gate chooses all weights; without a gate the mixer chooses λ
-            and T of the keys, and every other component has λ of its settings.
-        evidence: evidence of the components in use, for n positions.
+        settings: the settings in force. Their gate (a network) chooses all weights. Without a gate, the mixer
+            of the settings chooses λ and T of the keys, and every other component has the λ of its own
+            settings.
+        evidence: the results of the components' look-ups at the n positions.
     """
     components, parts = all_components(), settings.parts
     weighed = {} if settings.gate is None else weigh_by_gate(settings.gate, components, parts, evidence)
@@ -104,9 +108,10 @@ def cite_places(
         reader: the store.
         settings: the settings of the mixture.
         contexts: the positions of the tokens; the texts contain the tokens.
-        evidence: evidence for the tokens, in the form with sources.
+        evidence: the look-up results for the tokens, made with `Form.SOURCES`.
         mixture: the mixture of this evidence.
-        most: largest number of places of each kind for a token; see `Component.cite`.
+        most: largest number of nearest places, and of causes, for each token. A component may return more
+            causes.
 
     Returns:
         The places of each component in use, by its name, without components that list no places.
@@ -132,6 +137,17 @@ def _ask(
     keys: Tensor | None,
     vocabulary: int = 0,
 ) -> Question[Any]:
-    """Create the input of a component's look-up and citations; `part` has the component's settings."""
+    """Create the input that a component's `look_up` and `cite` take.
+
+    Args:
+        component: the component.
+        part: the component's own settings.
+        reader: the store.
+        settings: all settings; their selection is used, and the temperature factors that their gate uses for
+            the component.
+        contexts: the positions with their texts.
+        keys: query vector of each position, shape (n, d); None if they are not known.
+        vocabulary: number of tokens that the model predicts; `cite` does not need it.
+    """
     of_gate = () if settings.gate is None else settings.gate.factors.get(component.name, ())
     return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate), keys)

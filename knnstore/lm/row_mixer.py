@@ -28,19 +28,19 @@ Indices = NDArray[np.int64]
 
 
 class Rows(NamedTuple):
-    """n positions with the model's logits and the store's queries."""
+    """n positions to predict, each with the model's logits and the query vector for the store."""
 
     logits: Tensor
     """Logits of the model, shape (n, v), any floating dtype."""
     keys: Tensor
-    """The store's query at each position, shape (n, d), on any device."""
+    """Query vector of each position, shape (n, d), on any device."""
     contexts: Contexts | None
     """The texts before the positions; None if they are not known."""
     is_text: NDArray[np.bool_] | None = None
     """False at padding, shape (n,); None means no padding."""
 
     def select(self, rows: Indices | slice) -> Self:
-        """Return the selected rows."""
+        """Return the positions in `rows`, which is a slice or an array of indices."""
         at = rows if isinstance(rows, slice) else torch.from_numpy(rows)
         return self._replace(
             logits=self.logits[at],
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class RowMixer:
-    """Mixes retrieved predictions into logits, with the same settings for all rows or settings for each row.
+    """Mixes predictions that are retrieved from a store into the model's logits.
 
     Args:
         store: the store to retrieve from.
@@ -62,7 +62,7 @@ class RowMixer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, rows: Rows, each: Sequence[KNNSettings]) -> Tensor:
-        """Mix the store into the logits of rows.
+        """Mix predictions from the store into the logits of n rows; a row is one position of one text.
 
         Args:
             rows: the n rows.
@@ -102,7 +102,7 @@ class RowMixer:
             count: number of most probable tokens to return; at most the size of the vocabulary is returned.
 
         Raises:
-            ConfigError: see `mix`.
+            ConfigError: the settings need the texts of the rows, and the texts are not known.
         """
         count = min(count, rows.logits.shape[1])
         log_probs = rows.logits.float().log_softmax(-1)
@@ -113,7 +113,17 @@ class RowMixer:
         return mixture.likelihoods(log_probs, targets, count)
 
     def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
-        """Mix rows that have the same settings, in chunks; the result is as for `mix` with one group."""
+        """Mix predictions from the store into the logits of rows that all have the same settings.
+
+        The rows are processed in chunks, to bound memory.
+
+        Returns:
+            Log-probabilities of the mixture, float32, shape (n, v); the unchanged logits if no component
+            found anything for any row, or if the settings use the model alone.
+
+        Raises:
+            ConfigError: the settings need the texts of the rows, and the texts are not known.
+        """
         if settings.is_model_alone:
             return rows.logits
         is_anything_found = False
@@ -134,10 +144,16 @@ class RowMixer:
 
 
 def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
-    """Create the batch of rows that `look_up` takes.
+    """Create the `Batch` that `look_up` takes from rows with the same settings.
+
+    Args:
+        rows: the n rows.
+        log_probs: the model's log-probabilities, float32, shape (n, v).
+        settings: the settings of all rows.
+        targets: the target tokens, int64, shape (n,); None when text is generated.
 
     Raises:
-        ConfigError: the settings need the texts, and the texts are not known.
+        ConfigError: the settings need the texts of the rows, and the texts are not known.
     """
     if settings.needs_text and rows.contexts is None:
         raise ConfigError(

@@ -35,7 +35,10 @@ _ROOM = 64
 
 
 class TextState:
-    """The tokens of one text and their keys; also their hidden states, if a key joins several states.
+    """The tokens of one text that a model processes, and the keys of these tokens.
+
+    A key is the vector with which the store is searched. The tokens' hidden states are also kept, if a key is
+    computed from the states of several tokens.
 
     Attributes:
         length: number of tokens, >= 0.
@@ -57,7 +60,7 @@ class TextState:
 
     @property
     def has_all_keys(self) -> bool:
-        """True if no key was dropped."""
+        """True if the keys of all tokens are kept; False if keys were dropped or tokens had no keys."""
         return self._first_key == 0
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -67,7 +70,7 @@ class TextState:
     def keys(self, start: int, stop: int) -> Tensor:
         """Return the keys from position start to stop - 1: float32, shape (stop - start, d); read only.
 
-        Undefined for a text without tokens, and for positions whose keys were dropped.
+        An AssertionError is raised for a text without keys, and for positions whose keys were dropped.
         """
         assert self._keys is not None
         assert start >= self._first_key
@@ -98,8 +101,8 @@ class TextState:
         Args:
             tokens: int64, shape (n,); None if the model received embeddings without tokens.
             keys: float32, shape (n, d).
-            states: hidden states, shape (n, width); None if a key is a single state, because later keys do
-                not need them.
+            states: hidden states, shape (n, width); None if each key is computed from one state only, so that
+                states need not be kept.
         """
         if not len(keys):
             return
@@ -112,9 +115,9 @@ class TextState:
             self._states = _write(self._states, states, start - self._first_state)
 
     def append_without_keys(self, tokens: Tokens) -> None:
-        """Append tokens without keys: their KV cache is reused, or no setting needs keys.
+        """Append tokens without keys, because their KV cache is reused or no setting needs keys.
 
-        Drops the keys and hidden states of all earlier tokens, so later keys cannot join earlier states.
+        Also drops the keys and hidden states of all earlier tokens, so later keys cannot use earlier states.
 
         Args:
             tokens: int64, shape (n,).
@@ -124,7 +127,12 @@ class TextState:
         self._keys = self._states = None
 
     def _append_tokens(self, tokens: Tokens | int, count: int) -> None:
-        """Append `count` tokens, or one token `count` times, and extend the length."""
+        """Append tokens, enlarge the buffer if needed, and increase `length`.
+
+        Args:
+            tokens: the tokens, shape (count,); or one token id, which is appended `count` times.
+            count: number of tokens.
+        """
         stop = self.length + count
         if stop > len(self._tokens):
             grown = np.empty(max(stop + _ROOM, 2 * len(self._tokens)), np.int64)
@@ -134,7 +142,10 @@ class TextState:
         self.length = stop
 
     def truncate(self, length: int) -> None:
-        """Remove all tokens from position `length` on. Does nothing if the text is not longer."""
+        """Remove all tokens from position `length` on, for example a rejected draft.
+
+        Does nothing if the text has at most `length` tokens.
+        """
         if length >= self.length:
             return
         self.length = max(0, length)
@@ -158,7 +169,7 @@ class TextState:
             self._first_state += dropped
 
     def fork(self) -> "TextState":
-        """Return an independent copy; changes of one text do not change the other."""
+        """Return an independent copy: changes to one of the two texts do not change the other one."""
         copy = TextState()
         copy.length, copy._unknown_stop = self.length, self._unknown_stop
         copy._tokens = self._tokens[: self.length].copy()
@@ -171,9 +182,9 @@ class TextState:
 
 
 class TextBatch(NamedTuple):
-    """The b texts of a forward pass over t positions, after the pass.
+    """The b texts of a forward pass that had t positions for each text; the state after the pass.
 
-    Later passes may extend the same texts; the tokens up to the end of this pass are those before `stops`.
+    Later passes may extend the same texts. `stops` says where each text ended after this pass.
     """
 
     texts: Sequence[TextState]
@@ -209,9 +220,9 @@ def append_pass(
     Args:
         texts: the b texts; they are changed.
         tokens: token ids of the pass, int64, shape (b, t); None if the model received embeddings only.
-        states: hidden states at the place of the keys, shape (b, t, width).
+        states: hidden states of the layer from which keys are made, shape (b, t, width).
         is_text: True at tokens of the texts, False at padding, shape (b, t); None means no padding.
-        joining: the states that make a key.
+        joining: says how many earlier hidden states are added to each key, and with which weights.
         project: converts joined states, shape (..., width), to the store's keys, float32, shape (..., d).
 
     Returns:
@@ -233,9 +244,16 @@ def append_pass(
 
 
 def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining) -> Tensor:
-    """Join the hidden states of a pass with those of the previous tokens of each text.
+    """Add to each hidden state of a pass the weighted states of the previous tokens of its text.
 
-    Returns float32, shape (b, t, width); undefined at padding.
+    Args:
+        texts: the b texts before the pass.
+        states: the hidden states of the pass, shape (b, t, width).
+        is_text: True at tokens of the texts, False at padding, shape (b, t).
+        joining: the number and the weights of the previous states.
+
+    Returns:
+        Float32, shape (b, t, joined width); undefined at padding.
     """
     count = len(joining.discounts)
     before = torch.stack([text.last_states(count, states) for text in texts])
@@ -249,9 +267,9 @@ def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_]
 
 
 def _write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
-    """Write rows into a buffer from `start` on, and return the buffer.
+    """Write rows into a buffer at index `start`, and return the buffer.
 
-    Returns a new, larger buffer with a copy of the rows before `start`, if `buffer` is None or too small.
+    If `buffer` is None or too small, a new, larger buffer with a copy of the first `start` rows is returned.
     """
     stop = start + len(rows)
     if buffer is None or stop > len(buffer):

@@ -37,11 +37,11 @@ class Found(Protocol):
 
     @property
     def width(self) -> int:
-        """Number of values that are kept for each position."""
+        """Number of values that are kept for each position, e.g. k for k neighbors."""
         ...
 
     def rows(self, rows: slice | Tensor) -> Self:
-        """Return the results at the selected positions.
+        """Return the results at m of the n positions.
 
         Args:
             rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
@@ -54,7 +54,11 @@ class Found(Protocol):
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
-        """Concatenate the results, in the same form, for several groups of positions; at least one group."""
+        """Concatenate the results of several groups of positions; all results have the same `Form`.
+
+        Args:
+            parts: the result for each group of positions, at least one.
+        """
         ...
 
 
@@ -64,8 +68,8 @@ class Place(NamedTuple):
     token: int
     """The token at the place, which the place predicts."""
     share: float
-    """Weight of the place among the places of all components, between 0 and 1. Multiplied by λ of the whole
-    mixture, it is the probability that the place adds to its token."""
+    """Weight of the place among the places of all components, between 0 and 1. Multiplied by the λ of all
+    components together, it is the probability that the place adds to its token."""
     component: str
     """Name of the component that found the place."""
     distance: float | None = None
@@ -74,7 +78,7 @@ class Place(NamedTuple):
     """Id of the record; -1 for a place in the same text."""
     matched: int = 0
     """Number of tokens before the place that equal the tokens before the predicted position. The beginning of
-    a document counts as one token."""
+    a document counts as one matched token."""
     position: int = -1
     """Index of the token in the same text; -1 for a record."""
 
@@ -83,14 +87,15 @@ class Citations(NamedTuple):
     """The places that one component's predictions of n tokens come from."""
 
     nearest: Sequence[Sequence[Place]]
-    """For each token the places whose contexts are most similar, whatever token they predict."""
+    """For each of the n tokens, the places whose contexts are most similar, whatever token a place
+    predicts."""
     causes: Sequence[Sequence[Place]]
-    """For each token the places that add most to the token's probability."""
+    """For each of the n tokens, the places that add most to the probability of this token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[S]):
-    """The input of a component's look-up at n positions, and of its citations."""
+    """The input of a component's methods `look_up` and `cite`, for n positions."""
 
     reader: Reader
     """The store."""
@@ -103,14 +108,15 @@ class Question(Generic[S]):
     vocabulary: int
     """Number of tokens that the model predicts."""
     factors: tuple[float, ...] = (1.0,)
-    """The values of `factor` with which `Component.contribute` will be called for the result."""
+    """Factors of the component's temperature. `Component.contribute` will be called with each of these
+    factors for the result of the look-up."""
     keys: Tensor | None = None
-    """Query vector of each position, float32, shape (n, d); d = 0 in a store without keys. None if the
-    question comes from `Component.cite` and the evidence has no keys."""
+    """Query vector of each position, float32, shape (n, d); d = 0 in a store without keys. None if `cite` is
+    called and the query vectors are not known."""
 
 
 class Component(Protocol):
-    """One kind of memory, such as the records near the query, or n-grams."""
+    """One kind of memory whose predictions are mixed with the model's, such as the stored keys or n-grams."""
 
     @property
     def name(self) -> str:
@@ -119,12 +125,15 @@ class Component(Protocol):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Factors of the component's temperature. A gate uses the component at each of these temperatures."""
+        """Factors by which a gate multiplies the component's temperature.
+
+        The gate weighs the component at each one.
+        """
         ...
 
     @property
     def width(self) -> int:
-        """Number of features that `features` returns for each position."""
+        """Number of values that `features` returns for each position."""
         ...
 
     def contribute(self, settings: Any, found: Any, factor: float = 1.0) -> Contribution:
@@ -132,11 +141,11 @@ class Component(Protocol):
 
         Args:
             settings: the component's settings.
-            found: the result of the component's look-up, see `find_by_name`.
+            found: the result of the component's look-up at the n positions.
             factor: multiplies the component's temperature.
 
         Returns:
-            The distribution and λ of each position. Positions without a result have no weight.
+            The distribution and λ of each position. A position where the look-up found nothing has weights 0.
         """
         ...
 
@@ -145,19 +154,21 @@ class Component(Protocol):
 
         Args:
             question: the input of the look-up; its contexts contain the tokens.
-            found: the result of the look-up, in the form with sources.
-            weights: share of each column of the component's contribution, see `Place.share`, shape
-                (n, columns).
+            found: the result of the look-up with `Form.SOURCES`.
+            weights: share of each column of the component's contribution among all components' columns,
+                between 0 and 1, shape (n, columns).
             most: largest number of nearest places, and of causes, of each token. A component may return more
                 causes.
 
         Returns:
-            The places; None if the component has none.
+            The places of each token; None if the component cannot name any.
         """
         ...
 
     def features(self, found: Any, unit: float) -> Tensor:
-        """Compute the component's features for a gate. Called only if the component is in use.
+        """Compute the component's inputs for a gate, the network that chooses all components' weights.
+
+        Called only if the component is in use.
 
         Args:
             found: the result of the look-up at n positions.
@@ -173,7 +184,7 @@ class Fitting(Protocol):
     """Fits the settings of one component on the results of its look-ups for n scored tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> Any:
-        """Return the settings with the largest likelihood of the tokens; λ is 0 if nothing was found.
+        """Return the settings that give the tokens the largest likelihood; λ is 0 if nothing was found.
 
         Args:
             log_probs: log p of each token in the mixture without the component, float32, shape (n,).
@@ -191,7 +202,7 @@ class Fitting(Protocol):
         ...
 
     def lam(self, fitted: Any) -> float:
-        """Return λ of fitted settings, for reports; the mean if there are several."""
+        """Return the weight λ of settings that `fit` returned, for reports; the mean if there are several."""
         ...
 
 
@@ -216,7 +227,9 @@ KEYS = "keys"
 
 
 def find_by_name(evidence: Evidence, name: str) -> Any:
-    """Return the result of a component's look-up; for `KEYS` the evidence itself, which has the searches.
+    """Return the look-up result of one component.
+
+    For the component `KEYS` the whole evidence is returned, because the evidence holds the searches for keys.
 
     Raises:
         KeyError: the component was not looked up.

@@ -16,10 +16,10 @@ from knnstore.store import Reader, Selection
 
 
 class Places(NamedTuple):
-    """Distributions over k tokens each, at n positions."""
+    """Distributions over the next token at n positions; each distribution has at most k tokens."""
 
     weights: Tensor
-    """Probabilities, float32, shape (n, k); rows sum to 1, or are 0 where the component predicts nothing."""
+    """Probabilities, float32, shape (n, k). A row sums to 1, or is 0 where the component predicts nothing."""
     tokens: Tensor
     """Tokens of these probabilities, int64, shape (n, k); arbitrary where the probability is 0."""
 
@@ -29,7 +29,7 @@ class Places(NamedTuple):
         return self.weights.shape[1]
 
     def rows(self, rows: slice | Tensor) -> "Places":
-        """Return the distributions at the selected positions; `rows` is a slice, indices or a mask."""
+        """Return the distributions at some of the positions; `rows` is a slice, indices or a mask."""
         return Places(self.weights[rows], self.tokens[rows])
 
     def to(self, device: torch.device) -> "Places":
@@ -38,7 +38,7 @@ class Places(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Places"]) -> "Places":
-        """Concatenate the distributions at several groups of positions, padded with zeros to one width."""
+        """Concatenate the distributions of several groups of positions, padded with zeros to the same k."""
         width = max(part.width for part in parts)
         columns = (
             torch.cat([pad(part[field], (0, width - part.width)) for part in parts]) for field in (0, 1)
@@ -47,29 +47,39 @@ class Places(NamedTuple):
 
 
 class DistributionFitting(NamedTuple):
-    """Fits the settings of a component to its distributions; see `Fitting`."""
+    """Fits the settings of one component to scored tokens, from the component's predictions of the tokens."""
 
     component: "OneWeightComponent"
     found: Any
-    """Result of the component's `look_up` at n tokens, in target form."""
+    """Result of the component's `look_up` at the n tokens with `Form.TARGET`."""
     targets: Tensor
-    """The n tokens, int64, shape (n,)."""
+    """The n scored tokens, int64, shape (n,)."""
     settings: Mapping[str, Any]
-    """The settings of this look-up; see `OneWeightComponent.settings_to_fit`."""
+    """The component's settings with which `look_up` was called."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Return a copy of `settings` with the fitted values; see `OneWeightComponent.fit`."""
+        """Return a copy of `settings` with the values (e.g. ``lam``) that fit the tokens best.
+
+        Args:
+            log_probs: log p of each token in the mixture without the component, float32, shape (n,).
+            wanted: True for the tokens to fit on, bool, shape (n,).
+        """
         return {**self.settings, **self.component.fit(self.found, log_probs, self.targets, wanted)}
 
     def mix(self, log_probs: Tensor, fitted: Mapping[str, Any]) -> Tensor:
-        """Return log p of each token with the component mixed in, shape (n,); see `Fitting.mix`."""
+        """Return log p of each token in the mixture with the component, float32, shape (n,).
+
+        Args:
+            log_probs: log p of each token in the mixture without the component, float32, shape (n,).
+            fitted: the component's settings, from `fit`.
+        """
         weighed = self.component.weigh(self.found, fitted)
         return mix_target_log_probs(
             log_probs, weighed.probs(self.targets), weighed.lam.where(weighed.is_found, 0.0)
         )
 
     def lam(self, fitted: Mapping[str, Any]) -> float:
-        """Return λ of fitted settings."""
+        """Return the weight λ of settings that `fit` returned."""
         return float(fitted["lam"])
 
 
@@ -84,29 +94,50 @@ class OneWeightComponent(ABC):
     name: ClassVar[str]
     """Unique name of the component in settings, gates and explanations."""
     factors: ClassVar[tuple[float, ...]] = (1.0,)
-    """See `Component.factors`."""
+    """Factors by which a gate multiplies the component's temperature; the gate weighs the component at each
+    one. The default means one temperature only."""
     width: ClassVar[int] = 1
-    """See `Component.width`."""
+    """Number of values that `features` returns for each position."""
     default_settings: ClassVar[Mapping[str, Any]] = {"lam": 0.1}
     """Default of each setting, a value of JSON. `lam` is λ, the weight of the component in the mixture with
     the model and all earlier components, between 0 and 1."""
 
     @abstractmethod
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Any:
-        """Look up predictions of the next token at n positions; see `TextComponent.look_up`."""
+        """Look up the component's predictions of the next token at n positions.
+
+        Args:
+            question: the positions, the store and the component's settings.
+            form: how much of the result is kept: probabilities of all tokens, or of the target token only.
+
+        Returns:
+            The result for n positions, also for positions that are padding or have no prediction; any type
+            with the methods of `Found`.
+        """
 
     @abstractmethod
     def weigh(self, found: Any, settings: Mapping[str, Any]) -> Contribution:
-        """Convert the result of a look-up to distributions, with λ of the settings.
+        """Convert the result of a look-up to a distribution over tokens at each position, with one weight λ.
 
         Args:
             found: the result of `look_up` at n positions.
-            settings: the component's settings.
+            settings: the component's settings, which contain λ as ``lam``.
+
+        Returns:
+            The distributions and λ.
         """
 
     @abstractmethod
     def features(self, found: Any, unit: float) -> Tensor:
-        """Compute the component's features for a gate; see `Component.features`."""
+        """Compute the component's inputs for a gate, the network that chooses all components' weights.
+
+        Args:
+            found: the result of `look_up` at n positions.
+            unit: distance by which distances are divided, so that features do not depend on the model.
+
+        Returns:
+            Float32, shape (n, width); arbitrary where nothing was found.
+        """
 
     def contribute(self, settings: Mapping[str, Any], found: Any, factor: float = 1.0) -> Contribution:
         """Return the result of `weigh`; `factor` is ignored, because there is no temperature."""
@@ -150,14 +181,18 @@ class OneWeightComponent(ABC):
     def cite(
         self, question: Question[Mapping[str, Any]], found: Any, weights: Tensor, most: int
     ) -> Citations | None:
-        """Return None: this implementation lists no places. See `Component.cite`."""
+        """Return None: this base class cannot name the places that a prediction comes from.
+
+        A subclass may override it to list, for each token, places in the store or in the text; see
+        `Component.cite`.
+        """
         return None
 
     def fit(self, found: Any, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:
         """Fit the component's settings to n scored tokens.
 
         Args:
-            found: result of `look_up` at the tokens, in target form.
+            found: result of `look_up` at the tokens with `Form.TARGET`.
             log_probs: log p of each token in the mixture without this component, float32, shape (n,).
             targets: the tokens, int64, shape (n,).
             wanted: True for the tokens to fit on, bool, shape (n,).
@@ -203,20 +238,29 @@ class DistributionComponent(OneWeightComponent):
             vocabulary: number of tokens that the model predicts.
 
         Returns:
-            Weights and tokens, see the fields of `Places`.
+            Probabilities of k tokens at each position, float32, shape (n, k), 0 in all columns where nothing
+            is predicted; and the k tokens, int64, shape (n, k).
         """
 
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places:
-        """Return the result of `distribution`; `form` is ignored."""
+        """Return the distributions that `distribution` predicts at the positions; `form` is ignored."""
         return Places(
             *self.distribution(question.reader, question.contexts, question.settings, question.vocabulary)
         )
 
     def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
-        """Return the distributions with λ of the settings, the same for all positions."""
+        """Return the distributions as a contribution to the mixture, with the same λ for all positions.
+
+        Args:
+            found: the result of `look_up` at n positions.
+            settings: the component's settings, which contain λ as ``lam``.
+        """
         lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
         return Contribution(found.weights, lam, found.tokens, name=self.name)
 
     def features(self, found: Places, unit: float) -> Tensor:
-        """Return the largest probability of each distribution, shape (n, 1)."""
+        """Return the largest probability of each distribution, shape (n, 1), as input of a gate.
+
+        `unit` is ignored.
+        """
         return found.weights.amax(1, keepdim=True)

@@ -29,23 +29,28 @@ _LEAST_SHARE = 1e-3  # of an expert, where the fit of the network begins
 _ROUNDS = 50  # of expectation maximization, to fit the shares where the fit of the network begins
 
 Factors = Mapping[str, Sequence[float]]
-"""Factors of each component's temperature, one for each expert of a gate."""
+"""For each component name, the factors of its temperature; each factor is one expert of a gate."""
 
 
 class Experts(NamedTuple):
-    """The e experts of all components at n positions, with the features from which a gate chooses weights."""
+    """The experts of all components at n positions, with the features from which a gate chooses weights.
+
+    An expert is one component at one temperature; e is the number of experts.
+    """
 
     contributions: Mapping[str, Sequence[Contribution]]
-    """The distributions of each component's experts; an empty list if the component is not in use."""
+    """For each component name, the distributions of its experts; an empty list if the component is not in
+    use."""
 
     features: Tensor
-    """Features that do not depend on the target token, float32, shape (n, f); NaN where unknown."""
+    """Inputs of the gate, which do not depend on the target token, float32, shape (n, f); NaN where
+    unknown."""
 
     found: Tensor
     """True where an expert has a prediction, bool, shape (n, e)."""
 
     query: slice
-    """Columns of `features` that are the query vector."""
+    """Which columns of `features` contain the query vector."""
 
 
 def collect_experts(
@@ -55,15 +60,19 @@ def collect_experts(
     factors: Factors,
     unit: float,
 ) -> Experts:
-    """Collect the experts of a gate with their features.
+    """Collect the distributions of a gate's experts, and the features that are the gate's input.
+
+    An expert is one component at one temperature.
 
     Args:
         components: all available components.
         parts: settings of the components in use, by name. A component of `factors` that is not in use has no
             predictions, and its features are NaN.
-        evidence: evidence for n positions, with their keys and the model's entropy.
-        factors: factors of the temperature for each component that the gate weighs; one expert each.
-        unit: see `Component.features`.
+        evidence: look-up results of the components for n positions, with the query vectors and the model's
+            entropy.
+        factors: for each component that the gate weighs, the factors of its temperature; each factor gives
+            one expert.
+        unit: distance by which distances are divided, so that features do not depend on the model.
 
     Raises:
         ConfigError: the gate weighs a component that this version does not have.
@@ -104,14 +113,15 @@ def weigh_by_gate(
         gate: the network.
         components: all available components.
         parts: settings of the components in use, by name.
-        evidence: evidence for n positions, with their keys and the model's entropy.
+        evidence: look-up results of the components for n positions, with the query vectors and the
+            model's entropy.
 
     Returns:
         Contributions by name. λ of a contribution is its weight in the mixture with the model and all earlier
         components.
 
     Raises:
-        ConfigError: see `collect_experts`.
+        ConfigError: the gate weighs a component that this version does not have.
     """
     experts = collect_experts(components, parts, evidence, gate.factors, gate.unit)
     shares = gate.shares(experts.features, experts.found)
@@ -131,7 +141,7 @@ class ScoredPart(NamedTuple):
     """A group of n scored tokens to fit a gate on."""
 
     evidence: Evidence
-    """Evidence for the tokens, in target form."""
+    """Look-up results of the components for the tokens, with `Form.TARGET`."""
     targets: Tensor
     """The tokens, int64, shape (n,)."""
     lm_log_probs: Tensor
@@ -146,9 +156,9 @@ def fit_gate_over(
     unit: float,
     purpose: Mapping[str, Any],
 ) -> JointGate:
-    """Fit a gate over the components in use, by the likelihood of scored tokens.
+    """Train a gate (a network that weighs all components in use) to give scored tokens a high likelihood.
 
-    The fit starts from the shares with the largest likelihood that are equal for all tokens.
+    The network starts from constant weights: the weights, equal for all tokens, with the largest likelihood.
 
     Args:
         components: all available components.
@@ -156,7 +166,7 @@ def fit_gate_over(
         scored: groups of tokens to fit on, n tokens in all; at least one group.
         blocks: number of each token's document, or of its block in a long document, int64, shape (n,). Some
             blocks are held out to decide when the fit of the network stops.
-        unit: see `Component.features`.
+        unit: distance by which distances are divided, so that features do not depend on the model.
         purpose: metadata that is saved with the weights: the store and the model that they were fitted for.
     """
     # 1) Collect each expert's probability of each token.
@@ -189,14 +199,14 @@ def fit_gate_over(
 
 
 def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
-    """Fit shares of the model and of each expert that are equal for all tokens, by expectation maximization.
+    """Fit one constant mixture weight for the model and for each expert, by expectation maximization.
 
     Args:
         probs: probability of each token by the model and by each expert, float32, shape (n, 1 + e).
         present: True where an expert has a prediction, bool, shape (n, e).
 
     Returns:
-        The shares, shape (1 + e,); they sum to 1.
+        The weights, float32, shape (1 + e,), which sum to 1: the model's first.
     """
     shares = torch.full((probs.shape[1],), 1 / probs.shape[1])
     allowed = torch.cat([present.new_ones((len(present), 1)), present], 1)
@@ -207,15 +217,16 @@ def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
 
 
 def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tensor) -> Contribution:
-    """Merge the experts of one component to one contribution: the mean of their distributions.
+    """Merge the experts of one component to a contribution with the weighted mean of their distributions.
 
     Args:
-        experts: the e experts, which have the same tokens in the same columns.
-        shares: share of each expert in the whole mixture, shape (n, e).
-        below: share of the model and all earlier components, shape (n,).
+        experts: e contributions of the same component at different temperatures, with the same tokens in the
+            same columns.
+        shares: weight of each expert in the whole mixture, shape (n, e).
+        below: sum of the weights of the model and of all earlier components, shape (n,).
 
     Returns:
-        The contribution. λ is the share of the experts in the mixture with the model and all earlier
+        The contribution. Its λ is the weight of all its experts in the mixture with the model and all earlier
         components.
     """
     total = shares.sum(1)
@@ -237,11 +248,11 @@ def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tenso
 
 
 def _stack_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
-    """Return values as columns that broadcast to shape (n, len(values)), with dtype and device of `like`.
+    """Stack values as columns that broadcast to shape (n, len(values)), with dtype and device of `like`.
 
     Args:
-        values: floats, which hold for all rows, or tensors of shape (n,). If all are floats, the result has
-            shape (len(values),).
+        values: each a float, which is valid for all rows, or a tensor of shape (n,). If all are floats, the
+            result has shape (len(values),).
         like: a tensor of shape (n,).
     """
     if not any(isinstance(value, Tensor) for value in values):

@@ -37,6 +37,7 @@ _warned_domains: set[tuple[str, str, str]] = set()
 _ASSUMED_CELL_RECORDS = 8192  # records, as in a small domain that is a single cell
 
 T = TypeVar("T")
+"""The type of a search result."""
 
 
 class KeySettings(Protocol):
@@ -87,14 +88,17 @@ class KeySettings(Protocol):
 
 
 class Keys:
-    """The component of the records in the store near the query; see `Component`."""
+    """The component that searches the store for the records whose keys are near the query vector."""
 
     name = KEYS
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2 * len(list_powers_of_two(DISTINCT_AMONG))
 
     def look_up(self, reader: Reader, settings: KeySettings, batch: Batch, form: Form) -> list[TokenSums]:
-        """Run the searches that the settings' mixer asks for, for example one for each domain.
+        """Search the store near each position's query vector, and return the found tokens and distances.
+
+        The mixer (the rule that chooses λ) decides which searches are needed, for example one for each
+        domain.
 
         Args:
             reader: the store.
@@ -103,8 +107,8 @@ class Keys:
             form: how much of the result is kept.
 
         Returns:
-            The result of each search, at least one. Nothing is found at padding, and at any position if λ is
-            always 0.
+            The result of each search, at least one. A result is empty at padding positions. It is empty at
+            all positions if λ is always 0.
 
         Raises:
             ConfigError: `form` is a distribution, and the store contains a token that the model does not
@@ -126,7 +130,13 @@ class Keys:
         return [_convert_to_sums(neighbors, batch, settings, form) for neighbors in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
-        """Return p_kNN of each position, with λ and T chosen by the mixer; see `Component.contribute`."""
+        """Return each position's token distribution from the retrieved records, with λ and T of the mixer.
+
+        Args:
+            settings: the settings in force.
+            found: the search results and the model's confidence at n positions.
+            factor: multiplies the temperature of the settings.
+        """
         if settings.gate is not None and len(found.searches) == 1:
             found.prepare([settings.temperature * each for each in self.factors])
         weights, lam, temperature = settings.mixer.weigh(found, settings.temperature * factor)
@@ -135,7 +145,11 @@ class Keys:
     def cite(self, question: Question[KeySettings], found: Evidence, weights: Tensor, most: int) -> Citations:
         """List the nearest records, and the records of the target token with the largest weights.
 
-        See `Component.cite`.
+        Args:
+            question: the n positions; their contexts contain the target tokens.
+            found: the search results, with record ids.
+            weights: share of each retrieved record in the prediction, shape (n, columns).
+            most: largest number of nearest records, and of records of the target token, for each position.
         """
         distances, tokens, ids = found.distances, found.tokens, found.ids
         assert tokens is not None
@@ -148,17 +162,29 @@ class Keys:
         return Citations(*(_list_places(ids, distances, weights, selected) for selected in columns))
 
     def features(self, found: Evidence, unit: float) -> Tensor:
-        """Return distances of the nearest 1, 2, 4, … records, and numbers of different tokens among them."""
+        """Return the gate's inputs: distances of the nearest 1, 2, 4, … records, and their distinct tokens.
+
+        Args:
+            found: the search results at n positions.
+            unit: distance by which distances are divided, so that features do not depend on the model.
+
+        Returns:
+            Float32, shape (n, width).
+        """
         return compute_neighbor_features(found, DISTINCT_AMONG, unit)
 
 
 def probes_cells(reader: Reader, settings: KeySettings) -> bool:
-    """Check whether the settings sum over whole cells instead of the k nearest records."""
+    """Check whether the settings retrieve all records of some cells instead of the k nearest records.
+
+    A cell is a part of a domain's records whose keys are near each other. True if the settings have `probes`
+    and the store has cells.
+    """
     return settings.probes is not None and reader.has_cells
 
 
 def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
-    """Return k, lowered to the number of records in the store, to allocate no memory for missing records.
+    """Return the settings' k, lowered to the number of selected records, to save memory.
 
     Returns:
         At most the settings' k, and at least `DISTINCT_AMONG` (or k, if k is smaller), which is the number of
@@ -176,9 +202,10 @@ def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
 
 
 def bound_record_count(reader: Reader, settings: KeySettings) -> int:
-    """Return an upper bound of the number of records that one query retrieves in all searches together.
+    """Return an upper bound of the number of records that are retrieved for one query, over all its searches.
 
-    If cells are probed, each cell is assumed to have at most `_ASSUMED_CELL_RECORDS` records.
+    The bound is k times the number of searches. If whole cells are retrieved, each cell is assumed to have at
+    most `_ASSUMED_CELL_RECORDS` records.
     """
     columns = settings.k
     if probes_cells(reader, settings):
@@ -189,12 +216,12 @@ def bound_record_count(reader: Reader, settings: KeySettings) -> int:
 
 
 def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> list[Neighbors]:
-    """Run the searches of the settings' mixer, and return the single records, without sums.
+    """Run every search that the settings' mixer asks for, and return the ids and distances of the records.
 
     Args:
         reader: the store.
         queries: float32, shape (q, d).
-        settings: k or probes, the mixer and the selection.
+        settings: give k or the number of probed cells, the mixer and the selection of documents.
 
     Returns:
         The records of each search, with the same number of columns for all searches: the k nearest records,
@@ -218,13 +245,14 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
 
 
 def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings) -> CellSums:
-    """Sum over all records of the probed cells of one search, separately for the target token.
+    """Run one search, and sum the weights of all records in the probed cells, apart for the target token.
 
     Args:
-        reader: a store with cells.
-        queries: float32, shape (q, d).
+        reader: a store with cells (groups of records with near keys).
+        queries: query vectors, float32, shape (q, d).
         targets: the target token of each query, int64, shape (q,).
-        settings: probes, the selection, and a mixer that asks for exactly one search.
+        settings: give the number of probed cells, the selection, and a mixer that asks for exactly one
+            search.
     """
     (found,) = _sum_cells(reader, queries, targets, settings, 0, Form.TARGET)
     return found
@@ -233,18 +261,18 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeyS
 def _sum_cells(
     reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings, vocabulary: int, form: Form
 ) -> list[CellSums]:
-    """Run the searches of the settings' mixer, and sum over all records of the probed cells.
+    """Run every search that the settings' mixer asks for, and sum over all records of the probed cells.
 
     Args:
         reader: a store with cells.
         queries: float32, shape (q, d).
         targets: the target token of each query, int64, shape (q,).
-        settings: probes, the mixer and the selection.
+        settings: give the number of probed cells, the mixer and the selection of documents.
         vocabulary: number of tokens that the model predicts; not used if `form` is `Form.TARGET`.
         form: `Form.TARGET` sums for the target tokens only, `Form.DISTRIBUTION` for all tokens.
 
     Returns:
-        The sums of each search.
+        The sums of each search; a search of a domain that is not selected or was removed has sums of nothing.
     """
     assert settings.probes is not None
 
@@ -268,17 +296,17 @@ def _sum_cells(
 
 
 def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> NeighborSums:
-    """Convert the records of a search to tensors on the device of the batch, in a form.
+    """Convert the records of a search to `NeighborSums`, which hold tensors on the device of the batch.
 
     Args:
         found: the records, n rows.
         batch: the n positions; with targets if `form` is `Form.TARGET`.
         settings: the settings in force.
-        form: how much of the result is kept.
+        form: what the result keeps: tokens (`DISTRIBUTION`), tokens and ids (`SOURCES`), or for each record
+            only whether its token is the target (`TARGET`).
 
     Raises:
-        ConfigError: `form` is a distribution, and the store contains a token that the model does not
-            predict.
+        ConfigError: `form` is a distribution, and the store contains a token that the model does not predict.
     """
     device = batch.keys.device
     tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
@@ -299,7 +327,14 @@ def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form
 
 
 def _list_places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> list[list[Place]]:
-    """Return the records of n tokens at `columns`, int64, shape (n, m), without missing records."""
+    """Convert selected columns of n rows of records to lists of `Place`, without missing records.
+
+    Args:
+        ids: record ids, shape (n, k); negative if missing.
+        distances: distances of the records, shape (n, k).
+        weights: share of each record in the prediction, shape (n, k).
+        columns: the columns to list for each row, int64, shape (n, m).
+    """
     chosen = np.take_along_axis(ids, columns.numpy(), 1)
     values = chosen, tokens_of(chosen), distances.gather(1, columns), weights.gather(1, columns)
     rows = zip(*(matrix.tolist() for matrix in values), strict=True)
@@ -314,11 +349,15 @@ def _list_places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) 
 
 
 def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int:
-    """Return the number of records of a selection.
+    """Return the number of records of the selected documents.
+
+    Args:
+        reader: the store.
+        selection: the selection.
+        strict: True to raise an error if a selected domain does not exist; False to return 0 then.
 
     Raises:
-        DomainNotFoundError: a domain does not exist, and `strict` is True. If `strict` is False, 0 is
-            returned.
+        DomainNotFoundError: a selected domain does not exist, and `strict` is True.
     """
     try:
         return reader.record_count(selection)
@@ -331,13 +370,13 @@ def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int
 def _search_within_selection(
     reader: Reader, settings: KeySettings, part: Selection, search: Callable[[Selection], T]
 ) -> T | None:
-    """Call `search` with one of the mixer's selections, restricted to the settings' selection.
+    """Call `search` with a selection that the mixer asked for, limited to what the user selected.
 
     Args:
         reader: the store.
         settings: the settings in force.
         part: a selection from the mixer: the settings' selection itself, or a selection of domains.
-        search: runs the search.
+        search: runs the search on the selection that it receives.
 
     Returns:
         The result of `search`; None if the domain of `part` is not selected or was removed. Then a warning is

@@ -34,22 +34,24 @@ _MIN_CITED_PLACES = 32
 
 @dataclass(frozen=True, slots=True)
 class NGramSettings:
-    """Order and weight of n-grams; see `knnstore.store.ngrams` for the counts.
+    """Length and weight of n-grams, which are counted sequences of tokens.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     order: int = 7
-    """Number of tokens of the longest n-grams, between 2 and 8. Contexts have one token less."""
+    """Number of tokens of the longest n-grams, between 2 and 8. At most order - 1 tokens of a context are
+    matched."""
 
     lam: float = 0.25
     """λ, between 0 and 1: the weight of the n-grams in the mixture with the model and all earlier
     components."""
 
     by_length: tuple[float, ...] | None = None
-    """λ for each length in tokens (0, 1, …) of the longest suffix that was found. The last value is used for
-    all longer suffixes. `lam` is then the mean λ, for reports only. None uses `lam` for all lengths."""
+    """λ for each length in tokens (0, 1, …) of the longest suffix (end of the context) that was found. The
+    last value is used for all longer suffixes. `lam` is then the mean λ, for reports only. None uses `lam`
+    for all lengths."""
 
     def __post_init__(self) -> None:
         if self.by_length is not None:
@@ -64,19 +66,24 @@ class NGramSettings:
 
 
 class Continuation(NamedTuple):
-    """Distributions of n-grams in n contexts: few tokens each, and a rest that is spread over all tokens."""
+    """Next-token distributions of n-grams in n contexts.
+
+    A distribution lists a few tokens, and spreads the rest of the probability over all tokens. A suffix is
+    the end of a context.
+    """
 
     weights: Tensor
     """Probabilities of k tokens, float32, shape (n, k); padded with 0."""
     tokens: Tensor
     """The tokens of these probabilities, int64, shape (n, k); arbitrary where the probability is 0."""
     suffixes: Tensor
-    """The longest suffix of each context that is found: its length in tokens, its count, and the number of
-    different next tokens; zeros if none is found. int64, shape (n, 3)."""
+    """The longest suffix of each context that occurs in the counted text: its length in tokens, its count,
+    and the number of different next tokens; zeros if no suffix occurs. int64, shape (n, 3)."""
     rest: Tensor | None = None
-    """Probability of each context that is distributed as `unigrams`, float32, shape (n,); None means 0."""
+    """The probability of each context that is spread over all tokens like `unigrams`, float32, shape (n,);
+    None means 0."""
     unigrams: Tensor | None = None
-    """Distribution of the rest over the vocabulary, float32, shape (v,)."""
+    """Distribution of the rest over the vocabulary, float32, shape (v,); None if there is no rest."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":
@@ -86,11 +93,11 @@ class Continuation(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of tokens of each context, k."""
+        """Number of listed tokens of each context, k."""
         return self.weights.shape[1]
 
     def rows(self, rows: Rows) -> "Continuation":
-        """Return the distributions of the selected contexts; `rows` is a slice, indices or a mask."""
+        """Return the distributions of some of the contexts; `rows` is a slice, indices or a mask."""
         rest = None if self.rest is None else self.rest[rows]
         return self._replace(
             weights=self.weights[rows], tokens=self.tokens[rows], suffixes=self.suffixes[rows], rest=rest
@@ -105,7 +112,7 @@ class Continuation(NamedTuple):
     def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
         """Concatenate the distributions of several groups of contexts, all from the same counts.
 
-        Distributions with fewer places are padded with zeros.
+        Distributions that list fewer tokens are padded with zeros.
         """
         width = max(part.width for part in parts)
         weights, tokens = (
@@ -117,39 +124,52 @@ class Continuation(NamedTuple):
         return cls(weights, tokens, suffixes, torch.cat(rests) if rests else None, parts[0].unigrams)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
-        """Return the distributions with λ of each suffix length; `name` is the component's name."""
+        """Return the distributions as a contribution to the mixture.
+
+        Args:
+            settings: give λ for each length of the longest found suffix.
+            name: name of the component.
+        """
         lam = select_ngram_lambdas(settings, self.suffixes[:, 0])
         return Contribution(self.weights, lam, self.tokens, rest=self.rest, base=self.unigrams, name=name)
 
 
 class TargetContinuation(NamedTuple):
-    """Probability that counted n-grams give to the target token of each of n contexts."""
+    """The probability that n-grams give to the target token of each of n contexts."""
 
     order: int
     """Number of tokens of the longest n-grams."""
     probs: Tensor
     """Probability of each target token, float32, shape (n,); NaN for a context without a prediction."""
     suffixes: Tensor
-    """See `Continuation.suffixes`, int64, shape (n, 3)."""
+    """The longest suffix (end) of each context that occurs in the counted text: its length in tokens, its
+    count, and the number of different next tokens; zeros if no suffix occurs. int64, shape (n, 3)."""
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":
-        """Return probabilities NaN for `count` contexts, as in a store without text."""
+        """Return an object without predictions for `count` contexts, as for a store without text.
+
+        All probabilities are NaN and all suffixes are zeros.
+
+        Args:
+            order: number of tokens of the longest n-grams.
+            count: number of contexts.
+        """
         suffixes = torch.zeros((count, 3), dtype=torch.int64)
         return cls(order, torch.full((count,), torch.nan), suffixes)
 
     @property
     def width(self) -> int:
-        """Always 1."""
+        """Number of values that are kept for each context: always 1."""
         return 1
 
     @property
     def lengths(self) -> Tensor:
-        """Length in tokens of the longest suffix of each context that was found, int64, shape (n,)."""
+        """Length in tokens of the longest found suffix of each context, int64, shape (n,); 0 if none."""
         return self.suffixes[:, 0]
 
     def rows(self, rows: Rows) -> "TargetContinuation":
-        """Return the probabilities of the selected contexts; `rows` is a slice, indices or a mask."""
+        """Return the probabilities of some of the contexts; `rows` is a slice, indices or a mask."""
         return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows])
 
     def to(self, device: torch.device) -> "TargetContinuation":
@@ -158,14 +178,21 @@ class TargetContinuation(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
-        """Concatenate the probabilities of several groups of contexts, all with the same order."""
+        """Concatenate the probabilities of several groups of contexts, which all have the same `order`."""
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
         )
         return cls(parts[0].order, probs, suffixes)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
-        """Return two columns, for the target token and all other tokens, with λ of each suffix length."""
+        """Return a contribution with two columns: the target token, and all other tokens together.
+
+        Both columns are 0 for a context without a prediction.
+
+        Args:
+            settings: give λ for each length of the longest found suffix.
+            name: name of the component.
+        """
         known = self.probs.isfinite()
         weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
         hits = torch.tensor([[True, False]]).expand(len(weights), -1)
@@ -173,15 +200,20 @@ class TargetContinuation(NamedTuple):
 
 
 class NGramFitting(NamedTuple):
-    """Fits λ of n-grams for each suffix length; see `Fitting`."""
+    """Fits the weight λ of n-grams to scored tokens, one λ for each length of the longest found suffix."""
 
     found: TargetContinuation
     """The n-grams' predictions of the n target tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
-        """Return settings with the λ of the largest likelihood for each suffix length; see `Fitting.fit`.
+        """Return n-gram settings whose λ for each suffix length gives the tokens the largest likelihood.
 
-        A prior of `PRIOR_TOKENS` tokens draws each λ towards the best λ for all lengths together.
+        A prior of `PRIOR_TOKENS` tokens draws each λ towards the best λ for all lengths together. λ is 0 if
+        n-grams predict none of the wanted tokens.
+
+        Args:
+            log_probs: log p of each token in the mixture without the n-grams, float32, shape (n,).
+            wanted: True for the tokens to fit on, bool, shape (n,).
         """
         rows = wanted & self.found.probs.isfinite()
         if not rows.any():
@@ -193,20 +225,29 @@ class NGramFitting(NamedTuple):
         return NGramSettings(self.found.order, float(lam[lengths].mean()), tuple(lam[:, 0].tolist()))
 
     def mix(self, log_probs: Tensor, fitted: NGramSettings) -> Tensor:
-        """Return log p of each token with the n-grams mixed in, shape (n,); see `Fitting.mix`."""
+        """Return log p of each token in the mixture with the n-grams, float32, shape (n,).
+
+        Args:
+            log_probs: log p of each token in the mixture without the n-grams, float32, shape (n,).
+            fitted: the settings from `fit`.
+        """
         return mix_target_log_probs(log_probs, self.found.probs.nan_to_num(), self.lambdas(fitted))
 
     def lambdas(self, fitted: NGramSettings) -> Tensor:
-        """Return λ of each token, float32, shape (n,); 0 if n-grams do not predict it."""
+        """Return the λ of each token under fitted settings, float32, shape (n,); 0 without a prediction."""
         return select_ngram_lambdas(fitted, self.found.lengths) * self.found.probs.isfinite()
 
     def lam(self, fitted: NGramSettings) -> float:
-        """Return the mean λ."""
+        """Return the mean λ of fitted settings, for reports."""
         return fitted.lam
 
 
 class CountedNGrams:
-    """Base of both components of n-grams: λ by suffix length, and features of the suffix for a gate."""
+    """Base of the two components of n-grams: n-grams of stored text, and of the current text.
+
+    It chooses λ by the length of the longest found suffix (end of a context), and computes features for a
+    gate.
+    """
 
     name: str
     factors = (1.0,)
@@ -215,28 +256,47 @@ class CountedNGrams:
     def contribute(
         self, settings: NGramSettings, found: Continuation | TargetContinuation, factor: float = 1.0
     ) -> Contribution:
-        """Return the distributions with λ of each suffix length; `factor` is ignored. See `Component`."""
+        """Convert the result of a look-up to distributions over tokens, with a weight λ each.
+
+        Args:
+            settings: give λ for each length of the longest found suffix.
+            found: the result of the look-up at n positions.
+            factor: ignored, because n-grams have no temperature.
+        """
         return found.contribution(settings, self.name)
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
-        """Return length, log(1 + count) and log(1 + next tokens) of the longest suffix, shape (n, 3)."""
+        """Return the gate's inputs from the longest found suffix of each context, float32, shape (n, 3).
+
+        The columns are the suffix's length, log(1 + its count) and log(1 + number of different next tokens).
+
+        Args:
+            found: the result of the look-up at n positions.
+            unit: ignored, because n-grams have no distances.
+        """
         length, *counts = found.suffixes.to(torch.float32).unbind(1)
         return torch.stack([length, *(count.log1p() for count in counts)], 1)
 
 
 class NGrams(CountedNGrams):
-    """The component of n-grams of the selected documents, with interpolated Kneser-Ney smoothing.
+    """The component that predicts the next token by n-grams of the selected documents.
 
-    See `NGramCounts` for the counts.
+    The probabilities use interpolated Kneser-Ney smoothing. `NGramCounts` has the counts.
     """
 
     name = "n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Look up the tokens that followed the contexts' suffixes in stored text; see `TextComponent`.
+        """Predict the next token from the tokens that followed the same last tokens in stored text.
+
+        Args:
+            question: the positions, the store, the selection and the order of the n-grams.
+            form: how much of the result is kept.
 
         Returns:
-            A `Continuation` if `form` is `Form.DISTRIBUTION`, else a `TargetContinuation`.
+            A `Continuation` (several tokens for each position) if `form` is `Form.DISTRIBUTION`, else a
+            `TargetContinuation` (the target token's probability only). A selection without text predicts
+            nothing.
         """
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
@@ -264,11 +324,17 @@ class NGrams(CountedNGrams):
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
-        """List where each target token follows a suffix of its context in stored text; see `Component.cite`.
+        """List the places in stored text where the target token follows the end of its context.
 
         For each length of n-grams at most `_MIN_CITED_PLACES` places are listed, or `most` places if `most`
         is larger: the places with the longest match before them. So more than `most` places may be returned;
         the effects of documents are computed from all of them.
+
+        Args:
+            question: the n positions, the store and the settings; the texts contain the target tokens.
+            found: ignored.
+            weights: share of each column of the component's contribution, shape (n, columns).
+            most: number of places to list for each length of n-grams, if it is above the minimum.
         """
         contexts, order = question.contexts, question.settings.order
         matches, _, at = _match_contexts(question.reader.ngrams(question.selection), contexts, order)
@@ -284,12 +350,13 @@ def cite_occurrences(
     *,
     is_same_text: bool = False,
 ) -> Citations:
-    """Convert occurrences of the target tokens to citations; `nearest` and `causes` are the same places.
+    """Convert occurrences of the target tokens to `Citations`, whose two lists are the same places.
 
     Args:
         name: name of the component.
         contexts: n positions, whose texts contain the target tokens.
-        weights: see `Component.cite`, shape (n, columns).
+        weights: share of each column of the component's contribution among all components' columns, shape
+            (n, columns). The sum of a row is divided among the occurrences by their own shares.
         occurrences: the occurrences of each position's target token.
         is_same_text: True if the occurrences are positions in the same text, False if they are in the store.
     """
@@ -311,16 +378,16 @@ def cite_occurrences(
 def _match_contexts(
     counts: NGramCounts, contexts: Contexts, order: int
 ) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
-    """Match the contexts with the counted text.
+    """Find the end of each context in the counted text.
 
     Args:
         counts: the counts of the selected documents.
-        contexts: n positions.
+        contexts: n positions in texts.
         order: number of tokens of the longest n-grams.
 
     Returns:
-        The matches of all positions of the texts; the indices of the m contexts that are not padding; and the
-        position of each of these contexts in the matches. Both arrays are int64, shape (m,).
+        The matches for every position of the (cut) texts; the indices of the m contexts that are not padding;
+        and for each of the m contexts its index in the matches. Both arrays are int64, shape (m,).
     """
     cut = contexts.cut(order)
     matches = Matches.of(counts, cut.texts, cut.is_whole)
@@ -328,7 +395,12 @@ def _match_contexts(
 
 
 def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
-    """Return λ of n-grams for each suffix length in tokens, float32, in the shape of `lengths`."""
+    """Return the weight λ of n-grams for each context, float32, in the shape of `lengths`.
+
+    Args:
+        ngrams: the settings.
+        lengths: length in tokens of the longest found suffix of each context, int64.
+    """
     table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
     return table[lengths.clamp(max=len(table) - 1)]
 
@@ -336,17 +408,17 @@ def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
 def arrange_by_row(
     rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Arrange e entries as two matrices, of probabilities and of tokens, with a row for each context.
+    """Arrange e entries (row, probability, token) as a matrix of probabilities and a matrix of tokens.
 
     Args:
-        rows: row of each entry, ascending, shape (e,).
+        rows: row number of each entry, ascending, shape (e,).
         probs: probability of each entry, shape (e,).
         tokens: token of each entry, shape (e,).
         count: number of rows, n.
 
     Returns:
-        Probabilities, float32, and tokens, int64, shape (n, k), padded with 0; k is the largest number of
-        entries of a row, at least 1.
+        Probabilities, float32, shape (n, k), and tokens, int64, shape (n, k), both padded with 0; k is the
+        largest number of entries of a row, at least 1.
     """
     if count == 1 and len(rows):
         return torch.from_numpy(probs)[None], torch.from_numpy(tokens)[None]
@@ -359,5 +431,8 @@ def arrange_by_row(
 
 
 def stack_suffixes(suffixes: Suffixes) -> Tensor:
-    """Convert suffixes to the tensor of `Continuation.suffixes`, int64, shape (n, 3)."""
+    """Convert the longest found suffixes of n contexts to a tensor, int64, shape (n, 3).
+
+    The columns are the suffix's length in tokens, its count, and its number of different next tokens.
+    """
     return torch.from_numpy(np.stack(suffixes, 1))

@@ -42,15 +42,23 @@ Texts = Sequence[NDArray[np.integer[Any]]]
 
 
 class OwnNGrams(CountedNGrams):
-    """The component of n-grams of each text itself; `CacheSettings.ngrams` has its settings."""
+    """The component that predicts the next token by n-grams of the current text itself.
+
+    Its settings are `CacheSettings.ngrams`.
+    """
 
     name = "own n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Look up the tokens that followed the contexts' suffixes earlier in the same text.
+        """Predict the next token from the tokens that followed the same last tokens earlier in the same text.
+
+        Args:
+            question: the positions and the order of the n-grams.
+            form: how much of the result is kept.
 
         Returns:
-            A `Continuation` if `form` is `Form.DISTRIBUTION`, else a `TargetContinuation`.
+            A `Continuation` (several tokens for each position) if `form` is `Form.DISTRIBUTION`, else a
+            `TargetContinuation` (the target token's probability only).
         """
         contexts, order = question.contexts, question.settings.order
         if form is not Form.DISTRIBUTION:
@@ -65,9 +73,10 @@ class OwnNGrams(CountedNGrams):
         return Continuation(weights, tokens, suffixes)
 
     def look_up_targets(self, contexts: Contexts, order: int) -> TargetContinuation:
-        """Return the n-grams' predictions of the target tokens of n contexts.
+        """Return the probabilities that n-grams of each text give to the target tokens of n contexts.
 
-        Computed once for all positions of the texts, and kept in `contexts.known`.
+        The probabilities of all positions of the texts are computed at the first call, and kept in
+        `contexts.known`.
 
         Args:
             contexts: the positions; the texts contain the target tokens.
@@ -86,7 +95,14 @@ class OwnNGrams(CountedNGrams):
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
-        """List earlier places where each target token followed the same words, the largest shares first."""
+        """List earlier places of the same text where the target token followed the same last token or tokens.
+
+        Args:
+            question: the n positions, whose texts contain the target tokens.
+            found: ignored.
+            weights: share of each column of the component's contribution, shape (n, columns).
+            most: largest number of places of each token; the places with the largest probabilities are kept.
+        """
         contexts = question.contexts
         laid, _, at = _concatenate_contexts(contexts)
         symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
@@ -105,11 +121,12 @@ class OwnNGrams(CountedNGrams):
 
 
 def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Places, Places]:
-    """Concatenate the texts of contexts, each up to the target token of its last position.
+    """Concatenate the texts of contexts to one array; each text ends with its last position's target token.
 
     Returns:
-        The texts; the indices of the m contexts that are not padding; and the place of the last token of each
-        of these contexts. Both arrays are int64, shape (m,).
+        The concatenated texts; the indices of the m contexts that are not padding; and for each of the m
+        contexts the place (index in the concatenated array) of its last token. Both arrays are int64, shape
+        (m,).
     """
     cut = contexts.cut(_WHOLE_TEXT)
     laid = _ConcatenatedTexts.concatenate(cut.texts)
@@ -121,10 +138,10 @@ _WHOLE_TEXT = 1 << 62
 
 
 class _ConcatenatedTexts(NamedTuple):
-    """Several texts in one array, with a separator before each text."""
+    """Several texts in one array, with a separator before each text. A place is an index of this array."""
 
     symbols: Places
-    """The token + 1 at each place, and the separator 0 before each text, shape (p,)."""
+    """For each of the p places: the token id plus 1, or 0 for the separator before a text. Shape (p,)."""
     firsts: Places
     """The place of the first token of each text."""
     text: Places
@@ -140,15 +157,18 @@ class _ConcatenatedTexts(NamedTuple):
 
     @property
     def keys(self) -> Places:
-        """A number for each place, shape (p,); equal numbers mean the same symbol in the same text."""
+        """A number for each place, shape (p,).
+
+        Two places have equal numbers if they have the same symbol and are in the same text.
+        """
         return self.text << _BITS | self.symbols
 
 
 class _Continuations(NamedTuple):
-    """The e earlier places whose token followed a suffix of one of q contexts."""
+    """e earlier places in texts, whose tokens followed the same last token (or tokens) as a context."""
 
     rows: Places
-    """Index of the context for each place, ascending, shape (e,)."""
+    """For each place the index of its context (one of q contexts), ascending, shape (e,)."""
     places: Places
     """Index into `_ConcatenatedTexts.symbols`, shape (e,)."""
     matched: Places
@@ -156,16 +176,17 @@ class _Continuations(NamedTuple):
     probs: NDArray[np.float32]
     """Probability of the place, shape (e,); the probabilities of one context sum to 1."""
     suffixes: Places
-    """Longest suffix of each context that occurs earlier, see `Continuation.suffixes`, shape (q, 3)."""
+    """The longest suffix (end) of each context that occurs earlier: its length in tokens, its count, and the
+    number of different next tokens. Shape (q, 3)."""
 
 
 def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
     """Find all earlier places in the same text that follow a context's last token, with their probabilities.
 
-    The probabilities use absolute discounting, see the module.
+    The probabilities use absolute discounting; the module's docstring has the formula.
 
     Args:
-        laid: the texts.
+        laid: the concatenated texts.
         at: place of the last token of each of q contexts, int64, shape (q,).
         order: number of tokens of the longest n-grams; at most order - 1 tokens of a context are compared.
     """
@@ -200,15 +221,16 @@ def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Co
 
 
 def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray[np.float32], Places]:
-    """Compute the n-grams' probability of the token that follows each place.
+    """Compute, for every place, the probability that n-grams of the earlier text give to the token after it.
 
     Args:
-        laid: the texts, p places.
+        laid: the concatenated texts, p places.
         order: number of tokens of the longest n-grams.
 
     Returns:
         Probabilities, float32, shape (p,), NaN without a prediction; and the longest suffix that ends at each
-        place and occurs earlier, see `Continuation.suffixes`, int64, shape (p, 3).
+        place and occurs earlier (length in tokens, count, number of different next tokens), int64, shape (p,
+        3).
     """
     contexts, following = laid.keys, np.roll(laid.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))
@@ -235,9 +257,11 @@ def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray
 
 
 def _count_earlier_equals(values: Places) -> tuple[Places, Places]:
-    """Return for each value the number of equal values before it; and the indices that sort the values.
+    """Count, for each value of an array, the equal values before it; also sort the array.
 
-    The sort is stable: equal values stay in their order. Both arrays are int64, in the shape of `values`.
+    Returns:
+        The counts, and the indices that sort the values, both int64, in the shape of `values`. The sort is
+        stable: equal values stay in their order.
     """
     in_order = np.argsort(values, kind="stable")
     ordered, places = values[in_order], np.arange(len(values))

@@ -35,14 +35,15 @@ from knnstore.lm.mixing import (
 )
 
 _BLOCK_ROWS = 256
-"""Queries that are compared with their past at once; larger blocks compute more unused distances."""
+"""Number of query vectors that are compared with earlier keys at once; larger blocks compute more unused
+distances."""
 
 Rows = slice | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Size, temperature and weight of the continuous cache, which compares keys of the same text.
+    """Size, temperature and weight of the continuous cache, which compares keys within the current text.
 
     Raises:
         ConfigError: a value is out of range.
@@ -52,14 +53,14 @@ class CacheSettings:
     """M >= 1: number of preceding tokens that are compared; published values are between 100 and 2,000."""
 
     temperature: float = 1.0
-    """T > 0 of the softmax over distances, in the unit of the distances."""
+    """T > 0 of the softmax over distances, in the unit of the store's distances."""
 
     lam: float = 0.1
     """λ, between 0 and 1: the weight of the cache in the mixture with the model, the keys and the n-grams."""
 
     ngrams: NGramSettings | None = None
-    """Order and weight of n-grams that are counted in the whole text so far (`OwnNGrams`). They are the last
-    built-in component of the mixture. None leaves them out."""
+    """Order and weight of n-grams that are counted in the whole current text so far. They are the last
+    built-in component of the mixture. None leaves these n-grams out."""
 
     def __post_init__(self) -> None:
         if isinstance(self.ngrams, dict):  # as it is saved
@@ -76,11 +77,14 @@ class CacheSettings:
 
 
 class Recent(NamedTuple):
-    """The last m tokens before each of n positions, the latest in the last column."""
+    """The last m tokens before each of n positions, with the distances of their keys.
+
+    The latest token is last.
+    """
 
     distances: Tensor
-    """Distance of the key of each preceding token to the position's key, float32, shape (n, m); +inf before
-    the beginning of the text."""
+    """Distance from the key of each preceding token to the position's own key, float32, shape (n, m); +inf in
+    columns before the beginning of the text."""
     tokens: Tensor
     """The token that followed each preceding token, int64, shape (n, m); arbitrary before the beginning."""
 
@@ -100,7 +104,7 @@ class Recent(NamedTuple):
         return self.distances.isfinite().sum(1)
 
     def rows(self, rows: Rows) -> "Recent":
-        """Return the preceding tokens of the selected positions; `rows` is a slice, indices or a mask."""
+        """Return the preceding tokens of some of the positions; `rows` is a slice, indices or a mask."""
         return Recent(self.distances[rows], self.tokens[rows])
 
     def to(self, device: torch.device) -> "Recent":
@@ -109,7 +113,7 @@ class Recent(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Recent"]) -> "Recent":
-        """Concatenate several groups of positions, padded at the front to one width."""
+        """Concatenate several groups of positions; groups with fewer columns are padded at the front."""
         width = max(part.width for part in parts)
         short = [(part, (width - part.width, 0)) for part in parts]
         return cls(
@@ -119,10 +123,14 @@ class Recent(NamedTuple):
 
 
 class TargetRecent(NamedTuple):
-    """The continuous cache's probability of the target tokens at n positions; smaller than `Recent`."""
+    """The continuous cache's probability of the target token at n positions.
+
+    Needs less memory than `Recent`.
+    """
 
     nearest: Tensor
-    """Distance of the nearest preceding key, float32, shape (n,); +inf for a position without any."""
+    """Distance of the nearest preceding key, float32, shape (n,); +inf for a position without preceding
+    keys."""
     counts: Tensor
     """Number of preceding keys, int64, shape (n,)."""
     probs: Tensor
@@ -132,11 +140,11 @@ class TargetRecent(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Always 1."""
+        """Number of columns that count for memory: always 1."""
         return 1
 
     def rows(self, rows: Rows) -> "TargetRecent":
-        """Return the probabilities at the selected positions; `rows` is a slice, indices or a mask."""
+        """Return the probabilities at some of the positions; `rows` is a slice, indices or a mask."""
         return self._replace(nearest=self.nearest[rows], counts=self.counts[rows], probs=self.probs[rows])
 
     def to(self, device: torch.device) -> "TargetRecent":
@@ -146,34 +154,39 @@ class TargetRecent(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
-        """Concatenate several groups of positions with the same temperatures."""
+        """Concatenate several groups of positions, which all have the same temperatures."""
         nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
         return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
 
     def weights(self, temperature: float) -> Tensor:
         """Return the probabilities of the target token and of all other tokens together, shape (n, 2).
 
-        Rows sum to 1, or are 0 without preceding keys.
+        A row sums to 1, or is 0 for a position without preceding keys.
 
         Raises:
-            ValueError: the temperature is none of `temperatures`.
+            ValueError: `temperature` is not one of `temperatures`.
         """
         probs = self.probs[:, self.temperatures.index(temperature)]
         return torch.stack([probs, (self.counts > 0).float() - probs], 1)
 
 
 class RecentText:
-    """The component of the continuous cache: preceding tokens, weighted by the distances of their keys."""
+    """The continuous cache: earlier tokens of the same text, weighted by the distances of their keys."""
 
     name = "cache"
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2
 
     def look_up(self, question: Question[CacheSettings], form: Form) -> Recent | TargetRecent:
-        """Compare the key of each position with preceding keys of the same text; see `TextComponent`.
+        """Compare the key of each position with the keys of preceding tokens of the same text.
+
+        Args:
+            question: the positions with their texts, and the settings of the cache.
+            form: how much of the result is kept.
 
         Returns:
-            A `TargetRecent` if `form` is `Form.TARGET` and a position is not padding, else a `Recent`.
+            A `TargetRecent` (probabilities of the target tokens only) if `form` is `Form.TARGET` and not
+            every position is padding, else a `Recent` (tokens and distances).
         """
         contexts, size = question.contexts, question.settings.size
         metric = question.reader.identity.metric
@@ -194,7 +207,13 @@ class RecentText:
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
     ) -> Contribution:
-        """Return the softmax over distances with λ of the settings; see `Component.contribute`."""
+        """Return each position's distribution, the softmax over distances, with the λ of the settings.
+
+        Args:
+            settings: temperature and λ of the cache.
+            found: the result of the look-up at n positions.
+            factor: multiplies the temperature of the settings.
+        """
         temperature = settings.temperature * factor
         tokens, hits = None, None
         if isinstance(found, TargetRecent):
@@ -206,7 +225,14 @@ class RecentText:
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
     def cite(self, question: Question[CacheSettings], found: Recent, weights: Tensor, most: int) -> Citations:
-        """List the preceding tokens with the largest weights; see `Component.cite`."""
+        """List the preceding tokens with the largest weights, and those that are the target token.
+
+        Args:
+            question: the n positions; their texts contain the target tokens.
+            found: the result of the look-up with `Form.SOURCES`.
+            weights: share of each preceding token in the prediction, shape (n, columns).
+            most: largest number of places in each of the two lists.
+        """
         contexts = question.contexts
         targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
         hits = weights * (found.tokens == targets[:, None])
@@ -222,19 +248,22 @@ class RecentText:
         )
 
     def features(self, found: Recent | TargetRecent, unit: float) -> Tensor:
-        """Return asinh of the nearest distance / unit, and log(1 + number of keys), shape (n, 2)."""
+        """Return the gate's inputs from the preceding keys, shape (n, 2).
+
+        The columns are asinh(nearest distance / `unit`) and log(1 + number of keys).
+        """
         return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
 
 
 def _list_earlier_places(
     start: int, tokens: Tensor, distances: Tensor, weights: Tensor, most: int
 ) -> list[Place]:
-    """Return the at most `most` preceding tokens with the largest weights, without missing tokens.
+    """Return the preceding tokens with the largest weights as places, the largest first.
 
     Args:
         start: position in the text of the first column.
         tokens: token of each column, shape (m,).
-        distances: distance of each column, shape (m,); +inf if missing.
+        distances: distance of each column, shape (m,); +inf for a missing token, which is left out.
         weights: weight of each column, shape (m,).
         most: largest number of places.
     """
@@ -254,18 +283,19 @@ def _list_earlier_places(
 def look_back(
     keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
 ) -> Recent:
-    """Compute the distances of n keys to the preceding keys of the same text.
+    """Compute the distances from n keys to the preceding keys of the same text.
 
     Args:
         keys: keys of several texts, concatenated, float32, shape (m, d).
         tokens: the token that each key predicts, int64, shape (m,); not used for the last key of a text.
-        at: row in `keys` of each query, int64, shape (n,), ascending.
-        starts: row in `keys` where the text of each query begins, int64, shape (n,).
+        at: the n keys to compare, as row numbers in `keys`, int64, shape (n,), ascending.
+        starts: row number in `keys` where the text of each of the n keys begins, int64, shape (n,).
         size: largest number of preceding keys that are compared.
         metric: ``l2`` or ``ip``.
 
     Returns:
-        At least one column, and at most `size`; missing keys have the distance +inf.
+        Distances and tokens with at least one column, and at most `size`; missing keys have the distance
+        +inf.
     """
     reach = int((at - starts).max()) if len(at) else 0
     width = min(size, max(reach, 1))
@@ -296,14 +326,14 @@ def look_back_for_targets(
     """Compute the continuous cache's probability of each target token, in blocks that bound memory.
 
     Args:
-        keys: see `look_back`.
-        tokens: see `look_back`.
-        at: see `look_back`.
-        starts: see `look_back`.
+        keys: keys of several texts, concatenated, float32, shape (m, d).
+        tokens: the token that each key predicts, int64, shape (m,); not used for the last key of a text.
+        at: row number in `keys` of each of n queries, int64, shape (n,), ascending.
+        starts: row number in `keys` where the text of each query begins, int64, shape (n,).
         targets: target token of each query, int64, shape (n,).
-        size: see `look_back`.
-        metric: see `look_back`.
-        temperatures: the temperatures of the result, at least one.
+        size: largest number of preceding keys that are compared.
+        metric: ``l2`` or ``ip``.
+        temperatures: the temperatures at which probabilities are computed, at least one.
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
     for rows in torch.split(torch.arange(len(at), device=at.device), _BLOCK_ROWS):
@@ -324,7 +354,7 @@ def look_back_for_targets(
 
 
 class _KeysInReach(NamedTuple):
-    """The keys of n contexts and their preceding keys, of several texts, concatenated.
+    """The keys of n contexts and of the tokens before them, from several texts, in one array.
 
     Contexts at the same position of the same text are one query, so there are q <= n queries.
     """
@@ -344,7 +374,14 @@ class _KeysInReach(NamedTuple):
 
     @classmethod
     def from_contexts(cls, contexts: Contexts, size: int) -> "_KeysInReach":
-        """Concatenate the keys of texts, each from `size` tokens before its first position to its last."""
+        """Concatenate the keys that contexts compare.
+
+        Of each text the keys from `size` tokens before its first position to its last position are taken.
+
+        Args:
+            contexts: n positions, at least one of which is not padding.
+            size: largest number of preceding keys that are compared.
+        """
         rows = np.flatnonzero(contexts.owners >= 0)
         used, owners = np.unique(contexts.owners[rows], return_inverse=True)
         ends = contexts.ends[rows]
@@ -374,7 +411,7 @@ class _KeysInReach(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DocumentKeys:
-    """The keys of the n predicted tokens of whole documents, concatenated."""
+    """The keys from which the n tokens of whole documents are predicted, in one array."""
 
     keys: Tensor
     """The key from which each token is predicted, float32, shape (n, d)."""
@@ -386,10 +423,10 @@ class DocumentKeys:
     """``l2`` or ``ip``."""
 
     def look_back(self, tokens: Tensor, size: int) -> Recent:
-        """Compute the distances of tokens' keys to the preceding keys of the same document.
+        """Compute the distances from selected tokens' keys to the preceding keys of the same document.
 
         Args:
-            tokens: indices of the tokens, int64, shape (m,), ascending.
+            tokens: indices of the selected tokens, int64, shape (m,), ascending.
             size: largest number of preceding keys that are compared.
         """
         rows = torch.arange(len(self.documents))
@@ -408,14 +445,15 @@ _SAMPLE_TOKENS = 1024  # tokens to choose the temperatures by
 
 @dataclass(frozen=True, slots=True)
 class RecentFitting:
-    """Fits size, T and λ of the continuous cache, and λ of the documents' own n-grams; see `Fitting`."""
+    """Fits the continuous cache (size, T, λ) and the λ of the documents' own n-grams to scored tokens."""
 
     sizes: tuple[int, ...]
     """The sizes to try, ascending."""
     temperatures: Tensor
     """The temperatures to try, each √2 times the temperature before, float32, shape (m,)."""
     probs: Tensor
-    """p_cache of each of n tokens at each size and temperature, float32, shape (n, len(sizes), m)."""
+    """The continuous cache's probability of each of n tokens at each size and temperature, float32, shape (n,
+    len(sizes), m)."""
     found: Tensor
     """True for tokens that have preceding keys in their document, bool, shape (n,)."""
     own: NGramFitting | None = None
@@ -423,11 +461,11 @@ class RecentFitting:
 
     @classmethod
     def from_keys(cls, keys: "DocumentKeys", own: TargetContinuation | None = None) -> Self:
-        """Create the fitting; computes p_cache of every token at each size and temperature.
+        """Create the fitting: compute the cache's probability of every token at each size and temperature.
 
         Args:
             keys: keys of whole documents, at least one token.
-            own: predictions of the tokens by the documents' own n-grams; None leaves them out.
+            own: predictions of the tokens by the documents' own n-grams; None leaves n-grams out.
         """
         longest = int(torch.unique_consecutive(keys.documents, return_counts=True)[1].max())
         sizes = tuple(
@@ -451,9 +489,13 @@ class RecentFitting:
         )
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
-        """Return the size, T and λ with the largest likelihood, and λ of own n-grams; see `Fitting.fit`.
+        """Return the size, T and λ that give the tokens the largest likelihood, then λ of the own n-grams.
 
-        λ is 0 if no token in `wanted` has preceding keys.
+        λ of the cache is 0, and n-grams are left out, if no token in `wanted` has preceding keys.
+
+        Args:
+            log_probs: log p of each token in the mixture without the cache, float32, shape (n,).
+            wanted: True for the tokens to fit on, bool, shape (n,).
         """
         rows = wanted & self.found
         if not rows.any():
@@ -469,9 +511,12 @@ class RecentFitting:
         return replace(cache, ngrams=self.own.fit(self.mix(log_probs, cache), wanted))
 
     def mix(self, log_probs: Tensor, fitted: CacheSettings) -> Tensor:
-        """Return log p of each token with the cache and its n-grams mixed in, shape (n,); see `Fitting.mix`.
+        """Return log p of each token in the mixture with the cache and its n-grams, float32, shape (n,).
 
-        The size must be one of `sizes`; the nearest temperature of the grid is used.
+        Args:
+            log_probs: log p of each token in the mixture without the cache, float32, shape (n,).
+            fitted: the cache's settings. The size must be one of `sizes`; the nearest temperature of
+                `temperatures` is used.
         """
         column = int((self.temperatures - fitted.temperature).abs().argmin())
         probs = self.probs[:, self.sizes.index(fitted.size), column]
@@ -481,15 +526,15 @@ class RecentFitting:
         return self.own.mix(log_probs, fitted.ngrams)
 
     def lam(self, fitted: CacheSettings) -> float:
-        """Return λ of the cache."""
+        """Return the weight λ of the cache in settings that `fit` returned."""
         return fitted.lam
 
 
 def _compute_typical_gap(distances: Tensor) -> float:
-    """Return the mean difference between a distance and the nearest distance of its row; 1 instead of 0.
+    """Return the mean difference between a distance and the smallest distance of its row; 1.0 if it is 0.
 
     Args:
-        distances: shape (n, k); +inf if missing, which is left out.
+        distances: shape (n, k); a missing distance is +inf and is left out.
     """
     is_found = distances.isfinite()
     nearest = torch.where(is_found.any(1), distances.amin(1), 0.0)

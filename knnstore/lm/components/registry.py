@@ -37,7 +37,10 @@ def register_component(component: C) -> C:
 
 
 def other_components() -> Mapping[str, Any]:
-    """Return one instance of each installed or registered component of other packages, by name.
+    """Return the components of other packages, by name: one instance of each class.
+
+    A component is one kind of memory whose predictions are mixed with the model's. Classes come from
+    installed packages' entry points and from `register_component`.
 
     Raises:
         ConfigError: an entry point cannot be loaded, or two components have the same name.
@@ -69,10 +72,12 @@ def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
 
 @cache
 def _load_installed_components() -> dict[str, Any]:
-    """Load the entry points of the group, and return an instance of each component, by name; cached.
+    """Load the components that installed packages offer, and return one instance of each, by name.
+
+    The result is cached, so entry points are loaded once in a process.
 
     Raises:
-        ConfigError: an entry point cannot be loaded, or the name of its component is taken.
+        ConfigError: an entry point cannot be loaded, or another component has the same name.
     """
     found: dict[str, Any] = {}
     for entry in entry_points(group=GROUP):
@@ -93,7 +98,7 @@ def _add_instance(components: dict[str, Any], component: type, source: str) -> N
         source: name of the class or of the entry point, for the error message.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: another component has the same name.
     """
     made = component()
     if made.name in _BUILT_IN or made.name in components:
