@@ -53,6 +53,7 @@ class Calibration:
     """The result of `calibrate`."""
 
     comparison: Comparison
+    """All tried settings with their perplexities."""
     record: CalibrationRecord | None
     """The saved record. None if nothing was saved, because no candidate is better than the model alone, or
     than the settings in force, beyond chance."""
@@ -219,7 +220,10 @@ def calibrate(
 
 
 def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None:
-    """Return the settings in force; None, with a warning in the log, if their network cannot be used."""
+    """Return the settings in force for a selection; None if their network of weights cannot be used.
+
+    In the second case a warning is logged.
+    """
     try:
         return resolve(store, KNNSettings(selection=selection))
     except (CorruptWeightsError, FingerprintMismatchError) as error:
@@ -228,13 +232,16 @@ def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None
 
 
 def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
-    """Update the saved record of settings that were judged again and kept, so that they are not stale.
+    """Update the saved calibration record of settings that were judged again and kept.
+
+    The updated record says that the settings are valid for the current records, so they do not count as
+    stale.
 
     Args:
         store: the store, opened for writing.
-        selection: the selection whose settings were kept.
+        selection: the domains whose settings were kept.
         records: number of records that were searched.
-        lineage: the documents that were searched.
+        lineage: the documents that were searched, as the store identifies them.
 
     Returns:
         False if the settings were not calibrated; then nothing is changed.
@@ -255,10 +262,12 @@ def _measure_generation(
     reached: Mapping[str, Collection[str]],
     progress: Progress | None,
 ) -> tuple[str, ...]:
-    """Find the components of calibrated settings that count in scoring only, and save and return their names.
+    """Find the components that make generated text repeat itself; save and return their names.
 
-    Beginnings of the documents that leave out no stored document are continued. If all documents leave out
-    some, a group of documents that leave out the same stored documents is used.
+    Components with these names are used when text is scored, and left out when text is generated.
+
+    Beginnings of the documents that leave out no stored document are continued. If every document leaves out
+    stored documents, one group of documents that leave out the same stored documents is used.
 
     Args:
         lm: the model.

@@ -56,15 +56,18 @@ BIN_FITS: dict[str, Fit] = {
 
 
 class FittableMixer(Protocol):
-    """A mixer class of another package that `calibrate` fits and tries too; see `register_mixer`."""
+    """A mixer class of another package that `calibrate` can fit and try.
+
+    A mixer is a rule that chooses λ and the temperature of each token. `register_mixer` registers the class.
+    """
 
     @classmethod
     def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
-        """Fit the mixer, with the k or the number of probes of the evidence.
+        """Fit the mixer to some tokens, and return settings with the fitted mixer.
 
         Args:
-            evidence: p_LM and p_kNN of the tokens to fit on. If n-grams are used, both are already mixed
-                with n-grams.
+            evidence: probabilities of the tokens to fit on: by the model (p_LM) and by the retrieved records
+                (p_kNN). If n-grams are used, both are already mixed with n-grams.
             scored: the text, for other features; ``evidence.tokens`` has the indices of the tokens in it.
 
         Returns:
@@ -75,37 +78,45 @@ class FittableMixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare`: all candidates on one text."""
+    """The result of `compare`: the perplexity of every candidate (settings of one kind) on one text."""
 
     documents: int
+    """Number of documents of the text."""
     tokens: int
+    """Number of tokens of the text."""
     base: Interval
-    """The model alone."""
+    """Perplexity of the model alone."""
     candidates: tuple[Candidate, ...]
-    """In this order: keys alone, with a fixed λ for each k and with the other mixers; n-grams alone, and
-    mixed over the best candidate so far; the continuous cache alone, and mixed over the best so far; the same
-    for each component of another package; one gate over all components."""
+    """All candidates, in this order: keys alone, with a fixed λ for each k and with the other mixers; n-grams
+    alone, and mixed over the best candidate so far; the continuous cache alone, and mixed over the best
+    candidate so far; the same for each component of another package; one gate over all components."""
     current: Candidate | None
-    """The settings that were in force before, not fitted again. If their k was not searched, they are judged
-    with the k of the first search. None if no settings were given, or if they cannot be judged."""
+    """The settings that were in force before, which are judged without a new fit. If their k was not
+    searched, they are judged with the k of the first search. None if no settings were given, or if they
+    cannot be judged."""
     expected: Interval
     """Expected perplexity of the best candidate: each half of the text is judged by the candidate that is
     best on the other half."""
     change: Interval
     """Expected perplexity divided by that of the model alone."""
     gain: Interval | None
-    """Expected perplexity divided by that of the settings in force; None without these."""
+    """Expected perplexity divided by that of the settings in force; None if no settings in force were
+    judged."""
     probes: Mapping[int, float] = field(default_factory=dict)
-    """Perplexity with each number of probes, by which the number was chosen; see the module's docstring."""
+    """For each tried number of probed cells, the perplexity by which the number was chosen; empty without
+    cells."""
 
     @property
     def best(self) -> Candidate:
-        """The candidate with the lowest held-out perplexity, which is too optimistic: see `expected`."""
+        """The candidate with the lowest held-out perplexity.
+
+        This perplexity is too optimistic, because it is the lowest of many; `expected` is not.
+        """
         return find_best_candidate(self.candidates)
 
     @property
     def chosen_probes(self) -> int | None:
-        """Number of probes of all candidates; None without cells."""
+        """Number of cells that all candidates probe for each query; None in a store without cells."""
         return choose_probes(self.probes) if self.probes else None
 
     @property
@@ -134,13 +145,15 @@ def compare(
     Args:
         scored: held-out text that was scored once.
         current: settings to compare the candidates with; None for no comparison.
-        fits: fits of the keys by name, tried with the k that is best for a fixed λ. None tries bins, and the
-            mixers of other packages (see `FittableMixer`).
-        wide: evidence for larger k. A fixed λ is fitted for each k; bins are fitted too if the best of these
-            is better than with the k of the first search.
-        domains: evidence for a weight of each domain; None tries no weights of domains.
+        fits: functions that fit settings of the keys, by name, tried with the k that is best for a fixed λ.
+            None tries bins, and the mixers of other packages (see `FittableMixer`).
+        wide: search results for larger k. A fixed λ is fitted for each larger k; bins are fitted too if the
+            best larger k is better than every k of the first search.
+        domains: search results for each domain alone, to fit one weight for each domain; None tries no such
+            weights.
         networks: True to fit gates, which takes most of the time.
-        ngrams: True to try n-grams, see `Trial`.
+        ngrams: True to try n-grams of the stored text (if the text was scored with n-grams), and n-grams of
+            the text itself together with a continuous cache.
 
     Raises:
         InputError: the text is too short, or neither a neighbor nor an n-gram was found for any token.
@@ -185,13 +198,14 @@ class _KeyCandidates(NamedTuple):
 
     candidates: list[Candidate]
     evidence: list[GridEvidence]
-    """Evidence for each k, or for the chosen number of probes."""
+    """Search results for each k, or for the chosen number of probed cells."""
     at_best_k: GridEvidence
-    """The evidence for which a fixed λ is best."""
+    """The item of `evidence` for which a fixed λ is best."""
     fits: Mapping[str, Fit]
     """The fits that were tried, by the name of the candidate."""
     by_probes: Mapping[int, float]
-    """See `Comparison.probes`."""
+    """For each tried number of probed cells, the perplexity by which the number was chosen; empty without
+    cells."""
 
 
 def _fit_key_candidates(
@@ -202,7 +216,19 @@ def _fit_key_candidates(
     *,
     networks: bool,
 ) -> _KeyCandidates:
-    """Fit a fixed λ for each k, or choose the number of probes, and fit the other mixers; see `compare`."""
+    """Fit and judge every candidate that uses only the keys.
+
+    In a store with cells, the number of probed cells is chosen first. Otherwise a fixed λ is fitted for each
+    k. The other mixers are then fitted with the best k or the chosen number of probes.
+
+    Args:
+        trial: fits and judges candidates.
+        scored: the text.
+        fits: functions that fit settings of the keys, by name; None tries bins and the mixers of other
+            packages.
+        wide: search results for larger k.
+        networks: True to fit a gate too.
+    """
     by_probes: dict[int, float] = {}
     if scored.visited:
         every = {of.probes: of for of in evidence_of_cells(scored) if of.probes}
@@ -231,7 +257,14 @@ def _fit_key_candidates(
 
 
 def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
-    """Return the fits of other packages' mixers that can be used with a text, by name. Runs each fit once."""
+    """Return functions that fit other packages' mixers, by name, for mixers that can use the text.
+
+    Runs each function once, to find out whether it returns None.
+
+    Args:
+        scored: the text.
+        evidence: search results for the text's tokens.
+    """
     fits: dict[str, Any] = {
         name: partial(mixer.fit, scored=scored)
         for name, mixer in other_mixers().items()
@@ -241,7 +274,10 @@ def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> 
 
 
 def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list[str]:
-    """Return the components in use that a text was scored without, or with other trained weights."""
+    """Return the names of components in `settings.others` for which the scored text has no valid results.
+
+    A component has none if the text was scored without it, or with other trained weights.
+    """
     return [
         name
         for name, values in settings.others.items()
@@ -252,8 +288,10 @@ def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list
 def choose_probes(perplexities: Mapping[int, float]) -> int:
     """Return the smallest number of probes whose perplexity is at most `WORTH_PROBES` times the lowest.
 
+    A probe is a cell that is searched for a query.
+
     Args:
-        perplexities: perplexity by number of probes, at least one.
+        perplexities: the perplexity for each tried number of probes; at least one number.
     """
     enough = min(perplexities.values()) * WORTH_PROBES
     return min(probes for probes, ppl in perplexities.items() if ppl <= enough)
@@ -270,12 +308,12 @@ def _make_judgeable(
     Args:
         current: the settings in force.
         scored: the text.
-        wide: evidence for larger k.
-        domains: evidence for a weight of each domain.
+        wide: search results for larger k.
+        domains: search results for each domain alone; None if domains were not searched alone.
 
     Returns:
         The settings, with a k that was searched, or None if they cannot be judged; and the function that
-        computes the mixture with them.
+        computes the tokens' log-probabilities with the settings.
     """
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):

@@ -1,4 +1,7 @@
-"""The evidence of scored tokens for fitting: p_kNN of each target token at every temperature of a grid."""
+"""Probabilities of scored tokens for fitting: p_kNN of each target token at every temperature of a grid.
+
+p_kNN is the next-token distribution of the retrieved records, p_LM that of the model alone.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,32 +25,36 @@ _SAMPLE_TOKENS = 2048  # tokens to choose the temperatures by
 
 @dataclass(frozen=True, slots=True)
 class GridEvidence:
-    """p_LM and p_kNN of the n target tokens with a neighbor, for one k or one number of probes."""
+    """Probabilities of n target tokens for fitting, for one k or one number of probed cells.
+
+    p_LM is the probability by the model alone, p_kNN by the retrieved records. Only tokens with a neighbor
+    are included; `evidence_without_keys` includes all tokens.
+    """
 
     k: int
     """Number of neighbors that mixers may use."""
     temperatures: Tensor
-    """The grid, float32, shape (m,), ascending."""
+    """The temperatures at which p_kNN is computed, float32, shape (m,), ascending."""
     knn: Tensor
     """p_kNN of each token at each temperature, float32, shape (n, m)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n, 1)."""
     nearest: Evidence
-    """The nearest neighbor alone: distances of shape (n, 1)."""
+    """Search result with the nearest neighbor only: distances of shape (n, 1)."""
     tokens: Tensor
     """Indices of the n tokens in the scored text, int64, shape (n,)."""
     probes: int | None = None
     """Number of probed cells over whose records p_kNN sums; None if p_kNN sums over k neighbors."""
 
     def settings(self, temperature: float, mixer: Mixer) -> KNNSettings:
-        """Return settings with this T and mixer, and with k and probes of the evidence."""
+        """Return settings with this temperature and mixer, and with `k` and `probes` of this object."""
         return KNNSettings(self.k, temperature, mixer, probes=self.probes)
 
     def only(self, wanted: Tensor) -> "GridEvidence":
-        """Return the evidence of a subset of the tokens.
+        """Return the probabilities of a subset of the tokens.
 
         Args:
-            wanted: mask over all tokens of the scored text, bool.
+            wanted: mask over all tokens of the scored text (not only the n tokens here), bool.
         """
         rows = wanted[self.tokens]
         return replace(
@@ -60,7 +67,11 @@ class GridEvidence:
 
 
 def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
-    """Return the evidence of a text for each number of probes in `ScoredText.visited`, ascending."""
+    """Return the probabilities of a text's tokens for each number of probed cells that was tried, ascending.
+
+    Args:
+        scored: the text, with p_kNN for each number of probed cells in `visited`.
+    """
     tokens = scored.found
     nearest, lm = _select_nearest(scored, tokens)
     return [
@@ -70,7 +81,10 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
 
 
 def evidence_without_keys(scored: ScoredText) -> GridEvidence:
-    """Return the evidence of a text without any neighbor: all tokens, k = 1 and an empty temperature grid."""
+    """Return probabilities for a text for which no neighbor was found.
+
+    The result has p_LM of all tokens, k = 1 and an empty temperature grid, so no p_kNN.
+    """
     tokens = torch.arange(len(scored))
     nothing = torch.zeros(len(scored), 0)
     nearest, lm = _select_nearest(scored, tokens)
@@ -78,11 +92,16 @@ def evidence_without_keys(scored: ScoredText) -> GridEvidence:
 
 
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]:
-    """Compute the evidence of a text for each k from its neighbors, without a search.
+    """Compute p_kNN of a text's tokens for each k, from the neighbors that the text keeps.
+
+    Nothing is searched.
 
     Args:
         scored: the text.
         ks: numbers of neighbors, ascending, at most ``scored.k``.
+
+    Returns:
+        The probabilities for each k, in the order of `ks`.
     """
     sums = scored.sums.nearest(ks[-1])
     chunks = scored.chunks(ks[-1], scored.found)
@@ -92,13 +111,17 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]
 def compute_grid_evidence(
     scored: ScoredText, ks: Sequence[int], parts: Iterable[tuple[Tensor, NeighborSums]]
 ) -> list[GridEvidence]:
-    """Compute the evidence of a text for each k, at each temperature of a grid.
+    """Compute p_kNN of a text's tokens for each k, at each temperature of a grid.
 
     Args:
         scored: the text.
         ks: numbers of neighbors, ascending.
-        parts: groups of tokens: their indices, and the nearest ``ks[-1]`` neighbors of each token, with hits.
-            The groups together have all tokens with a neighbor.
+        parts: groups of tokens. A group has the indices of its tokens, and the nearest ``ks[-1]`` neighbors
+            of each token, with hits (whether a neighbor's token is the target token). The groups together
+            have all tokens with a neighbor.
+
+    Returns:
+        The probabilities for each k, in the order of `ks`.
     """
     temperatures, tokens = choose_temperatures(scored), scored.found
     knn = torch.empty(len(ks), len(scored), len(temperatures))
@@ -110,7 +133,15 @@ def compute_grid_evidence(
 
 
 def _select_nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
-    """Return the evidence of the nearest neighbor alone, and p_LM, float32, shape (n, 1), of n tokens."""
+    """Return the search result with only the nearest neighbor, and p_LM, of n tokens.
+
+    Args:
+        scored: the text.
+        tokens: indices of the tokens, int64, shape (n,).
+
+    Returns:
+        The search result; and p_LM of each token, float32, shape (n, 1).
+    """
     lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
     nearest = scored.sums.nearest(1)
     alone = replace(scored.evidence, searches=[nearest], keys=None, lm_entropy=None, found={})
@@ -118,6 +149,13 @@ def _select_nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tenso
 
 
 def choose_temperatures(scored: ScoredText) -> Tensor:
-    """Choose the temperature grid for a text with at least one neighbor, float32, shape (m,), ascending."""
+    """Choose the temperatures at which p_kNN is computed, from distances of a sample of the text's tokens.
+
+    Args:
+        scored: the text; at least one token has a neighbor.
+
+    Returns:
+        float32, shape (m,), ascending.
+    """
     found = scored.found
     return make_temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE_TOKENS)]])

@@ -14,7 +14,7 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.scoring import MIN_DOCUMENT_BLOCKS, Interval, assign_blocks, compute_interval
 
 MIN_DOCUMENTS = MIN_DOCUMENT_BLOCKS
-"""Least number of documents, or blocks of long documents, to fit settings on."""
+"""Least number of documents to fit settings on; blocks of long documents count like documents."""
 MIN_TOKENS = 1_000
 """Least number of tokens to fit settings on."""
 
@@ -26,8 +26,8 @@ def check_text_size(documents: NDArray[np.int64]) -> None:
         documents: index of each token's document, int64, shape (n,).
 
     Raises:
-        InputError: there are fewer than `MIN_TOKENS` tokens, or fewer than `MIN_DOCUMENTS` documents or
-            blocks.
+        InputError: there are fewer than `MIN_TOKENS` tokens, or fewer than `MIN_DOCUMENTS` documents. If
+            there are few documents, they are cut into blocks, and blocks are counted.
     """
     blocks, tokens = len(np.unique(assign_blocks(documents))), len(documents)
     if blocks < MIN_DOCUMENTS or tokens < MIN_TOKENS:
@@ -40,7 +40,9 @@ def check_text_size(documents: NDArray[np.int64]) -> None:
 
 
 class Judge:
-    """Computes perplexities of a text with confidence intervals over its documents or blocks.
+    """Computes perplexities of a text with 95 % confidence intervals over its documents.
+
+    If the text has few documents, they are cut into blocks, and the intervals are over blocks.
 
     Args:
         scored: the text.
@@ -68,11 +70,12 @@ class Judge:
         return compute_interval(self._sum_losses(log_probs.double() - reference.double()), self._lengths)
 
     def _sum_losses(self, log_probs: Tensor) -> NDArray[np.float64]:
+        """Return the sum of the negative log-probabilities of each document or block, float64."""
         return -np.bincount(self._blocks, log_probs.double().numpy()).astype(np.float64)
 
 
 def mask_first_half(documents: Tensor) -> Tensor:
-    """Divide a text into halves of about the same number of tokens, and return a mask of the first half.
+    """Divide a text into two halves of about the same number of tokens, and return a mask of the first half.
 
     Whole documents are assigned, the longest first, to the half with fewer tokens. If long documents are cut
     into blocks, the first half is the text before its middle, so that at most one document is in both halves.
@@ -81,7 +84,7 @@ def mask_first_half(documents: Tensor) -> Tensor:
         documents: index of each token's document, int64, shape (n,).
 
     Returns:
-        bool, shape (n,).
+        bool, shape (n,): True for the tokens of the first half.
     """
     blocks = torch.from_numpy(assign_blocks(documents.numpy()))
     lengths = torch.bincount(blocks)

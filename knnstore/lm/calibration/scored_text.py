@@ -44,26 +44,27 @@ OWN_ORDER = 5
 
 
 class _EveryMixer(FixedLambda):
-    """A mixer in place of all mixers that will be fitted: the search keeps the evidence for all of them."""
+    """A placeholder mixer for scoring: the search keeps the features that any mixer may need in the fit."""
 
     needs_nearest_only = False
 
 
 class Mixed(NamedTuple):
-    """Log-probabilities of n target tokens in a mixture, with λ."""
+    """Log-probabilities of n target tokens in a mixture of model and store, and the weight λ of the store."""
 
     log_probs: Tensor
     """log p of each token, float32, shape (n,)."""
     lam: Tensor
-    """λ of each token, 0 if nothing was found, float32, shape (n,)."""
+    """λ of each token, float32, shape (n,); 0 for a token for which nothing was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """n scored tokens with k neighbors each. Neither the model nor the store is needed any more.
+    """n tokens of held-out text with the model's probability and k neighbors each.
 
-    A neighbor takes 5 bytes, and a component of a key 4 bytes: 50,000 tokens with 1,024 neighbors take 256
-    MB, and their keys of 288 components 58 MB.
+    Settings are fitted and judged on this object; neither the model nor the store is needed any more. A
+    neighbor takes 5 bytes, and a component of a key 4 bytes: 50,000 tokens with 1,024 neighbors take 256 MB,
+    and their keys of 288 components 58 MB.
     """
 
     lm_log_probs: Tensor
@@ -71,25 +72,29 @@ class ScoredText:
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
     evidence: Evidence
-    """Results of one search and of all other components, own n-grams included, in target form."""
+    """Results of one search for keys, and of the look-ups of all other components, n-grams of the text itself
+    included, with `Form.TARGET` (target token only)."""
     targets: Tensor | None = None
     """The target tokens, int64, shape (n,); None if no component besides the keys is used."""
     metric: Metric | str = Metric.L2
     """``l2`` or ``ip``."""
     fitted_for: Mapping[str, Any] | None = None
-    """Metadata of networks that are fitted on this text: the store's model and keys, see `described`."""
+    """Metadata that networks fitted on this text get: the store's model and keys. None adds no metadata."""
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The settings with which components of other packages were looked up, by name."""
+    """For each component of another package that was looked up, by name: the settings of the look-up."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)
-    """p_kNN over all records of the probed cells, by the number of probes; the evidence then has only the
-    nearest records. Empty without cells."""
+    """For each number of probed cells: p_kNN (the probability by the retrieved records) of every token over
+    all records of the cells. The evidence then has only the nearest records. Empty without cells."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
 
     @property
     def reading(self) -> DocumentKeys | None:
-        """The keys of whole documents, for a continuous cache; None if `targets` is None."""
+        """The keys and target tokens of whole documents, for a continuous cache.
+
+        None if `targets` is None.
+        """
         if self.targets is None:
             return None
         assert self.evidence.keys is not None
@@ -97,28 +102,31 @@ class ScoredText:
 
     @property
     def sums(self) -> NeighborSums:
-        """The neighbors of each token, with hits."""
+        """The neighbors of each token: distances, and hits (whether a neighbor has the target token)."""
         (sums,) = self.evidence.searches
         assert isinstance(sums, NeighborSums)
         return sums
 
     @property
     def distances(self) -> Tensor:
-        """Distances to the neighbors, float32, shape (n, k), ascending; +inf if a neighbor is missing."""
+        """Distances to each token's neighbors, float32, shape (n, k), ascending.
+
+        The distance of a missing neighbor is +inf.
+        """
         return self.sums.distances
 
     @property
     def ngrams(self) -> TargetContinuation | None:
-        """Probability of each token by n-grams; None if the text was scored without them."""
+        """Probability of each token by n-grams of stored text; None if n-grams were not used in scoring."""
         return self.evidence.found.get(NGrams.name)
 
     @property
     def k(self) -> int:
-        """Number of neighbors of each token, missing ones included."""
+        """Number of neighbors of each token, with missing neighbors."""
         return self.distances.shape[1]
 
     def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Split token indices into chunks that bound memory when k neighbors of each token are weighted.
+        """Split token indices into chunks, so that k neighbors of each token in a chunk need bounded memory.
 
         Args:
             k: number of neighbors, >= 1.
@@ -128,7 +136,12 @@ class ScoredText:
         return torch.split(every, max(1, CHUNK_VALUES // k))
 
     def chunks_for(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Split token indices into chunks that bound memory when settings are applied; see `chunks`."""
+        """Split token indices into chunks, so that applying settings to a chunk needs bounded memory.
+
+        Args:
+            settings: the settings; k and the size of their cache determine the size of a chunk.
+            tokens: indices, int64, shape (m,); default all tokens.
+        """
         k = self.k if settings.probes else settings.k
         return self.chunks(max(k, settings.cache.size if settings.cache else 1), tokens)
 
@@ -144,11 +157,14 @@ class ScoredText:
         return self.distances[:, 0].isfinite().nonzero()[:, 0]
 
     def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
-        """Return the evidence of tokens for settings, with their k or probes and the size of their cache.
+        """Return the look-up results of some tokens, reduced to what settings use.
+
+        The results have the k neighbors or the probed cells of the settings, and the preceding tokens of
+        their continuous cache.
 
         Args:
-            settings: settings with a k of at most `k`, or probes that are in `visited`.
-            tokens: indices, int64, shape (m,).
+            settings: settings whose `k` is at most the text's k, or whose `probes` is a key of `visited`.
+            tokens: indices of the tokens, int64, shape (m,).
         """
         search: TokenSums = self.sums.nearest(settings.k)
         if settings.probes is not None:
@@ -160,18 +176,21 @@ class ScoredText:
         return replace(evidence, found={**evidence.found, RecentText.name: recent})
 
     def targets_for(self, tokens: Tensor) -> Tensor:
-        """Return the target tokens at these indices; the indices themselves if `targets` is None.
+        """Return the target tokens at some indices, int64, shape (m,).
 
-        Without targets no component reads the result.
+        If `targets` is None, the indices are returned; then no component reads the result.
+
+        Args:
+            tokens: indices of tokens of the text, int64, shape (m,).
         """
         return tokens if self.targets is None else self.targets[tokens]
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
-        """Compute log p of target tokens in the mixture of settings; their selection is ignored.
+        """Compute the log-probability of target tokens in the mixture that settings describe.
 
         Args:
-            settings: settings with a k of at most `k`, or probes that are in `visited`, and a mixer with one
-                search.
+            settings: settings whose `k` is at most the text's k, or whose `probes` is a key of `visited`, and
+                whose mixer asks for one search. Their selection is ignored.
             tokens: indices of the tokens, int64, shape (m,); default all tokens.
         """
         parts = []
@@ -194,17 +213,19 @@ def score_once(
     left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> ScoredText:
-    """Run the model and one search for every token of held-out documents, and keep the evidence.
+    """Run the model and one search for every token of held-out documents, and return all results.
 
     Args:
         store: the store.
         reader: tokenizes the documents and runs the model.
         documents: the documents.
-        k: number of neighbors to keep for each token. With probes, `DISTINCT_AMONG` are kept instead.
+        k: number of neighbors to keep for each token. If `probes` is not None, `DISTINCT_AMONG` neighbors are
+            kept instead.
         selection: the documents to search.
-        probes: number of probed cells; None searches for the k nearest records.
-        ngrams: settings of n-grams, of which the order is used; None scores without n-grams.
-        left_out: see `score_held_out`.
+        probes: number of cells that are searched for each query; None searches for the k nearest records.
+        ngrams: settings of n-grams; only their order is used. None scores without n-grams.
+        left_out: for the content hash of a document, the content hashes of stored documents that are left out
+            of its search.
         progress: receives the number of scored tokens.
     """
     if probes is not None:
@@ -241,13 +262,13 @@ def score_once(
 def _choose_other_components(
     store: Reader, selection: Selection, *, is_left_out: bool
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the settings with which components of other packages are scored, by name.
+    """Choose the components of other packages to score with, and return their settings by name.
 
     Args:
         store: the store.
         selection: the documents to search.
         is_left_out: True if stored documents are left out of searches. Then components that were trained on
-            stored documents are not scored, because they cannot leave out a document.
+            stored documents are not chosen, because they cannot leave out a document.
     """
     chosen = {}
     for name, component in other_components().items():

@@ -29,14 +29,15 @@ PROMPTS = 64
 LEAST_PROMPTS = 8
 """Least number of beginnings; with fewer, repetition is not measured."""
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
-"""Tokens of a beginning and of its continuation; both are smaller if the model's window is short."""
+"""Number of tokens of a beginning, and of its continuation; both are smaller if the model's window is
+short."""
 _LONGEST_NGRAM = 4
 
 _ALONE = KNNSettings(k=1, lam=0.0)
 
 
 class Repeated(NamedTuple):
-    """Shares of repeated n-grams of n texts, between 0 and 1, float64, shape (n,)."""
+    """The shares of repeated n-grams in each of n texts, between 0 and 1, float64, shape (n,)."""
 
     bigrams: NDArray[np.float64]
     """Share of a text's bigrams that occur earlier in the text."""
@@ -45,25 +46,33 @@ class Repeated(NamedTuple):
 
     @classmethod
     def from_texts(cls, texts: Sequence[Sequence[int]]) -> Self:
-        """Count the repeated n-grams of texts of at least 4 tokens each."""
+        """Count the repeated bigrams and 4-grams of each text.
+
+        Args:
+            texts: token ids of each text, at least 4 tokens each.
+        """
         lengths = 2, _LONGEST_NGRAM
         return cls(
             *(np.array([_compute_repeated_share(text, length) for text in texts]) for length in lengths)
         )
 
     def means(self, of: str) -> Repetition:
-        """Return the means over the texts; `of` is the source of the texts, see `Repetition.of`."""
+        """Return the means over the texts.
+
+        Args:
+            of: name of the source of the texts, such as ``model`` or ``text``, for the result.
+        """
         return Repetition(
             of, float(1 - self.bigrams.mean()), float(self.four_grams.mean()), len(self.four_grams)
         )
 
     def is_more_than(self, other: "Repeated") -> bool:
-        """Check whether these texts repeat themselves more than others: a larger mean of either share."""
+        """Check whether these texts repeat themselves more than `other`: the mean of a share is larger."""
         return any(ours.mean() > theirs.mean() for ours, theirs in zip(self, other, strict=True))
 
 
 def _compute_repeated_share(text: Sequence[int], length: int) -> float:
-    """Return the share of a text's n-grams that occur earlier in the text.
+    """Return the share of a text's n-grams that occur earlier in the text, between 0 and 1.
 
     Args:
         text: tokens, at least `length`.
@@ -75,20 +84,22 @@ def _compute_repeated_share(text: Sequence[int], length: int) -> float:
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Beginnings of documents, as prompts for continuations."""
+    """The first tokens of documents, which a model continues to measure repetition."""
 
     prompts: NDArray[np.int64]
-    """Tokens of the beginnings, each after the prefix token of documents, if any, int64, shape (n, t)."""
+    """Tokens of the beginnings, int64, shape (n, t). The prefix token of documents, if there is one, is
+    included."""
     ends: list[list[int]]
-    """The real continuations, `new` tokens each, of the beginnings whose documents are long enough."""
+    """For each document that is long enough, the real `new` tokens after its beginning."""
     new: int
     """Number of tokens to generate for a continuation."""
 
     @classmethod
     def from_documents(cls, reader: TextReader, documents: Sequence[TextDocument]) -> Self:
-        """Cut up to `PROMPTS` prompts from documents: beginnings first, then later parts of long documents.
+        """Cut up to `PROMPTS` prompts from documents.
 
-        Documents that are shorter than a prompt are left out.
+        The beginnings of the documents come first, then later parts of long documents. Documents that are
+        shorter than a prompt are left out.
         """
         length = min(PROMPT_TOKENS, reader.max_length // 4)
         new = min(NEW_TOKENS, reader.max_length - length - 1)
@@ -104,9 +115,13 @@ class Beginnings:
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
     def generate(self, lm: WritingModel, settings: KNNSettings) -> list[list[int]]:
-        """Continue each beginning greedily, and return the `new` generated tokens of each.
+        """Continue each beginning greedily, and return the `new` generated tokens of each beginning.
 
         EOS tokens are not generated, so that all continuations have the same length.
+
+        Args:
+            lm: the model that generates.
+            settings: settings of the store during generation.
         """
         prompts = torch.from_numpy(self.prompts).to(lm.reader.encoder.model.device)
         texts = lm.generate(
@@ -129,17 +144,22 @@ def find_scoring_only(
     settings: KNNSettings,
     progress: Progress | None = None,
 ) -> tuple[tuple[str, ...], tuple[Repetition, ...]]:
-    """Find the components of settings that make generated text repeat itself; see the module.
+    """Find the components of settings that make generated text repeat itself.
+
+    Continues beginnings of documents greedily with all components, with the model alone, and without single
+    components. The cache is left out of generation if text repeats itself more with it; other components are
+    left out until the text repeats itself at most as much as text of the model alone.
 
     Args:
         lm: the model that generates.
         documents: documents whose beginnings are continued; the selection of `settings` must exclude them. If
-            they have fewer than `LEAST_PROMPTS` beginnings, nothing is measured, and the cache is returned.
+            they have fewer than `LEAST_PROMPTS` beginnings, nothing is measured, and the cache is returned if
+            the settings have one.
         settings: the settings in force, with their selection.
         progress: receives the start and the end of each generation.
 
     Returns:
-        The names of the components that must count in scoring only, all of them if the model must generate
+        The names of the components that must count in scoring only, all components if the model must generate
         alone; and the measured repetition of each generation.
     """
     settings = replace(settings, scoring_only=())

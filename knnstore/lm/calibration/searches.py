@@ -1,7 +1,7 @@
 """Further searches for a scored text (`FurtherSearches`): with larger k, in cells, and in each domain alone.
 
-Only p_kNN of the target token is kept, at each temperature of a grid, so memory does not grow with the number
-of records.
+Of each search only p_kNN (the probability by the retrieved records) of the target token is kept, at each
+temperature of a grid, so memory does not grow with the number of records.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,11 +31,11 @@ from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
 _MAX_NEIGHBORS = 1 << 22
-"""Number of neighbors of all queries of one search."""
+"""Largest number of neighbors of all queries together in one search."""
 _MAX_DISTANCES = 1 << 25
-"""Number of distances to records of cells that are weighed at once."""
+"""Largest number of distances to records of cells that are weighted at once."""
 _FIRST_QUERIES = 64
-"""Queries of the first look-up in cells, before their sizes are known."""
+"""Number of queries of the first look-up in cells, before the sizes of the cells are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class FurtherSearches:
         documents: the documents of the scored text.
         selection: the documents to search.
         left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search; see `HeldOut.stored`.
+            of its search.
         progress: receives the number of searched tokens.
     """
 
@@ -60,7 +60,7 @@ class FurtherSearches:
     progress: Progress | None = None
 
     def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
-        """Search once with the largest k, and return the evidence for each k.
+        """Search once for the largest k, and return the probabilities of the text's tokens for each k.
 
         Args:
             ks: numbers of neighbors, ascending.
@@ -71,17 +71,20 @@ class FurtherSearches:
         ]
 
     def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
-        """Return p_kNN of every token over all records of the probed cells, by the number of probes.
+        """Compute the probability of every token by all records of the probed cells, at several temperatures.
 
         Args:
             probes: numbers of probed cells for each query, ascending.
+
+        Returns:
+            The probabilities at each temperature of a grid, for each number of probed cells.
         """
         title = f"searching {probes[-1]:,} cells"
         found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
-        """Search each domain alone, and return p_kNN of every token in each domain.
+        """Search each domain alone, and return the probability of every token by each domain's records.
 
         Args:
             domains: names of the domains, all in the selection.
@@ -111,16 +114,16 @@ class FurtherSearches:
     def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
-        """Sum over the records of the cells nearest to each token's key.
+        """Sum the weights of all records in the cells that are nearest to each token's key.
 
         Args:
             probes: numbers of probed cells, ascending.
-            title: title of the progress.
+            title: title of the progress display.
             selection: the documents to search.
             temperatures: the temperature grid, shape (m,).
 
         Returns:
-            p_kNN of every token for each number of probes.
+            For each number of probed cells, the probability of every token at each temperature.
         """
         found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
         for members, reached in self._group_tokens(title, selection):
@@ -141,16 +144,28 @@ class FurtherSearches:
         return found
 
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
-        """Probe cells for the tokens with these indices, int64, shape (q,)."""
+        """Sum the weights of all records in the probed cells, apart for the target token of each query.
+
+        Args:
+            tokens: indices of q tokens of the text; their keys are the queries. int64, shape (q,).
+            probes: number of probed cells for each query.
+            selection: the documents to search.
+        """
         keys, targets = self._document_keys.keys[tokens].numpy(), self._document_keys.targets[tokens]
         settings = KNNSettings(selection=selection, probes=probes)
         return sum_cells(self.store, keys, targets, settings)
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, NeighborSums]]:
-        """Search the k nearest records for each token, in chunks.
+        """Search the k nearest records for each token of the text, chunk by chunk.
+
+        Args:
+            k: number of neighbors.
+            title: title of the progress display.
+            selection: the documents to search.
 
         Yields:
-            The indices of the tokens with a neighbor, int64, shape (q,), and their neighbors, with hits.
+            For each chunk the indices of the tokens with a neighbor, int64, shape (q,); and the neighbors of
+            these tokens, with hits (whether a neighbor's token is the target token).
         """
         reading = self._document_keys
         for members, reached in self._group_tokens(title, selection):
@@ -167,17 +182,21 @@ class FurtherSearches:
 
     @property
     def _document_keys(self) -> DocumentKeys:
-        """The keys of the text's tokens."""
+        """The keys and target tokens of the scored text."""
         assert self.scored.reading is not None
         return self.scored.reading
 
     @property
     def _progress_bar(self) -> Progress:
-        """The progress, or a silent one if it is None."""
+        """The progress display; a silent display if `progress` is None."""
         return self.progress or Progress()
 
     def _group_tokens(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
-        """Start the progress, and group the tokens by the documents that their searches leave out.
+        """Start the progress display, and group the tokens by the documents that their searches leave out.
+
+        Args:
+            title: title of the progress display.
+            selection: the documents to search.
 
         Returns:
             For each group the indices of its tokens, int64, and `selection` without the documents to leave
@@ -193,15 +212,18 @@ class FurtherSearches:
 
 @dataclass(frozen=True, slots=True)
 class WideEvidence:
-    """Evidence of a text for settings with a larger k than the first search."""
+    """Probabilities of a text's tokens for settings with a larger k than the first search."""
 
     evidence: GridEvidence
-    """Evidence for this k, for mixers that use only the nearest distance and the model's confidence."""
+    """Probabilities for this k, for mixers that use only the nearest distance and the model's confidence."""
     lm_log_probs: Tensor
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Compute the mixture with settings that have this k; p_kNN is interpolated between temperatures.
+        """Compute log-probabilities of tokens in the mixture of settings that have this k.
+
+        The probability by the neighbors is interpolated between the two nearest temperatures of the grid. A
+        token without a neighbor has the model's probability and λ = 0.
 
         Args:
             settings: settings with the k of the evidence.

@@ -16,15 +16,15 @@ _MAX_DOCUMENT_TOKENS = 2048
 """Number of tokens to which a stored document is cut: many beginnings are a better sample than few
 documents."""
 _FOLDS = 16
-"""Number of groups of stored documents that are left out together. Each group needs new counts of n-grams, so
-there are few."""
+"""Number of groups of stored documents that are left out together. The number is small because each group
+needs new counts of n-grams."""
 _MAX_LEFT_OUT_SHARE = 0.5
 """A stored document is not used if more than this share of all documents had to be left out for it."""
 
 
 @dataclass(frozen=True)
 class TextToFit:
-    """Documents to fit settings to."""
+    """Documents to fit settings to, and the stored documents that must be left out for each one."""
 
     documents: list[TextDocument]
     """Held-out documents, then beginnings of stored documents."""
@@ -36,18 +36,18 @@ class TextToFit:
     own: frozenset[str]
     """Content hashes of the held-out documents."""
     stored: frozenset[str]
-    """Content hashes of stored documents that have the same text as one of `documents`, or are left out with
-    it."""
+    """Content hashes of the stored documents that are left out when one of `documents` is scored, or that
+    have the same text as one of `documents`."""
 
     @property
     def hashes(self) -> frozenset[str]:
-        """Content hashes of all documents."""
+        """Content hashes of all documents: `own` and `stored` together."""
         return self.own | self.stored
 
     def is_known_to(self, fitted_on: frozenset[str]) -> bool:
-        """Check whether settings were fitted to more than half of this text, so that it cannot judge them.
+        """Check whether settings were fitted to more than half of this text; then the text cannot judge them.
 
-        False if they were fitted to all of this text and to other text too.
+        Returns False if the settings were fitted to all of this text and to other text too.
 
         Args:
             fitted_on: content hashes of the documents that the settings were fitted to.
@@ -59,7 +59,7 @@ class TextToFit:
         """Check that all documents of `stored` are still in the store, before settings are saved.
 
         When a document is removed, settings that were fitted to it are deleted. Settings that are saved after
-        the removal would stay.
+        the removal would not be deleted.
 
         Raises:
             InputError: a stored document was removed or replaced.
@@ -81,7 +81,7 @@ def choose_text(
     *,
     leave_out: bool,
 ) -> TextToFit:
-    """Read held-out documents, and add stored documents with a number of tokens.
+    """Choose the text to fit settings to: all held-out documents, and stored documents with `tokens` tokens.
 
     Args:
         store: the store.
@@ -89,7 +89,8 @@ def choose_text(
         documents: held-out documents; a text that occurs twice is used once.
         selection: the stored documents that are searched, and from which documents are chosen.
         tokens: number of tokens of stored documents; 0 for no stored documents.
-        leave_out: leave a held-out document that is in the store out of its own search; False refuses it.
+        leave_out: True to accept a held-out document that is in the store, and to leave the stored copy out
+            of the document's own search; False to raise an error for this document.
 
     Raises:
         InputError: a held-out document is in the store and `leave_out` is False, no stored document can be
@@ -118,16 +119,17 @@ def choose_text(
 
 
 def choose_stored(store: Reader, reader: TextReader, selection: Selection, tokens: int) -> HeldOut:
-    """Choose beginnings of stored documents with a total number of tokens; the choice is deterministic.
+    """Choose beginnings of stored documents with about `tokens` tokens in total; the choice is deterministic.
 
-    The documents are divided into groups. When a document is scored, the stored documents of its group, and
-    stored documents with the same text (see `HeldOut`), are left out of the search.
+    The documents are divided into groups. When a document is scored, all stored documents of its group, and
+    stored documents that share much text with a document of the group, are left out of the search. A document
+    for which more than half of the store had to be left out is not chosen.
 
     Args:
         store: the store.
         reader: decodes the stored tokens.
         selection: the stored documents to choose from.
-        tokens: total number of tokens; fewer if the store has less text.
+        tokens: total number of tokens to reach; the result has fewer if the store has less text.
 
     Returns:
         The beginnings, and for each the content hashes of the stored documents to leave out.

@@ -31,28 +31,33 @@ from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
 Fit = Callable[[GridEvidence], KNNSettings]
-"""Fits settings to the evidence of some tokens."""
+"""A function that fits settings to the probabilities of some tokens."""
 Mix = Callable[[KNNSettings, Tensor], Mixed]
-"""Computes the mixture with these settings at tokens with these indices, int64, shape (m,)."""
+"""A function that computes the log-probabilities, in the mixture of these settings, of the tokens with these
+indices (int64, shape (m,))."""
 E = TypeVar("E", GridEvidence, DomainEvidence)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Fitted settings of one kind, with their held-out perplexity."""
+    """Fitted settings of one kind, with their held-out perplexity.
+
+    The text is divided into two halves. Held-out means that settings fitted on one half judge the other half.
+    """
 
     name: str
     """Kind of the settings, for example ``fixed`` or ``bins 8 + n-grams``."""
     settings: KNNSettings
     """Settings that were fitted on all documents."""
     held_out: Interval
-    """Perplexity of all tokens, each by settings that were fitted on the other half of the documents."""
+    """Perplexity of all tokens; each token is judged by settings that were fitted on the other half of the
+    documents."""
     lam: float
     """Mean λ over the tokens."""
     change: Interval
     """`held_out` divided by the perplexity of the model alone."""
     log_probs: Tensor = field(repr=False, compare=False)
-    """log p of every token, by settings that were fitted on the other half, float32, shape (n,)."""
+    """log p of every token by the settings that were fitted on the other half, float32, shape (n,)."""
     by_half: tuple[KNNSettings, KNNSettings]
     """The settings that were fitted on the first half, and on the second half."""
 
@@ -63,12 +68,12 @@ def find_best_candidate(candidates: Sequence[Candidate]) -> Candidate:
 
 
 class Trial:
-    """Fits candidates on each half of a text, and judges them on the other half.
+    """Fits candidates (settings of one kind) on each half of a text, and judges them on the other half.
 
     Args:
         scored: the text.
-        ngrams: True to try n-grams of the store, if the text was scored with them, and the text's own n-grams
-            together with a continuous cache.
+        ngrams: True to try n-grams of the store, if the text was scored with them, and n-grams of the text
+            itself together with a continuous cache.
 
     Raises:
         InputError: the text is too short to fit to.
@@ -85,13 +90,14 @@ class Trial:
     def fit_candidate(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
     ) -> Candidate:
-        """Fit a candidate on each half and on the whole text, and judge it on the halves.
+        """Fit settings on each half and on the whole text, and judge each half by the other half's settings.
 
         Args:
             name: name of the candidate.
-            fit: fits the settings; called three times.
-            evidence: evidence of the whole text.
-            mix: computes the mixture with fitted settings; default is `ScoredText.log_probs`.
+            fit: fits the settings to given tokens; called three times.
+            evidence: probabilities of the tokens of the whole text, to fit on.
+            mix: computes the tokens' log-probabilities with fitted settings; default is
+                `ScoredText.log_probs`.
         """
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
         by_half = fit(evidence.only(self.first_half)), fit(evidence.only(~self.first_half))
@@ -102,9 +108,14 @@ class Trial:
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
     def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
-        """Return the held-out perplexity of keys fitted by `fit`, mixed with n-grams and a continuous cache.
+        """Fit keys, n-grams and a continuous cache, and return the held-out perplexity of their mixture.
 
-        N-grams and cache are left out if they are not tried.
+        N-grams are left out if the trial does not try them. The cache is left out if the text was scored
+        without target tokens.
+
+        Args:
+            fit: fits the settings of the keys.
+            evidence: probabilities of the tokens of the whole text, to fit on.
         """
         if self._ngrams is not None:
             fit = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fit)
@@ -117,9 +128,9 @@ class Trial:
 
     @cached_property
     def _others(self) -> dict[str, Fitting]:
-        """Fits of the components that are mixed after keys and n-grams, in this order, by name.
+        """For each component that is mixed after keys and n-grams, the object that fits it, by name.
 
-        Empty if the text was scored without target tokens.
+        The names are in the order of the mixture. Empty if the text was scored without target tokens.
         """
         scored = self._scored
         if scored.reading is None:
@@ -132,10 +143,16 @@ class Trial:
         return others
 
     def compute_nested_log_probs(self, candidates: Sequence[Candidate]) -> Tensor:
-        """Return log p of every token by the candidate that is best on the other half, float32, shape (n,).
+        """Return log p of every token by the candidate that is best on the other half of the text.
 
         The lowest of many perplexities is too optimistic, because it is also the luckiest. A choice by one
         half of the text is judged without this bias on the other half.
+
+        Args:
+            candidates: at least one candidate.
+
+        Returns:
+            float32, shape (n,).
         """
         log_probs = torch.empty(len(self._scored))
         for half in (self.first_half, ~self.first_half):
@@ -150,11 +167,11 @@ class Trial:
 
         Args:
             candidates: the candidates so far.
-            evidence: evidence for each k or number of probes.
-            fits: the fits of the keys, by the name of their candidates.
+            evidence: probabilities of the tokens for each k or number of probes.
+            fits: for each candidate's name, the function that fits the keys.
 
         Returns:
-            The new candidates; none if n-grams are not tried, and only n-grams alone if `candidates` is
+            The new candidates. Empty if the trial does not try n-grams; only n-grams alone if `candidates` is
             empty.
         """
         if self._ngrams is None:
@@ -171,7 +188,15 @@ class Trial:
     def _find_best_fit(
         self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[GridEvidence]
     ) -> tuple[Candidate, GridEvidence]:
-        """Return the best candidate whose name is in `fits` and whose k was searched, and its evidence."""
+        """Find the best candidate that can be fitted again; return it and the probabilities to fit on.
+
+        Only candidates whose name is in `fits` and whose k was searched first are considered.
+
+        Args:
+            fits: for each candidate's name, the function that fits the keys.
+            candidates: the candidates so far.
+            evidence: probabilities of the tokens for each k or number of probes.
+        """
         best = find_best_candidate(
             [one for one in candidates if one.name in fits and one.settings.k <= self._scored.k]
         )
@@ -179,7 +204,11 @@ class Trial:
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
 
     def try_other_components(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Try each component of `_others` alone, and mixed over the best candidate so far.
+        """Try the continuous cache and other packages' components, each alone and over the best candidate.
+
+        Args:
+            candidates: the candidates so far. Each new candidate counts as a candidate for the next
+                component.
 
         Returns:
             The new candidates.
@@ -192,15 +221,15 @@ class Trial:
     def try_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
     ) -> list[Candidate]:
-        """Try one gate over all components, with the k or probes of the best candidate ``fixed``.
+        """Try one gate (a network that weighs all components), with k or probes of the best fixed λ.
 
         Args:
             candidates: the candidates so far.
-            evidence: evidence for each k or number of probes.
-            fit: fits the keys before the gate; the fit of the candidate ``fixed``.
+            evidence: probabilities of the tokens for each k or number of probes.
+            fit: fits a fixed λ of the keys, before the gate is fitted.
 
         Returns:
-            One candidate; none if the text was scored without target tokens.
+            A list with one candidate; empty if the text was scored without target tokens.
         """
         if self._scored.reading is None:
             return []
@@ -215,12 +244,12 @@ class Trial:
     def _try_on_top(
         self, candidates: Sequence[Candidate], part_name: str, component: Fitting
     ) -> list[Candidate]:
-        """Try a component alone, and mixed over the best candidate, if there is one.
+        """Try a component mixed with the model alone, and mixed over the best candidate so far.
 
         Args:
-            candidates: the candidates so far; may be empty.
+            candidates: the candidates so far; if empty, the component is tried with the model alone only.
             part_name: name of the component.
-            component: fits the component.
+            component: the object that fits the component.
         """
 
         def fit_over(name: str, below: Candidate | None) -> Candidate:

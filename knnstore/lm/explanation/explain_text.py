@@ -31,17 +31,20 @@ from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.store import Provenance, Reader
 
 _TURN_TOKENS = 64
-"""Largest number of tokens that are explained in one turn; see `explain_in_turns`."""
+"""Largest number of tokens that are explained in one turn, a short piece of work after which a server can do
+other work."""
 _TURN_SOURCES = 512
-"""Largest number of neighbors that are described in one turn, and of causes: each takes about 60 µs."""
+"""Largest number of neighbors that are described in one turn, and largest number of causes. Describing one
+takes about 60 µs."""
 _TOKENS_BEFORE, _TOKENS_AFTER = 16, 8
 """Number of tokens around a source in the explained text; the same as the default of `Reader.provenance`."""
 _MIN_CHANGE = np.log(1.01)
-"""Least change of log p by which a document counts as affecting a token."""
+"""A document counts as affecting a token if log p changes by more than this without the document."""
 _TURN_DOCUMENTS = 1000
 """Number of documents whose names are looked up in one turn."""
 _ROUNDING = 1e-6
-"""Fraction of p_kNN up to which the sum of the remaining weights counts as 0, because they are float32."""
+"""If the remaining weights sum to less than this fraction of p_kNN, the sum counts as 0, because the weights
+are float32."""
 
 _Floats = NDArray[np.float64]
 
@@ -55,8 +58,8 @@ def explain(
         lm: the model.
         text: the text to explain.
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors, and of causes, of each token; with 0 the effects of documents
-            are not computed either.
+        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
+            token), of each token. With 0 there are none, and effects of documents are not computed.
         after: the text that precedes `text` and is not explained, e.g. the prompt.
 
     Returns:
@@ -79,14 +82,18 @@ def explain_tokens(
     neighbors: int = 8,
     start: int = 0,
 ) -> Explanation:
-    """Explain the tokens of a text; see `explain`.
+    """Explain the probability of each token of a tokenized text, by components, sources and documents.
 
     Args:
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: see `explain`.
+        neighbors: largest number of neighbors, and of causes, of each token; with 0 the effects of documents
+            are not computed either.
         start: index of the first token to explain; the tokens before are only context.
+
+    Returns:
+        The explained tokens in order, and the effect of each document.
     """
     settings = resolve(lm.store, knn or lm.knn)
     scored = score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True)
@@ -107,7 +114,7 @@ def explain_in_turns(
     neighbors: int = 8,
     start: int = 0,
 ) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
-    """Explain the tokens of a text in turns that each take a short time, so that a server can do other work.
+    """Explain the tokens of a text in turns: short pieces of work between which a server can do other work.
 
     The results equal those of `explain_tokens`, except for rounding.
 
@@ -115,11 +122,12 @@ def explain_in_turns(
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: see `explain`.
+        neighbors: largest number of neighbors, and of causes, of each token; with 0 the effects of documents
+            are not computed either.
         start: index of the first token to explain; the tokens before are only context.
 
     Yields:
-        At the end of each turn the tokens that were explained in it; often an empty list.
+        At the end of each turn the tokens that were explained in this turn; often an empty list.
 
     Returns:
         The effect of each document.
@@ -138,18 +146,19 @@ def _explain_scored_tokens(
     neighbors: int,
     start: int,
 ) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
-    """Explain tokens as they are scored.
+    """Explain tokens group by group, as soon as a group is scored.
 
     Args:
         lm: the model.
         tokens: tokens of the text, shape (n,).
         settings: the settings in force.
-        scored: scores of the text, with sources; None for a turn without scores.
+        scored: the scores of groups of tokens, with the ids of the retrieved records; None for a turn in
+            which nothing was scored.
         neighbors: largest number of neighbors, and of causes, of each token.
         start: index of the first token to explain.
 
     Yields:
-        For each entry of `scored` the explained tokens; then an empty list for each turn in which names of
+        For each item of `scored` the explained tokens; then an empty list for each turn in which names of
         documents are looked up.
 
     Returns:
@@ -221,7 +230,9 @@ def _explain_scored_tokens(
 def _choose_places(
     cited: Mapping[str, Citations], targets: Tensor, settings: KNNSettings, count: int
 ) -> tuple[list[list[Place]], list[list[Place]]]:
-    """Choose at most `count` nearest places, and at most `count` causes, of each token from all components.
+    """Choose the nearest places, and the causes, of each token from all components, at most `count` each.
+
+    A place is a stored record or an earlier token of the text; a cause is a place that predicts the token.
 
     Args:
         cited: the places of each component, by its name.
@@ -230,9 +241,9 @@ def _choose_places(
         count: largest number of places of each kind.
 
     Returns:
-        For each token the nearest places, whatever token they have: in the order of their distances, or the
-        largest share first if the settings use other components than the keys. And for each token the places
-        that predict it, the largest share first.
+        For each token the nearest places, whatever token they predict: in the order of their distances, or
+        the largest share first if the settings use other components than the keys. And for each token its
+        causes, the largest share first.
     """
     nearest: list[list[Place]] = [[] for _ in targets]
     causes: list[list[Place]] = [[] for _ in targets]
@@ -248,7 +259,7 @@ def _choose_places(
 
 
 class _MixtureParts(NamedTuple):
-    """The parts of the probabilities of n tokens that depend on the records retrieved with keys."""
+    """What is needed to compute the probabilities of n tokens again without some of the retrieved records."""
 
     positions: NDArray[np.int64]
     """Positions of the tokens in the text, shape (n,)."""
@@ -263,14 +274,17 @@ class _MixtureParts(NamedTuple):
     fallback: _Floats
     """Probability by the model, used in place of p_kNN if every record is removed, shape (n,)."""
     p: _Floats
-    """Probability in the mixture, shape (n,)."""
+    """Probability of each token in the mixture, shape (n,)."""
 
 
 class _PlaceContributions(NamedTuple):
-    """Contributions to p of m records that other components than the keys retrieved, such as n-grams."""
+    """m records that components other than the keys (such as n-grams) retrieved, and their parts of p.
+
+    p is the probability of the explained token in the mixture.
+    """
 
     rows: NDArray[np.int64]
-    """Index of the explained token among the n tokens, shape (m,)."""
+    """For each record, the index of the explained token among the n tokens, shape (m,)."""
     ids: Ids
     """Record ids, shape (m,)."""
     p: _Floats
@@ -285,10 +299,10 @@ def _separate_contributions(
     p: Tensor,
     cited: Mapping[str, Citations],
 ) -> tuple[_MixtureParts, _PlaceContributions]:
-    """Separate the probabilities of n tokens into the contributions of records, for `_DocumentEffects`.
+    """Split the probabilities of n tokens into contributions of single records, for `_DocumentEffects`.
 
     Args:
-        evidence: evidence for the tokens, with sources.
+        evidence: the look-up results for the tokens, with record ids.
         read: the model's predictions of the tokens.
         mixture: the mixture of the evidence.
         p_lm: probability of each token by the model, shape (n,).
@@ -325,7 +339,7 @@ def _separate_contributions(
 
 
 class _DocumentEffects:
-    """Collects the effects of documents on the tokens of a text.
+    """Computes how much the probability of each token of a text changes without each retrieved document.
 
     Args:
         store: the store in which the records were retrieved.
@@ -334,11 +348,14 @@ class _DocumentEffects:
     def __init__(self, store: Reader) -> None:
         self._store = store
         self._batches: list[tuple[Ids, NDArray[np.int64], NDArray[np.int64], _Floats, _Floats]] = []
-        """For each pair of document and affected token: a record of the document, the document's number, the
-        token's position, p, and p without the document."""
+        """For each batch of explained tokens, the pairs of a document and a token that it affects, as five
+        arrays: the id of a record of the document, the document's number, the token's position, p, and p
+        without the document."""
 
     def add_tokens(self, mixed: _MixtureParts, places: _PlaceContributions) -> None:
-        """Compute p of n tokens without each document, and keep the changes above `_MIN_CHANGE`.
+        """Compute the probability of n tokens without each document, and keep changes above `_MIN_CHANGE`.
+
+        Records of removed documents are ignored.
 
         Args:
             mixed: the records that were retrieved with keys.
@@ -398,8 +415,9 @@ class _DocumentEffects:
         """Look up the names of the affecting documents in turns, and yield all effects at the end.
 
         Yields:
-            None after each thousand documents except the last; then, once, the effect of each document, the
-            largest gain first. A document that has been removed since is left out.
+            None after each thousand documents except the last thousand; at the end, once, a tuple with the
+            effect of each document, the largest gain first. A document that has been removed meanwhile is
+            left out.
         """
         if not any(len(ids) for ids, *_ in self._batches):
             yield ()
@@ -428,7 +446,9 @@ class _DocumentEffects:
 
 
 class _SourceDescriber:
-    """Converts places to sources. The texts around a record are decoded once and cached.
+    """Converts places (record ids, or positions in the text) to sources with document names and texts.
+
+    The texts around a record are decoded once and cached.
 
     Args:
         store: the store in which the records were retrieved.
@@ -471,13 +491,18 @@ class _SourceDescriber:
         return sources
 
     def _locate_in_text(self, index: int, end: int) -> Provenance:
-        """Return the token at `index` of the explained text and its context; it stops before `end`."""
+        """Return the token at `index` of the explained text, with the tokens around it.
+
+        Args:
+            index: index of the token.
+            end: the tokens after the token stop before this index, the position of the explained token.
+        """
         continuation = self._tokens[index + 1 : min(index + 1 + _TOKENS_AFTER, end)]
         context = self._tokens[max(0, index - _TOKENS_BEFORE) : index]
         return Provenance(THIS_TEXT, "", index, int(self._tokens[index]), context, continuation)
 
     def _make_source(self, origin: Provenance, place: Place) -> Source:
-        """Combine the document of a place and its share to a source, with decoded texts."""
+        """Create a `Source` from a place and the document that contains it; decode the texts around it."""
         texts = self._texts.get(place.id)
         if texts is None:
             texts = self._decode_around(origin)
@@ -501,8 +526,11 @@ class _SourceDescriber:
     def _decode_around(self, origin: Provenance) -> tuple[str, str, str]:
         """Return the text before a token, the text of the token, and the text after it.
 
-        A character of which some tokens are missing is left out before and in the token. The tokens are
-        decoded together, because the tokens before decide whether a token's text begins with a space.
+        A character of which some tokens are missing is left out before the token and in the token. All tokens
+        are decoded together, because the tokens before decide whether a token's text begins with a space.
+
+        Args:
+            origin: the token and the tokens around it.
         """
         before, after = origin.context.tolist(), origin.continuation.tolist()
         context, up_to_token = (

@@ -16,18 +16,18 @@ _NOT_OF_STORE = ("model", "cache", "own n-grams")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A retrieved record, or an earlier place of the explained text."""
+    """A place that a prediction comes from: a retrieved record, or an earlier place of the explained text."""
 
     token: int
-    """The token that the record predicts."""
+    """The token at the place, which the place predicts."""
     text: str
     """Text of this token."""
     share: float
-    """Weight of the record among all retrieved records and places of all components, between 0 and 1. With
-    keys alone: its weight in p_kNN."""
+    """Weight of the place among all retrieved places of all components, between 0 and 1. With keys alone: its
+    weight in p_kNN."""
     distance: float | None
-    """Squared Euclidean distance for l2, negated inner product for ip; None for a place that was found by its
-    tokens, as n-grams are."""
+    """Squared Euclidean distance for the metric l2, negated inner product for ip; None for a place that was
+    found by its tokens, as n-grams are."""
     document: str
     """Id of the document; `THIS_TEXT` for a place of the explained text."""
     domain: str
@@ -39,8 +39,8 @@ class Source:
     continuation: str
     """The text after the token in the document."""
     matched: int = 0
-    """Number of tokens before the token that equal the tokens before the explained token. The beginning of a
-    document counts as one token."""
+    """Number of tokens before the place that equal the tokens before the explained token. The beginning of a
+    document counts as one matched token."""
     part: str = "keys"
     """The component that found the record: ``keys``, ``n-grams``, ``cache``, ``own n-grams`` or the name of
     another package's component."""
@@ -66,6 +66,7 @@ class TokenExplanation:
     position: int
     """Index of the token in the text."""
     token: int
+    """The token's id."""
     text: str
     """The text that the token adds. If a character has several tokens, the last one has the character."""
     p_lm: float
@@ -73,7 +74,7 @@ class TokenExplanation:
     p_knn: float
     """Probability of the token by the records that were retrieved with keys; 0 if none was retrieved."""
     lam: float
-    """λ in force for this token; 0 if nothing was retrieved."""
+    """Weight λ of all components together for this token; 0 if nothing was retrieved."""
     p: float
     """Probability of the token in the mixture."""
     neighbors: tuple[Source, ...]
@@ -113,7 +114,9 @@ class DocumentEffect:
     """
 
     document: str
+    """Id of the document."""
     domain: str
+    """Name of the document's domain."""
     positions: tuple[int, ...]
     """Positions of the tokens whose p changes by more than 1 %, ascending."""
     p_without: tuple[float, ...]
@@ -124,7 +127,7 @@ class DocumentEffect:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Sequence[TokenExplanation]):
-    """The explained tokens of a text, and the effect of each document on them."""
+    """The explained tokens of a text, and the effect of each document on them; a sequence of the tokens."""
 
     tokens: tuple[TokenExplanation, ...]
     """The explained tokens, by position."""
@@ -198,9 +201,12 @@ def _render_token(token: TokenExplanation) -> str:
 
 
 def _render_shade(share: float, inner_html: str, tooltip: str = "") -> str:
-    """Return a span in the store's color, with an opacity proportional to `share`, between 0 and 1.
+    """Return an HTML span in the store's color, whose opacity shows a share.
 
-    `inner_html` and `tooltip` must be escaped.
+    Args:
+        share: between 0 (transparent) and 1.
+        inner_html: content of the span; must be escaped.
+        tooltip: text that is shown under the mouse; must be escaped. Empty for no tooltip.
     """
     title = f' title="{tooltip}"' if tooltip else ""
     return (
@@ -221,7 +227,7 @@ def _escape_text(text: str) -> str:
 def _make_visible(char: str) -> str:
     """Return a visible symbol for a character that shows nothing or changes how text is shown.
 
-    Other characters, and those in `_HARMLESS`, are returned unchanged.
+    All other characters, and the characters in `_HARMLESS`, are returned unchanged.
     """
     if char in _HARMLESS or unicodedata.category(char) not in _HIDDEN:
         return char
@@ -229,5 +235,9 @@ def _make_visible(char: str) -> str:
 
 
 def _compute_perplexity(probs: Sequence[float]) -> float:
-    """Return the perplexity of tokens with these probabilities, at least one; 0 counts as 1e-30."""
+    """Return the perplexity of tokens with these probabilities.
+
+    Args:
+        probs: at least one probability; 0 counts as 1e-30.
+    """
     return math.exp(-sum(math.log(max(p, 1e-30)) for p in probs) / len(probs))

@@ -45,7 +45,7 @@ _IGNORED_FIELDS = frozenset(
 )
 """Fields of a configuration that do not change the hidden states of a forward pass."""
 _TRAINING_NAME_PARTS = ("drop", "initializer", "_loss", "loss_", "summary_", "label")
-"""Parts of the names of fields that matter in training only; fields with them are ignored as well."""
+"""Fields whose names contain one of these parts matter in training only; they are ignored as well."""
 
 _PROBE_TEXTS = (
     "The quick brown fox jumps over 12,345.67 lazy dogs.",
@@ -78,16 +78,18 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 def compute_fingerprint(
     sizes: Mapping[str, int], read_values: Callable[[str, Tensor], Tensor], config: PreTrainedConfig
 ) -> str:
-    """Compute a fingerprint of a model whose weights are anywhere, for example in files.
+    """Compute a fingerprint of a model from values of its weights that a function reads, e.g. from files.
 
     Args:
         sizes: number of values of each weight, by its name in the model's `state_dict`.
-        read_values: returns values of a weight, given its name and the indices of the values in the
-            flattened weight, int64, shape (m,).
+        read_values: returns values of a weight, given its name and the indices of the values in the flattened
+            weight, int64, shape (m,).
         config: the model's configuration.
 
     Returns:
-        See `model_fingerprint`.
+        Three parts with colons between them: the SHA-256 of 16 values of each weight, hexadecimal; the
+        values, little-endian float32, in base64; and the fields of the configuration that change a forward
+        pass, JSON in base64.
     """
     values = []
     for name, size in sorted(sizes.items()):
@@ -105,7 +107,7 @@ def same_model(one: str, other: str) -> bool:
 
     Each model may have been loaded in float32, float16 or bfloat16. Only fields that both configurations have
     are compared, because versions of transformers add fields. Fingerprints of earlier versions of knnstore
-    have no configuration.
+    have no configuration; then only the values are compared.
 
     Raises:
         CatalogError: one of the strings is not a fingerprint.
@@ -121,7 +123,11 @@ def same_model(one: str, other: str) -> bool:
 
 
 def _compare_fingerprints(one: str, other: str) -> bool:
-    """Compare the parts of two fingerprints: configurations first, then the values up to rounding."""
+    """Check whether two fingerprints match: shared configuration fields are equal, and values up to rounding.
+
+    Raises:
+        ValueError, IndexError, TypeError or RecursionError: one of the texts is not a fingerprint.
+    """
     (_, *first), (_, *second) = (text.split(":") for text in (one, other))
     configs = [json.loads(base64.b64decode(parts[1])) for parts in (first, second) if len(parts) > 1]
     if len(configs) == 2 and not _check_shared_fields(*configs):
@@ -134,7 +140,7 @@ def _compare_fingerprints(one: str, other: str) -> bool:
 
 
 def _select_forward_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that change a forward pass; nested configurations likewise."""
+    """Return the fields of a configuration that change a forward pass, also of configurations inside it."""
     return {
         name: _select_forward_fields(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
@@ -145,17 +151,21 @@ def _select_forward_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_shared_fields(one: Any, other: Any) -> bool:
-    """Check that the fields that two configurations share are equal, nested configurations included."""
+    """Check whether the fields that two configurations share are equal, also in configurations inside them.
+
+    Two values that are not both mappings must be equal.
+    """
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return bool(one == other)
     return all(_check_shared_fields(one[name], other[name]) for name in one.keys() & other.keys())
 
 
 def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
-    """Return a mask of the values that may be the same number, with `coarse` in a lower precision.
+    """Return a mask: True where `fine` and `coarse` may be the same number in two precisions.
 
-    True where `coarse` equals `fine` or `fine` rounded to float16 or bfloat16; and where `fine` is a float16,
-    `coarse` a bfloat16, and one float32 may have been rounded to both.
+    `coarse` is the value in the lower precision. True where `coarse` equals `fine`, or equals `fine` rounded
+    to float16 or bfloat16; also where `fine` is a float16, `coarse` is a bfloat16, and one float32 may have
+    been rounded to both.
     """
     half, brain = fine.half().float(), fine.bfloat16().float()
     rounded = (coarse == fine) | (coarse == half) | (coarse == brain)

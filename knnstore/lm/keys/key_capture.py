@@ -52,10 +52,11 @@ class KeyLocation:
 
 
 def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
-    """Return the number of components of a key. Runs the model once on two tokens to find it.
+    """Return the number of components of a key, d. Runs the model once on two tokens to find it.
 
     Raises:
-        ConfigError: see `KeyCapture.keys`.
+        ConfigError: the model does not call the location's module, or the tensor is not one vector for each
+            token.
     """
     keys, _ = hidden_forward(model, location, torch.zeros((1, 2), dtype=torch.long, device=model.device))
     return keys.shape[-1]
@@ -73,7 +74,8 @@ def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Ten
         The keys, shape (b, t, d), and the final hidden states, shape (b, t, h), in the model's dtype.
 
     Raises:
-        ConfigError: see `KeyCapture.keys`.
+        ConfigError: the model does not call the location's module, or the tensor is not one vector for each
+            token.
     """
     with torch.inference_mode(), KeyCapture(model, location) as capture:
         output = model.base_model(input_ids, use_cache=False)
@@ -81,13 +83,22 @@ def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Ten
 
 
 def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> Tensor:
-    """Run a causal language model and stop as soon as the keys are captured; later layers do not run.
+    """Run a causal language model only until the keys are computed; later layers do not run.
 
-    The keys are taken from the first call of the module, so a model must call it only once in a forward
-    pass. Arguments and errors are the same as for `hidden_forward`.
+    The keys are taken from the first call of the location's module, so a model must call the module only once
+    in a forward pass.
+
+    Args:
+        model: the model, in evaluation mode.
+        location: the tensor that serves as key.
+        input_ids: int64, shape (b, t), on the model's device; padding is allowed on the right only.
 
     Returns:
         The keys, shape (b, t, d), in the model's dtype.
+
+    Raises:
+        ConfigError: the model does not call the location's module, or the tensor is not one vector for each
+            token.
     """
     with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
         model.base_model(input_ids, use_cache=False)
@@ -108,14 +119,14 @@ _hook_lock = threading.Lock()  # torch numbers its hooks without a lock
 class KeyCapture:
     """Context manager that captures the keys of forward passes that the calling thread runs.
 
-    The passes run in the precision of the caller's autocast, see `model_precision`. The hook is removed
-    when the context ends, also after an exception. Other threads may run the same model at the same
+    The passes run under the autocast settings of the code that called `full_precision`, if any. The hook is
+    removed when the context ends, also after an exception. Other threads may run the same model at the same
     time; each thread uses its own `KeyCapture`.
 
     Args:
         model: a model that has the location's module.
         location: the tensor to capture.
-        stop: end the forward pass, and with it the ``with`` block, as soon as the keys are captured.
+        stop: True to end the forward pass, and with it the ``with`` block, as soon as the keys are captured.
     """
 
     def __init__(self, model: PreTrainedModel, location: KeyLocation, *, stop: bool = False) -> None:
@@ -145,14 +156,18 @@ class KeyCapture:
         return isinstance(error, _KeysCaptured)
 
     def keys(self, batch: int, length: int) -> Tensor:
-        """Return the keys of the latest forward pass and forget them.
+        """Return the keys of the latest forward pass; a second call without a new pass raises an error.
+
+        Args:
+            batch: number of texts in the pass.
+            length: number of tokens of each text.
 
         Returns:
             Shape (batch, length, d), in the model's dtype, detached from the autograd graph.
 
         Raises:
-            ConfigError: the pass did not call the location's module, or the captured tensor is not one
-                vector for each input token.
+            ConfigError: the pass did not call the location's module, or the captured tensor is not one vector
+                for each input token.
         """
         captured, self._captured = self._captured, None
         if captured is None:
@@ -232,7 +247,10 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def model_precision() -> Iterator[None]:
-    """Enable autocast again as it was before `full_precision`. Does nothing outside of `full_precision`."""
+    """Enable autocast inside the context again, as it was before `full_precision` disabled it.
+
+    Does nothing if `full_precision` did not disable autocast.
+    """
     with ExitStack() as restored:
         for device, dtype in _disabled_autocast.get():
             restored.enter_context(torch.autocast(device, dtype=dtype))
@@ -240,7 +258,7 @@ def model_precision() -> Iterator[None]:
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it runs in `full_precision`. Generator functions are not supported."""
+    """Decorate a function so that autocast is disabled while it runs. Not for generator functions."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -40,7 +40,7 @@ _NAME = re.compile(r"(final_hidden|ffn_input|attention_input)(_before_norm)?(?:@
 
 
 def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
-    """Find a key location in a causal language model.
+    """Find the tensor of a causal language model that `key` names, and return its location.
 
     The names are those of Khandelwal et al. 2020, table 5, whose best key is ``ffn_input``:
 
@@ -82,12 +82,19 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
 
 
 def layer_count(model: PreTrainedModel) -> int:
-    """Return the number of decoder layers of a model."""
+    """Return the number of decoder layers of a model.
+
+    Raises:
+        ConfigError: no list of decoder layers is found in the model.
+    """
     return len(_layers(model))
 
 
 def _locate_default(model: PreTrainedModel) -> KeyLocation:
-    """Return ``ffn_input`` if it gives one vector for each token, else ``final_hidden``."""
+    """Return the location ``ffn_input`` if it gives one vector for each token, else ``final_hidden``.
+
+    Runs the model once on two tokens, to find the shape.
+    """
     try:
         location = locate(model, LAYER_PLACES[0])
         key_dim(model, location)
@@ -158,7 +165,8 @@ def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int)
 def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
     """Find the input of the normalization whose output is the tensor at a location.
 
-    Runs the model once on two tokens and compares the memory of the outputs with that of the captured tensor.
+    Runs the model once on two tokens, and looks for a normalization whose output has the same memory as the
+    tensor at the location.
 
     Raises:
         ConfigError: the tensor at the location is not the output of a normalization.
@@ -195,8 +203,8 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """Find the decoder without its output head.
 
-    In some models `get_decoder` or `base_model` returns the model itself or the output head, so these results
-    are skipped.
+    Candidates are the results of `get_decoder` and `base_model`, and the model's children. The model itself,
+    and candidates without a list of layers (in some models the output head), are skipped.
 
     Raises:
         ConfigError: no candidate contains a list of layers.
@@ -210,7 +218,9 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Find the decoder layers: the outermost `ModuleList` of the decoder, the largest if it has several.
+    """Find the decoder layers: the outermost `ModuleList` of the decoder.
+
+    If several lists are equally far out, the list with the most parameters is returned.
 
     Raises:
         ConfigError: the decoder has no list of layers that is not empty.
@@ -232,19 +242,19 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Check by its class name that a module is attention, and not the normalization of attention."""
+    """Check by its class name whether a module is an attention module (not the normalization before one)."""
     name = type(module).__name__.lower()
     return ("attention" in name or "attn" in name) and not name.endswith("norm")
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Check that a module has a weight with at least two dimensions."""
+    """Check whether a module has a weight with at least two dimensions; normalizations have none."""
     # Quantized layers keep their weights in buffers.
     return any(weight.ndim >= 2 for weight in (*module.parameters(), *module.buffers()))
 
 
 def _describe_candidates(layer: nn.Module, model: PreTrainedModel) -> str:
-    """Return the paths and the classes of a layer's modules, for an error message."""
+    """Return the paths and the class names of a layer's modules as one text, for an error message."""
     path = _path_of(model, layer)
     return ", ".join(f"{path}.{name} ({type(child).__name__})" for name, child in layer.named_children())
 

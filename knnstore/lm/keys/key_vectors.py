@@ -43,9 +43,9 @@ _KEYS_ENOUGH = 16_384  # enough for any number of directions: half of KEYS_FITTE
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How a key is computed from hidden states: the sum of a token's state and discounted earlier states.
+    """How a key is computed from hidden states: a token's own state plus discounted earlier states.
 
-    A store's identity has ``str(joining)`` after the name of the place, e.g.
+    ``str(joining)`` is the part that follows the place's name in a store's identity, as in
     ``transformer.h.3.mlp:input +0.5 +0.35``. It is empty if a key is a single state.
     """
 
@@ -54,16 +54,16 @@ class Joining:
 
     @classmethod
     def from_states(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
-        """Create a joining of a number of states.
+        """Create a joining that adds up `states` states.
 
         Args:
             states: number of states in a key, the token's own state included, >= 1.
-            discounts: one for each earlier state, > 0 and finite; default 0.5, 0.35 and so on, each 0.7
-                times the discount before it.
+            discounts: one for each earlier state, > 0 and finite; default 0.5, 0.35 and so on, each 0.7 times
+                the discount before it.
 
         Raises:
-            ConfigError: `states` or a discount is out of range, or the number of discounts is not
-                ``states - 1``.
+            ConfigError: `states` or a discount is out of range, or the number of discounts is not ``states -
+                1``.
         """
         if states < 1:
             raise ConfigError(f"a key needs at least 1 state, got {states}")
@@ -79,7 +79,7 @@ class Joining:
 
     @classmethod
     def parse(cls, key: str) -> tuple[str, Self]:
-        """Split a store's key name into the name of the place and the joining.
+        """Split a store's key name, such as ``mlp:input +0.5``, into the name of the place and the joining.
 
         Raises:
             ConfigError: the part after the place is not a list of discounts like ``+0.5 +0.35``.
@@ -101,10 +101,10 @@ class Joining:
         return 1 + len(self.discounts)
 
     def __call__(self, states: Tensor, attended: Tensor | None = None) -> Tensor:
-        """Compute the keys of whole texts from their states.
+        """Compute the keys of whole texts from the hidden states of all their tokens.
 
         Args:
-            states: shape (b, t, d).
+            states: hidden states of b texts, shape (b, t, d).
             attended: bool, shape (b, t), False at padding, which may be anywhere; None means no padding.
 
         Returns:
@@ -125,7 +125,7 @@ class Joining:
         return keys
 
     def after(self, states: Tensor) -> Tensor:
-        """Compute the keys of the last t positions of texts without padding.
+        """Compute the keys of the last t positions of texts, from states that include earlier positions.
 
         Args:
             states: shape (b, len(discounts) + t, d): the states of the previous tokens, then of the t
@@ -145,7 +145,7 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projection:
-    """A linear map of keys to fewer dimensions."""
+    """A linear map (PCA) of keys to fewer dimensions."""
 
     mean: Tensor
     """Vector that is subtracted from each key first, float32, shape (d,); zeros for inner products."""
@@ -197,9 +197,10 @@ class Projection:
 
 
 def described(identity: Identity) -> dict[str, Any]:
-    """Return the fields of a store's identity that fitted weights must match: model, key, metric and dim.
+    """Return the parts of a store's identity that weights fitted for the store must match.
 
-    The result is saved as metadata of projections and of networks.
+    The keys are ``model`` (hash of the weights), ``key``, ``metric`` and ``dim``. The result is saved as
+    metadata of projections and of networks.
     """
     return {
         "model": identity.model_fingerprint.partition(":")[0],
@@ -218,7 +219,8 @@ def fit_projection(
         keys: the sample, float32, shape (n, d).
         dim: number of directions, 1 to d.
         metric: ``l2`` or ``ip``.
-        keys_per_direction: least number of keys for each direction; 16,384 keys are enough for any `dim`.
+        keys_per_direction: the sample must have at least this number of keys for each direction, but never
+            more than 16,384 (or `dim`, if larger).
 
     Returns:
         The projection, and the fraction of the variance (for ``ip``: of the squared norms) that it preserves,

@@ -16,8 +16,9 @@ from knnstore.lm.mixing.mixer import Chosen, Evidence, SimpleMixer
 class BinnedLambda(SimpleMixer):
     """A mixer with a λ for each bin of the nearest neighbor's distance (Drozdov et al. 2022).
 
-    https://arxiv.org/abs/2210.15859. With `confidence_edges` each bin is divided again, by the
-    log-probability of the model's most probable token. A value on an edge belongs to the upper bin.
+    https://arxiv.org/abs/2210.15859. If `confidence_edges` is not empty, each bin is divided again by the
+    model's confidence, the log-probability of its most probable token. A value on an edge belongs to the
+    upper bin.
     """
 
     distance_edges: tuple[float, ...]
@@ -27,10 +28,12 @@ class BinnedLambda(SimpleMixer):
     """λ of each bin: all confidence bins of the nearest distance bin, then of the next distance bin, etc."""
 
     temperature_factors: tuple[float, ...] = ()
-    """Factor of the settings' T in each bin, in the order of `lambdas`; empty for 1 everywhere."""
+    """Factor of the settings' T in each bin, in the order of `lambdas`; empty means the factor 1 in all
+    bins."""
 
     confidence_edges: tuple[float, ...] = ()
-    """Edges between the bins of confidence, log-probabilities, ascending, finite."""
+    """Edges between the bins of the model's confidence, a log-probability; ascending, finite. Empty means one
+    bin."""
 
     name = "bins"
     needs_nearest_only = True
@@ -53,7 +56,12 @@ class BinnedLambda(SimpleMixer):
             raise ConfigError("every temperature factor of bins must be above 0 and finite")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Return λ and T of each query's bin; see `SimpleMixer`."""
+        """Choose λ and T of each query by the bin of its nearest distance and of the model's confidence.
+
+        Args:
+            evidence: the search result and the model's confidence for n queries.
+            temperature: T of the settings.
+        """
         bins = find_bins(evidence, self.distance_edges, self.confidence_edges)
         lam = torch.tensor(self.lambdas, device=bins.device)[bins]
         if not self.temperature_factors:
@@ -65,18 +73,18 @@ class BinnedLambda(SimpleMixer):
 def find_bins(
     evidence: Evidence, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
 ) -> Tensor:
-    """Return the bin of each query, an index into `BinnedLambda.lambdas`, int64, shape (n,).
+    """Return the number of each query's bin, int64, shape (n,); it is an index into `BinnedLambda.lambdas`.
 
     Args:
-        evidence: the evidence for n queries.
-        distance_edges: see `BinnedLambda.distance_edges`.
-        confidence_edges: see `BinnedLambda.confidence_edges`.
+        evidence: the search result and the model's confidence for n queries.
+        distance_edges: edges between the bins of the nearest distance, ascending.
+        confidence_edges: edges between the bins of the model's confidence, ascending; empty for one bin.
     """
     confidence = _assign_bins(evidence.lm_max, confidence_edges)
     return _assign_bins(evidence.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
 
 
 def _assign_bins(values: Tensor, edges: Sequence[float]) -> Tensor:
-    """Return the number of edges at or below each value, int64, shape (n,)."""
+    """For each value count the edges at or below it, which is the number of its bin; int64, shape (n,)."""
     limits = torch.tensor(edges, dtype=torch.float32, device=values.device)
     return torch.bucketize(values.contiguous(), limits, right=True)

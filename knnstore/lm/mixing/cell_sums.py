@@ -1,5 +1,6 @@
-"""p_kNN as sums over all records of the probed cells, and not only over the k nearest records (`CellSums`).
+"""p_kNN from all records of the probed cells, not only from the k nearest records (`CellSums`).
 
+A cell is a part of a domain's records whose keys are near each other; a query probes the cells nearest to it.
 A pair is a query with a cell that it probes. For each pair, exp(-d/T) is summed over all records of the cell,
 and over the few records with the query's target token (the hits). This module also finds the hits
 (`find_hits`) and the nearest records (`nearest_records`).
@@ -20,11 +21,12 @@ from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
 from knnstore.lm.mixing.token_sums import NeighborSums, count_distinct_tokens
 
 _SAME = 3e-7
-"""Relative tolerance when a temperature is compared with half of another one; float32 rounds this much."""
+"""Relative tolerance when a temperature is compared with half of another temperature, because float32
+rounds."""
 
 
 class ProbedCells(NamedTuple):
-    """b cells, each with the queries that probe it; see `knnstore.datastore.Visits`."""
+    """b cells (groups of stored records with near keys), each with the queries that probe it."""
 
     queries: Tensor
     """Indices of the queries that probe each cell, int64, shape (b, m); -1 if a cell has fewer than m."""
@@ -33,14 +35,15 @@ class ProbedCells(NamedTuple):
     """Tokens of the records, int64, shape (b, r)."""
 
     distances: Tensor
-    """Distance of each query to each record, float32, shape (b, m, r); +inf if query or record is missing."""
+    """Distance of each query to each record, float32, shape (b, m, r); +inf if the query or the record is
+    missing."""
 
     ranks: Tensor | None = None
     """Rank of the cell for the query: the number of cells that are nearer, int64, shape (b, m); None if
     unknown."""
 
     def on(self, device: torch.device) -> "ProbedCells":
-        """Return the cells with all tensors on a device."""
+        """Return the cells with all tensors on a device; on the CPU the same object, without a copy."""
         if device.type == "cpu":
             return self
         ranks = None if self.ranks is None else self.ranks.to(device)
@@ -48,26 +51,28 @@ class ProbedCells(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """h hits: pairs of a query and a record with the query's target token."""
+    """h hits. A hit is a record that has the query's target token, in a cell that the query probes."""
 
     pairs: Tensor
-    """Number of the pair of query and cell, in the order of all cells, int64, shape (h,)."""
+    """For each hit the number of its pair of query and cell, counted over all cells, int64, shape (h,)."""
 
     distances: Tensor
-    """Distance of query and record, float32, shape (h,)."""
+    """Distance of the query to the record of each hit, float32, shape (h,)."""
 
 
 class CellSums:
-    """The results of one search for n queries: all records of the probed cells; see `TokenSums`.
+    """The results of one search for n queries, summed over all records of the probed cells.
+
+    A cell is a group of stored records with near keys; a query probes the cells nearest to it.
 
     Sums are computed on the device of the distances; results are on the device of the targets.
 
     Args:
         cells: the probed cells. No query is compared twice with the same record.
         targets: target token of each query, int64, shape (n,).
-        vocabulary: number of tokens; `weights` then has a column for each token. With None it has two
-            columns: the target token, and all other tokens together.
-        features: number of nearest records in `distances`; with 0 `distances` has only the nearest.
+        vocabulary: number of tokens v; `weights` then has v columns. None gives two columns: the target
+            token, and all other tokens together.
+        features: number of nearest records in `distances`; with 0 `distances` has only the nearest record.
     """
 
     tokens = None
@@ -102,7 +107,7 @@ class CellSums:
 
     @property
     def hits(self) -> Tensor | None:
-        """True for the column of the target token, bool, shape (n, 2); None if each token has a column."""
+        """True for the first of two columns, the target token, bool, shape (n, 2); None with v columns."""
         if self._vocabulary is not None:
             return None
         return torch.tensor([[True, False]], device=self._device).expand(len(self.nearest), -1)
@@ -114,7 +119,7 @@ class CellSums:
 
     @cached_property
     def distinct(self) -> Tensor:
-        """The `count_distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r)."""
         distances, tokens = self._nearest_records
         return count_distinct_tokens(tokens, distances)
 
@@ -124,7 +129,11 @@ class CellSums:
         return self.near(self._features)
 
     def select_rows(self, rows: slice | Tensor) -> "CellSums":
-        """Return the results of the selected queries; no query may be selected twice."""
+        """Return the results of some of the queries.
+
+        Args:
+            rows: a slice; or indices, int64, or a mask, bool. No query may be selected twice.
+        """
         device, count = self._targets.device, len(self.nearest)
         chosen = torch.arange(count, device=device)[rows]
         numbers = torch.full((count + 1,), -1, device=device)  # of the others, and of missing queries
@@ -134,7 +143,7 @@ class CellSums:
         return CellSums(cells, targets, self._vocabulary, self._features)
 
     def nearest_only(self) -> NeighborSums:
-        """Return the nearest records as `NeighborSums`, with `hits` in place of tokens."""
+        """Return only the `features` nearest records, as `NeighborSums` with `hits` in place of tokens."""
         distances, tokens = self._nearest_records
         hits = tokens == self._targets[:-1, None].to(tokens.device)
         return NeighborSums(distances, hits=hits, known_distinct=self.distinct)
@@ -148,10 +157,10 @@ class CellSums:
         return distances.to(self._device), tokens.to(self._device)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Precompute `weights` for these temperatures in one pass over the records.
+        """Compute and keep the results of `weights` for these temperatures, in one pass over the records.
 
-        If a temperature is half of another, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing if
-        each token has a column.
+        If a temperature is half of another one, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing
+        if `weights` has a column for each token of the vocabulary.
         """
         if self._vocabulary is not None:
             return
@@ -162,7 +171,15 @@ class CellSums:
             )
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute p_kNN of the target token and of all other tokens, or of every token; see `TokenSums`."""
+        """Compute the records' probability of the target token and of all other tokens, or of every token.
+
+        Args:
+            temperature: T > 0, one value for all queries or one for each, shape (n,).
+
+        Returns:
+            Float32, shape (n, 2), or (n, v) if the object was created with a vocabulary. A row sums to 1, or
+            is 0 if nothing was found.
+        """
         if self._vocabulary is not None:
             return self._compute_token_probs(temperature, self._vocabulary)
         if isinstance(temperature, Tensor) and temperature.ndim:
@@ -174,10 +191,10 @@ class CellSums:
         return self._weights[float(temperature)]
 
     def target_weights(self, temperatures: Tensor) -> Tensor:
-        """Compute p_kNN of the target tokens at several temperatures, shape (m,).
+        """Compute the probability of each target token by the records, at m temperatures.
 
         Returns:
-            Float32, shape (n, m); 0 if a query probes no cell.
+            Float32, shape (n, m); 0 for a query that probes no cell.
         """
         self.prepare(temperatures.tolist())
         return torch.stack([self._weights[one][:, 0] for one in temperatures.tolist()], 1)
@@ -188,11 +205,13 @@ class CellSums:
         return all(some.ranks is not None for some in self._cells)
 
     def target_weights_within(self, probes: Sequence[int], temperatures: Tensor) -> Tensor:
-        """Compute p_kNN of the target tokens as if fewer cells were probed, in one pass. Needs `is_ranked`.
+        """Compute the probability of each target token as if fewer cells were probed, in one pass.
+
+        The ranks of all cells must be known (`is_ranked`).
 
         Args:
-            probes: numbers of cells that each query probes, ascending, shape (c,).
-            temperatures: shape (m,).
+            probes: c numbers of cells that each query would probe, ascending.
+            temperatures: m temperatures.
 
         Returns:
             Float32, shape (c, n, m).
@@ -209,7 +228,7 @@ class CellSums:
         return found
 
     def _compute_token_probs(self, temperature: PerQuery, vocabulary: int) -> Tensor:
-        """Compute p_kNN of each token, float32, shape (n, v)."""
+        """Compute the probability of each token of the vocabulary by the records, float32, shape (n, v)."""
         temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
         temperatures = pad(temperatures, (0, 1), value=1.0).to(self._finite_nearest.device)
         sums = self._finite_nearest.new_zeros(len(self._finite_nearest), vocabulary)
@@ -224,7 +243,7 @@ class CellSums:
         return sums.div_(sums.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).to(self._device)
 
     def _iterate_sums(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
-        """Yield each temperature with its sums over all records and over hits, shape (2, pairs)."""
+        """Yield each temperature with its sums of exp(-d/T) over all records and hits, shape (2, pairs)."""
         chains = group_into_halving_chains(temperatures)
         sums = self._sum_chains([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
@@ -240,11 +259,11 @@ class CellSums:
         Args:
             temperatures: the first temperature of each chain, shape (1,), or shape (n + 1,) with one value
                 for each query.
-            chains: lists of temperatures, in which each is half of the temperature before it.
+            chains: lists of temperatures; in a list each temperature is half of the temperature before it.
 
         Returns:
-            For each chain and each of its temperatures the sums over all records and over hits, shape
-            (2, pairs).
+            For each chain and each of its temperatures the sums over all records and over hits, shape (2,
+            pairs).
         """
         if not chains:
             return []
@@ -274,12 +293,12 @@ class CellSums:
         return found
 
     def _compute_target_shares(self, temperatures: Tensor, sums: Tensor, gaps: Tensor) -> Tensor:
-        """Compute p_kNN of the target token and of all other tokens, shape (n, 2), from sums over cells.
+        """Compute the probabilities of the target token and of all other tokens, shape (n, 2), from sums.
 
         Args:
-            temperatures: shape (1,), or (n + 1,) for one of each query.
-            sums: sums at these temperatures, shape (2, pairs); see `_sum_chains`.
-            gaps: see `_compute_gaps`.
+            temperatures: one temperature, shape (1,), or one for each query, shape (n + 1,).
+            sums: sums of exp(-d/T) over all records and over hits of each pair, shape (2, pairs).
+            gaps: the query's nearest distance minus the nearest distance of each pair, shape (pairs,).
         """
         divisors = temperatures if len(temperatures) == 1 else temperatures[self._query_of_pair]
         parts = sums * (gaps / divisors).exp_()
@@ -290,10 +309,14 @@ class CellSums:
         return torch.stack([share, (total > 0).float() - share], 1)[:-1].to(self._device)
 
     def _compute_gaps(self, among: Tensor | None = None) -> Tensor:
-        """Compute a query's nearest distance minus the nearest distance of each pair: <= 0, shape (pairs,).
+        """Compute, for each pair, the query's nearest distance minus the pair's own nearest distance (<= 0).
 
         Args:
-            among: False for a pair to leave out, whose gap is -inf; bool, shape (pairs,). None for all pairs.
+            among: False for each pair to leave out, whose gap is -inf; bool, shape (pairs,). None for all
+                pairs.
+
+        Returns:
+            Shape (pairs,).
         """
         near = self._nearest_of_pair if among is None else self._nearest_of_pair.where(among, torch.inf)
         return torch.where(
@@ -301,17 +324,21 @@ class CellSums:
         )
 
     def _compute_nearest(self, distances: Tensor) -> Tensor:
-        """Compute the nearest distance of each query, shape (n + 1,), from the distances of its pairs."""
+        """Compute the smallest distance of each query, shape (n + 1,).
+
+        Args:
+            distances: distance of each pair of query and cell, shape (pairs,).
+        """
         nearest = distances.new_full((len(self._targets),), torch.inf)
         return nearest.scatter_reduce_(0, self._query_of_pair, distances, "amin")
 
     @cached_property
     def _hits(self) -> Hits:
-        """Hits of all queries."""
+        """The records with the target token of a query that probes their cell, with their distances."""
         return find_hits(self._cells, self._query_of_pair, self._targets)
 
     def _iterate_cells(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yield each group of cells with its part of each column.
+        """Yield each group of cells with the part of each column that belongs to the group's pairs.
 
         Args:
             *of_pairs: columns, each of shape (pairs,).
@@ -335,7 +362,11 @@ def _flatten_pairs(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
-    """Group temperatures into chains, in which each temperature is half of the temperature before it."""
+    """Group temperatures into lists in which each temperature is half of the temperature before it.
+
+    Returns:
+        The lists; a temperature without a double and a half among the others is a list of its own.
+    """
     chains: list[list[float]] = []
     for temperature in sorted(temperatures, reverse=True):
         for chain in chains:
@@ -348,14 +379,15 @@ def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]
 
 
 def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
-    """Find the records with the target token of a query that probes their cell.
+    """Find the hits: the records with the target token of a query that probes their cell.
 
     A pair is a cell with a query that probes it. This function sorts the records of each cell by token and
     finds the target tokens by bisection.
 
     Args:
         cells: the cells, on one device.
-        queries: the query of each pair, for all cells in a row, int64, shape (pairs,), from 0 to n - 1.
+        queries: the query of each pair, for all cells one after another, int64, shape (pairs,), from 0 to n -
+            1.
         targets: target token of each query, int64, shape (n,).
 
     Returns:
@@ -389,16 +421,17 @@ def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) ->
 
 
 def _compute_starts(sizes: Tensor) -> Tensor:
-    """Return the index where each part begins if parts of these sizes are concatenated."""
+    """Return the index at which each part begins if parts of these sizes are concatenated, same shape."""
     return sizes.cumsum(0) - sizes
 
 
 def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k nearest records of each query.
+    """Find the k nearest records of each query in the cells that it probes.
 
     Args:
         cells: the cells, on one device.
-        asked: the queries of all cells in a row, int64, shape (pairs,); `count` if one is missing.
+        asked: the query of each pair of query and cell, for all cells one after another, int64, shape
+            (pairs,); `count` for a missing query.
         count: number of queries, n.
         k: number of records.
 
@@ -432,8 +465,8 @@ def _bound_kth_distances(cells: Sequence[ProbedCells], asked: Tensor, count: int
     """Compute a close upper bound of the distance of each query's k-th nearest record, shape (n + 1,).
 
     The records of each cell, except at most k - 1, are divided into k groups, and the nearest of each group
-    is taken. The k-th nearest of these, over all cells of a query, is at least as far as the k-th nearest
-    record.
+    is taken. The k-th nearest of the taken records, over all cells of a query, is at least as far as the k-th
+    nearest of all records.
     """
     leasts = [torch.empty(0, k, device=asked.device)]
     for some in cells:
@@ -461,5 +494,9 @@ def _find_true_indices(mask: Tensor) -> Tensor:
 
 
 def _number_within_owner(owners: Tensor) -> Tensor:
-    """Count the entries of each owner from 0, int64, shape (n,). `owners` must be ascending."""
+    """Count each owner's entries from 0: return the index of each entry within its owner, int64, shape (n,).
+
+    Args:
+        owners: owner of each entry, ascending, shape (n,).
+    """
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)

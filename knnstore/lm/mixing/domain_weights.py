@@ -18,7 +18,7 @@ from knnstore.store import Selection
 
 @dataclass(frozen=True, slots=True)
 class DomainWeights:
-    """The mixer with λ_j and T_j for each domain j."""
+    """The mixer with a weight λ_j and a temperature T_j for each domain j (a named set of documents)."""
 
     domains: tuple[str, ...]
     """Names of the domains, each once."""
@@ -27,7 +27,7 @@ class DomainWeights:
     """λ_j of each domain, 0 or more; their sum is at most 1. A domain with λ_j = 0 is not searched."""
 
     temperature_factors: tuple[float, ...] = ()
-    """T_j of each domain divided by the settings' T; empty for 1 everywhere."""
+    """T_j of each domain divided by the settings' T; empty means 1 for all domains."""
 
     name = "domains"
     needs_nearest_only = False
@@ -52,14 +52,14 @@ class DomainWeights:
         return tuple(number for number, lam in enumerate(self.lambdas) if lam > 0)
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return a selection for each domain with λ_j > 0, with the other conditions of `selection`."""
+        """Return one selection for each domain with λ_j > 0: `selection` with only this domain."""
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Compute the mixture of p_kNN^(j) over the domains, with its λ.
+        """Compute the joint distribution of the records from all domains, and its weight λ, for each query.
 
         Args:
-            evidence: the evidence for n queries, with one search for each domain with λ_j > 0.
+            evidence: the search results for n queries: one result for each domain with λ_j > 0.
             temperature: T of the settings.
 
         Returns:

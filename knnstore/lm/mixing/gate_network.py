@@ -23,7 +23,7 @@ _MISSING_DISTANCE = 1e30
 _HIDDEN = (128, 64)
 _DROPOUT = 0.2
 _DROPOUT_OF_QUERY = 0.5
-"""Dropout of the query's features. The query has hundreds of features, which together could memorize
+"""Dropout of the features that are the query vector. They are hundreds, and could together memorize
 tokens."""
 _EPOCHS = 12
 _MIN_STEPS = 160  # of the optimizer; with little text there are more epochs
@@ -38,11 +38,12 @@ _MIN_DEVIATION = 1e-5
 _HELD_OUT_DIVISOR = 8  # one document in 8 is held out, to decide when the fit stops
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Computes the mean loss of m tokens from the network's outputs, shape (m, o), and their indices, (m,)."""
+"""A function that computes the mean loss of m tokens from the network's outputs for the tokens, shape (m, o),
+and the tokens' indices, shape (m,)."""
 
 
 class Network(nn.Module):
-    """A multilayer perceptron over standardized features.
+    """A multilayer perceptron that standardizes its input features first.
 
     Args:
         mean: mean of the features, shape (f,).
@@ -84,19 +85,19 @@ class Network(nn.Module):
         return linear(standardized, last.weight, last.bias)
 
     def on(self, device: torch.device) -> Self:
-        """Return this network, moved to a device if it is on another.
+        """Move this network to a device if it is on another one, and return it.
 
         Calling `to` without need would take longer than a forward pass.
         """
         return self if self.mean.device == device else self.to(device)
 
     def weights(self, metadata: Mapping[str, Any]) -> Weights:
-        """Return the parameters with metadata, as `Weights` that `from_weights` reads."""
+        """Return the parameters with metadata as `Weights`; `from_weights` creates the network again."""
         return Weights({name: value.numpy() for name, value in self.state_dict().items()}, metadata)
 
     @classmethod
     def from_weights(cls, weights: Weights) -> Self:
-        """Create the network that `weights` saved, in evaluation mode and without gradients."""
+        """Create the network whose parameters are in `weights`, in evaluation mode, without gradients."""
         state = {name: torch.from_numpy(value.copy()) for name, value in weights.tensors.items()}
         biases = sorted(
             (name for name in state if name.endswith(".bias")), key=lambda name: int(name.split(".")[1])
@@ -124,7 +125,8 @@ def fit_network(
         documents: number of each token's document, int64, shape (n,). One document in eight is held out, or
             the first eighth of a single document.
         start: outputs before the fit, the best outputs that are equal for all tokens, shape (o,).
-        query: columns of `features` that are the query vector; half of them are dropped at each step.
+        query: which columns of `features` are the query vector; at each step a random half of these columns
+            is replaced by the mean. Default: no columns.
     """
     names, order = torch.unique(documents, return_inverse=True)
     if len(names) == 1:
@@ -164,13 +166,16 @@ def fit_network(
 
 
 def _mean_loss(network: Network, features: Tensor, loss: Loss, rows: Tensor) -> float:
-    """Return the mean loss of the tokens at `rows`, shape (m,). Sets the network to evaluation mode."""
+    """Return the mean loss of the tokens with indices `rows`, shape (m,).
+
+    Sets the network to evaluation mode.
+    """
     with torch.inference_mode():
         return float(loss(network.eval()(features[rows]), rows))
 
 
 def _copy_weights(network: Network) -> dict[str, Tensor]:
-    """Copy the weights of a network."""
+    """Return a copy of all weights of a network, by name."""
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
@@ -178,14 +183,15 @@ def _copy_weights(network: Network) -> dict[str, Tensor]:
 class GateLambda(SimpleMixer):
     """The mixer with λ and T from a network: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
 
-    https://arxiv.org/abs/2109.04212. Its features are the query, the model's confidence and entropy, the
-    distances of the nearest 1, 2, 4, ... neighbors, and the number of different tokens among them. Unlike the
-    paper's network, it runs after the search.
+    https://arxiv.org/abs/2109.04212. The input features are the query vector, the model's confidence and
+    entropy, the distances of the nearest 1, 2, 4, ... neighbors, and the number of different tokens among
+    them. Unlike the paper's network, it runs after the search.
     """
 
     weights: Weights
     """Weights of the network. Their metadata has ``scale``, the unit of distances, and ``k``, the number of
-    neighbors in the fit. If a search returns fewer, the last one replaces the missing ones."""
+    neighbors in the fit. If a search returns fewer neighbors, the last neighbor replaces the missing
+    neighbors."""
 
     name = "gate"
 
@@ -199,10 +205,14 @@ class GateLambda(SimpleMixer):
         object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T of each query.
+        """Choose λ and T of each query with the network.
+
+        Args:
+            evidence: the search result, query vectors, and the model's confidence and entropy for n queries.
+            temperature: T of the settings, which the network scales.
 
         Raises:
-            ConfigError: the gate was fitted with other features.
+            ConfigError: the network was fitted with another number of features.
         """
         features = compute_gate_features(evidence, self._k, self._scale)
         expected = len(self._network.mean)
@@ -215,7 +225,7 @@ class GateLambda(SimpleMixer):
 
 
 def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
-    """Compute λ and T of each token from the outputs of a gate.
+    """Compute λ and T of each token from the outputs of the network that chooses both.
 
     Args:
         outputs: the logit of λ, and the binary logarithm of T / `temperature`, shape (n, 2).
@@ -228,19 +238,19 @@ def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
 
 
 def make_gate_start(lam: float) -> list[float]:
-    """Return the two outputs for which `decode_gate` returns this λ, about, and an unchanged T.
+    """Return the two network outputs for which `decode_gate` returns about this λ, and an unchanged T.
 
-    λ / `MAX_LAMBDA` is limited to 0.001 to 0.999.
+    λ / `MAX_LAMBDA` is limited to the range from 0.001 to 0.999.
     """
     share = min(max(lam / MAX_LAMBDA, 1e-3), 1 - 1e-3)
     return [math.log(share / (1 - share)), 0.0]
 
 
 def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
-    """Compute the features of a gate.
+    """Compute the input features of the network that chooses λ and T of the keys.
 
     Args:
-        evidence: the evidence for n queries, with `keys` and `lm_entropy`.
+        evidence: the search result for n queries, with the query vectors (`keys`) and the model's entropy.
         k: number of nearest neighbors whose distances are used.
         scale: distance by which distances are divided.
 
@@ -254,17 +264,18 @@ def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
 
 
 def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tensor:
-    """Compute features from the k nearest neighbors.
+    """Compute a gate's input features from the distances and tokens of the k nearest neighbors.
 
     Args:
-        evidence: the evidence for n queries.
-        k: number of nearest neighbors whose distances are used. If a search returned fewer, the farthest
-            neighbor replaces the missing ones.
+        evidence: the search result for n queries.
+        k: number of nearest neighbors whose distances are used. If a search returned fewer neighbors, the
+            farthest neighbor replaces the missing neighbors.
         scale: distance by which distances are divided.
 
     Returns:
-        asinh(distance / scale) of the neighbors 1, 2, 4, ... up to k; and log(1 + number of different tokens)
-        among the nearest 1, 2, 4, ... up to min(k, 16). Float32, shape (n, f).
+        Columns: asinh(distance / scale) of the neighbors with rank 1, 2, 4, ... up to k; then log(1 + number
+        of different tokens) among the nearest 1, 2, 4, ... neighbors, up to min(k, 16). Float32, shape (n,
+        f).
     """
     distances, distinct = evidence.distances, evidence.distinct
     ranks = [min(rank, distances.shape[1]) - 1 for rank in list_powers_of_two(k)]
@@ -285,10 +296,11 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
 
 @dataclass(frozen=True)
 class JointGate:
-    """A mixture of experts: a network weighs the model and all components.
+    """The gate over all components: a network that weighs the model and all experts for each token.
 
-    The features come from all components, see `knnstore.lm.components`. An expert without a prediction has no
-    weight; its weight is distributed to the model and the other experts in proportion to their weights.
+    An expert is one component at one temperature. The input features come from all components. An expert
+    without a prediction has no weight; its weight is distributed to the model and the other experts in
+    proportion to their weights.
     """
 
     weights: Weights
@@ -302,28 +314,31 @@ class JointGate:
 
     @property
     def name(self) -> str:
-        """Name of the gate in reports, where mixers are named too."""
+        """Name of the gate in reports, in which mixers have names too."""
         return "gate over all"
 
     @property
     def factors(self) -> Mapping[str, Sequence[float]]:
-        """Factors of each component's temperature, one for each of its experts, in order."""
+        """For each component name, the factors of its temperature.
+
+        Each factor is one expert, in the order of the outputs.
+        """
         return dict(self.weights.metadata["experts"])
 
     @property
     def unit(self) -> float:
-        """Distance by which distances are divided in features."""
+        """Distance by which distances are divided in the input features."""
         return float(self.weights.metadata["unit"])
 
     def shares(self, features: Tensor, found: Tensor) -> Tensor:
-        """Compute the shares of the model and all experts.
+        """Compute the weights of the model and of all experts in the mixture at n positions.
 
         Args:
             features: float32, shape (n, f); nan where a feature is unknown.
             found: True for an expert that has a prediction, bool, shape (n, e).
 
         Returns:
-            Share of the model, then of each expert; float32, shape (n, 1 + e). Rows sum to 1.
+            Weight of the model, then of each expert; float32, shape (n, 1 + e). Each row sums to 1.
 
         Raises:
             ConfigError: the gate was fitted with other features.
@@ -338,21 +353,26 @@ class JointGate:
 
 
 def fill_unknown_features(features: Tensor, mean: Tensor) -> Tensor:
-    """Replace unknown features (nan or infinite), shape (n, f), by their mean, shape (f,)."""
+    """Replace unknown features by the mean of their column.
+
+    Args:
+        features: shape (n, f); an unknown feature is NaN or infinite.
+        mean: mean of each column, shape (f,).
+    """
     return features.where(features.abs() < torch.inf, mean)
 
 
 def compute_mixture_shares(outputs: Tensor, found: Tensor) -> Tensor:
-    """Convert a network's outputs to shares of the model and all experts, by a softmax.
+    """Convert a gate's outputs to weights of the model and all experts in the mixture, by a softmax.
 
-    The shares of the experts sum to at most `MAX_LAMBDA`, so that no token gets the probability 0.
+    The weights of the experts sum to at most `MAX_LAMBDA`, so that no token gets the probability 0.
 
     Args:
         outputs: logits of the model and of each expert, shape (n, 1 + e).
         found: True for an expert that has a prediction, bool, shape (n, e).
 
     Returns:
-        Shares, shape (n, 1 + e); rows sum to 1, and experts without a prediction have 0.
+        Weights, shape (n, 1 + e). Each row sums to 1, and experts without a prediction have 0.
     """
     shares = outputs.where(pad(found, (1, 0), value=True), -torch.inf).softmax(1) * MAX_LAMBDA
     shares[:, 0] += 1 - MAX_LAMBDA

@@ -30,7 +30,8 @@ _LOWEST = -1e30
 """Replaces log 0, so that a token with p = 0 adds nothing to an entropy."""
 
 LEAST_PROBABILITY = 1e-30
-"""Least probability in fits; logarithms and ratios stay finite in float32."""
+"""Smallest probability in fits; smaller values are raised to it, so that logarithms and ratios stay finite in
+float32."""
 
 MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that a token that was not retrieved remains possible."""
@@ -41,11 +42,18 @@ PRIOR_TOKENS = 32.0
 _BISECTIONS = 24
 
 LEAST_TEMPERATURE = 1e-12
-"""Least temperature; with a smaller one, distance / T may overflow."""
+"""Smallest temperature that settings accept; with a smaller one, distance / T may overflow."""
 
 
 def compute_entropy(log_probs: Tensor) -> Tensor:
-    """Compute the entropy of distributions in nats, shape (n,), from log p of shape (n, v)."""
+    """Compute the entropy in nats of n distributions over v tokens.
+
+    Args:
+        log_probs: log p of every token, shape (n, v); -inf is allowed.
+
+    Returns:
+        Shape (n,).
+    """
     return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(-1)
 
 
@@ -55,10 +63,11 @@ def compute_neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor
     Args:
         distances: float32, shape (n, k), +inf where a neighbor is missing, k >= 1; or (n, 1, k) for several
             temperatures of each query.
-        temperature: T > 0; larger is flatter. Several are of shape (t,).
+        temperature: T > 0; a larger T makes the probabilities more equal. One value, or one for each query,
+            shape (n,). With distances of shape (n, 1, k): several values for all queries, shape (t,).
 
     Returns:
-        float32, shape (n, k) or (n, t, k). Rows sum to 1, or to 0 when no neighbor was found.
+        float32, shape (n, k) or (n, t, k). A row sums to 1, or is 0 if no neighbor was found.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature.to(distances).reshape(-1, 1)
@@ -68,14 +77,15 @@ def compute_neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor
 
 
 class Contribution(NamedTuple):
-    """The distribution of one component at n positions, and its λ.
+    """The distribution over tokens that one component predicts at n positions, and its weight λ.
 
-    The distribution is sparse: it has k places, and a place has a token and a weight. The places of one row
-    may have the same token.
+    The distribution is sparse: it has k columns ("places"), each with a token and a weight. Several places of
+    one row may have the same token.
     """
 
     weights: Tensor
-    """Probability of each place, float32, shape (n, k). A row and its `rest` sum to 1; an empty row has 0."""
+    """Probability of each place, float32, shape (n, k). A row and its `rest` sum to 1; a row without a
+    prediction is 0."""
 
     lam: Tensor
     """λ, the weight of this component; the mixture of the model and all earlier components has 1 - λ.
@@ -83,17 +93,17 @@ class Contribution(NamedTuple):
 
     tokens: Tensor | None = None
     """Token of each place, int64, shape (n, k); arbitrary where the weight is 0. None if `hits` is set, or if
-    the places are the whole vocabulary, k = v, or k = v for each search."""
+    the places are the whole vocabulary (k = v for each search)."""
 
     hits: Tensor | None = None
     """In place of `tokens`: True where a place has the target token; bool, shape (n, k)."""
 
     rest: Tensor | None = None
-    """Probability that each row spreads over the vocabulary as `base` says, float32, shape (n,); None for
-    no probability."""
+    """Probability that each row spreads over the vocabulary in proportion to `base`, float32, shape (n,);
+    None means that nothing is spread."""
 
     base: Tensor | None = None
-    """Distribution over the vocabulary that all rows share, float32, shape (v,)."""
+    """Distribution over the vocabulary that all rows share, float32, shape (v,); None if `rest` is None."""
 
     name: str = ""
     """Name of the component, for reports."""
@@ -103,12 +113,16 @@ class Contribution(NamedTuple):
 
     @property
     def is_found(self) -> Tensor:
-        """Rows with a distribution that is not empty, bool, shape (n,)."""
+        """True for each row with a prediction, bool, shape (n,)."""
         total = self.weights.sum(1)
         return (total if self.rest is None else total + self.rest) > 0
 
     def probs(self, gold: Tensor) -> Tensor:
-        """Compute the probability of one token at each position, float32, shape (n,)."""
+        """Compute the probability of one token at each position, float32, shape (n,).
+
+        Args:
+            gold: the token of each position, int64, shape (n,); not used if `hits` is set.
+        """
         hits = self.hits
         if hits is None:
             assert self.tokens is not None
@@ -133,7 +147,7 @@ class Likelihoods(NamedTuple):
 
     @classmethod
     def of(cls, log_probs: Tensor, gold: Tensor, count: int) -> "Likelihoods":
-        """Create the likelihoods from whole distributions.
+        """Read the log-probabilities of the target tokens and of the most probable tokens from distributions.
 
         Args:
             log_probs: log p of every token, shape (n, v).
@@ -145,14 +159,14 @@ class Likelihoods(NamedTuple):
 
 
 class Mixture:
-    """The mixture of the components and the model.
+    """Mixes the distributions of several components with the model's distribution.
 
     Order matters: each component is mixed over the result of the earlier ones. So the last component c has
     the share λ_c of the mixture, component c - 1 has λ_{c-1} (1 - λ_c), and so on. The model has the rest.
 
     Args:
         components: the components, at least one.
-        temperature: temperature of the neighbors from the store, for reports.
+        temperature: temperature with which neighbors from the store were weighted, for reports.
     """
 
     def __init__(self, components: Sequence[Contribution], temperature: PerQuery = 1.0) -> None:
@@ -171,21 +185,28 @@ class Mixture:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of all columns of all components, float32; rows sum to 1, or are 0 without a prediction.
+        """Weights of all columns of all components, divided by λ, float32, shape (n, columns).
 
-        The weight of a component's `rest` is not included.
+        A row sums to 1, or is 0 without a prediction. The weight of a component's `rest` is not included.
         """
         return torch.cat([self.weights_in(number) for number in range(len(self.components))], 1)
 
     def weights_in(self, number: int) -> Tensor:
-        """Return the columns of `weights` of the component with this index, float32, shape (n, k)."""
+        """Return the columns of `weights` that belong to one component, float32, shape (n, k).
+
+        Args:
+            number: index of the component.
+        """
         weights = self.components[number].weights
         return weights if len(self.components) == 1 else self.share_in(number)[:, None] * weights
 
     def share_in(self, number: int) -> Tensor:
-        """Compute the share of one component among all components, float32, shape (n,).
+        """Compute the share of one component among all components without the model, float32, shape (n,).
 
-        0 where no component has a share. With a single component always 1.
+        0 at positions where no component has a share. With a single component always 1.
+
+        Args:
+            number: index of the component.
         """
         if len(self.components) == 1:
             return torch.ones_like(self.lam)
@@ -208,7 +229,7 @@ class Mixture:
         return torch.stack(parts).sum(0)
 
     def gold(self, lm_log_probs: Tensor, gold: Tensor) -> Tensor:
-        """Compute the log-probability of one token at each position.
+        """Compute the log-probability of one given token at each position in the mixture.
 
         Args:
             lm_log_probs: log p_LM of the token, float32, shape (n,).
@@ -223,7 +244,7 @@ class Mixture:
         return _mix_log_probs(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
 
     def distribution(self, lm_log_probs: Tensor) -> Tensor:
-        """Compute the log-probabilities of the whole vocabulary.
+        """Compute the log-probabilities of all tokens of the vocabulary in the mixture.
 
         Args:
             lm_log_probs: log p_LM, float32, shape (n, v).
@@ -237,7 +258,7 @@ class Mixture:
         return mixed.where(mixed_in > 0, lm_log_probs + left.log())
 
     def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
-        """Compute the log-probabilities of one token and of the most probable tokens.
+        """Compute the mixture's log-probabilities of one given token and of the most probable tokens.
 
         The values equal those of `distribution`, but logarithms of the other tokens are not computed.
 
@@ -265,10 +286,10 @@ class Mixture:
 
         Args:
             like: a tensor of shape (m, v) with the dtype and device of the result.
-            at: the m positions.
+            at: slice that selects m positions; default all positions.
 
         Returns:
-            Shape (m, v); λ times the probability by the components together.
+            Shape (m, v): the part of each token's probability that comes from the components.
         """
         mixed_in = torch.zeros_like(like)
         for share, component in zip(self.shares, self.components, strict=True):
@@ -316,7 +337,13 @@ def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
 
 
 def _mix_log_probs(lm_log_probs: Tensor, mixed_in: Tensor, lam: Tensor) -> Tensor:
-    """Return log((1 - λ) p_LM + `mixed_in`), elementwise; `mixed_in` is λ times a probability."""
+    """Return log((1 - λ) p_LM + `mixed_in`), elementwise.
+
+    Args:
+        lm_log_probs: log p_LM.
+        mixed_in: λ times the probability by the components.
+        lam: λ.
+    """
     return torch.logaddexp(lm_log_probs + torch.log1p(-lam), mixed_in.log())
 
 
@@ -352,7 +379,16 @@ def fit_lambdas(
 
 
 def _sum_by_bin(values: Tensor, bins: Tensor, count: int) -> Tensor:
-    """Sum values, shape (n, m), over the tokens of each of `count` bins; return shape (count, m)."""
+    """Sum values over the tokens of each bin.
+
+    Args:
+        values: shape (n, m).
+        bins: bin of each token, int64, shape (n,).
+        count: number of bins.
+
+    Returns:
+        Shape (count, m).
+    """
     if count == 1:
         return values.sum(0, keepdim=True)
     return torch.zeros(count, values.shape[1]).index_add_(0, bins, values)

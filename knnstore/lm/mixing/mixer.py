@@ -18,22 +18,25 @@ from knnstore.store import Selection
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The results of the model and of all components at n positions; tensors are on one device.
+    """What the model and all components found at n positions: the input from which they are mixed.
 
-    `knnstore.lm.components.look_up` creates it.
+    All tensors are on one device.
+
+    `knnstore.lm.mixture.look_up` creates it.
     """
 
     lm_max: Tensor
     """Confidence of the model: the largest log p_LM at each position, float32, shape (n,)."""
 
     searches: Sequence[TokenSums] = ()
-    """The result of each search of the store, in the order of the mixer's `searches`."""
+    """The result of each search of the store, in the order of the mixer's `searches`; for example one for
+    each domain."""
 
     keys: Tensor | None = None
-    """The queries, float32, shape (n, d)."""
+    """The query vectors, float32, shape (n, d); None if no gate or citation needs them."""
 
     lm_entropy: Tensor | None = None
-    """Entropy of p_LM in nats, float32, shape (n,)."""
+    """Entropy of the model's distribution in nats, float32, shape (n,); None if no gate needs it."""
 
     found: Mapping[str, Any] = field(default_factory=dict)
     """The result of each other component in use, by its name."""
@@ -43,7 +46,7 @@ class Evidence:
 
     @property
     def distances(self) -> Tensor:
-        """Distances of the neighbors, ascending for each of s searches; float32, shape (n, s * k).
+        """Distances of the neighbors, float32, shape (n, s * k), ascending within each of s searches.
 
         The distance of a missing neighbor is +inf.
         """
@@ -51,7 +54,10 @@ class Evidence:
 
     @property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest neighbors of the first search, int16, shape (n, r)."""
+        """Number of different tokens among the nearest 1, 2, 4, ...
+
+        Neighbors of the first search, int16, shape (n, r).
+        """
         return self.searches[0].distinct
 
     @property
@@ -83,25 +89,25 @@ class Evidence:
         return np.concatenate([sums.ids for sums in neighbors if sums.ids is not None], 1)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Precompute and cache `weights` of every search for these temperatures."""
+        """Compute and keep the results of `weights` of every search for these temperatures."""
         for search in self.searches:
             search.prepare(temperatures)
 
     def weights(self, temperatures: Sequence[PerQuery]) -> Tensor:
-        """Compute p_kNN of each of s searches.
+        """Compute the probability of each column (a record or a token) in each of s searches.
 
         Args:
-            temperatures: T of each search, one for all queries or of shape (n,).
+            temperatures: T of each search: one value for all queries, or one for each query, shape (n,).
 
         Returns:
-            Probability of each column (a record, or a token; see `TokenSums.weights`), float32, shape
-            (n, s, columns). Rows sum to 1, or are 0 if nothing was found.
+            Float32, shape (n, s, columns). The columns of a query in a search sum to 1, or are 0 if nothing
+            was found.
         """
         pairs = zip(self.searches, temperatures, strict=True)
         return torch.stack([search.weights(temperature) for search, temperature in pairs], 1)
 
     def select_rows(self, rows: slice | Tensor) -> Self:
-        """Return the evidence for the selected positions.
+        """Return the evidence for some of the positions.
 
         Args:
             rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
@@ -157,7 +163,7 @@ class Chosen(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """p_kNN of n queries with λ, as a mixer returns it."""
+    """The distribution of the retrieved records (p_kNN) for n queries, and its weight λ, from a mixer."""
 
     weights: Tensor
     """Probability of each column in p_kNN, see `Evidence.weights`, float32, shape (n, columns). Rows sum to
@@ -171,7 +177,10 @@ class Weighed(NamedTuple):
 
 
 class Mixer(Protocol):
-    """Chooses λ, and possibly T, for each query. A mixer with a single search inherits `SimpleMixer`."""
+    """Chooses the weight λ of the retrieved records, and possibly T, for each query.
+
+    A mixer that needs only one search inherits from `SimpleMixer`.
+    """
 
     @property
     def name(self) -> str:
@@ -180,48 +189,59 @@ class Mixer(Protocol):
 
     @property
     def needs_nearest_only(self) -> bool:
-        """True if the mixer uses only the nearest distance and the model's confidence."""
+        """True if the mixer chooses by the nearest distance and the model's confidence alone."""
         ...
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return the selections to search, one for each search.
+        """Return the selections of documents to search, one for each search that the mixer needs.
 
         Args:
             selection: the selection of the settings.
 
         Returns:
-            `selection` itself, or one selection for each domain. For a domain that was removed or is not
-            selected, the search returns nothing. Empty if λ is always 0, so that no search is needed.
+            `selection` itself, or one selection for each domain. A search of a domain that was removed or is
+            not selected finds nothing. Empty if λ is always 0, so that no search is needed.
         """
         ...
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Compute p_kNN and λ for each query.
+        """Compute the distribution of the retrieved records (p_kNN) and its weight λ for each query.
 
         Args:
-            evidence: the evidence for n queries, with a result for each selection of `searches`.
+            evidence: the search results for n queries: one result for each selection that `searches`
+                returned.
             temperature: T of the settings; a mixer may scale or replace it.
         """
         ...
 
 
 class SimpleMixer(ABC):
-    """A mixer with one search. A subclass defines ``__call__``, which chooses λ and T."""
+    """A mixer that needs one search. A subclass defines ``__call__``, which chooses λ and T."""
 
     needs_nearest_only = False
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return the selection as the only one to search."""
+        """Return a tuple with `selection` alone, because one search is enough."""
         return (selection,)
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Compute p_kNN at the T that ``__call__`` chooses, with its λ; see `Mixer.weigh`."""
+        """Compute the records' distribution (p_kNN) at the T that ``__call__`` chooses; return it with λ.
+
+        Args:
+            evidence: the result of one search for n queries.
+            temperature: T of the settings.
+        """
         lam, temperatures = self(evidence, temperature)
         return Weighed(evidence.weights([temperatures])[:, 0], lam, temperatures)
 
     @abstractmethod
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T for each query; the arguments are those of `weigh`."""
+        """Choose λ and T for each query.
+
+        Args:
+            evidence: the result of one search for n queries, and the model's confidence.
+            temperature: T of the settings.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +259,11 @@ class FixedLambda(SimpleMixer):
             raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return the selection as the only one to search; no selection if λ is 0."""
+        """Return a tuple with `selection` alone; an empty tuple if λ is 0, because no search is needed."""
         return (selection,) if self.lam > 0 else ()
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Return the same λ for all queries, and `temperature`."""
+        """Return the fixed λ for all queries, float32, shape (n,), and `temperature` unchanged."""
         lam = torch.full((len(evidence.distances),), self.lam, device=evidence.distances.device)
         return Chosen(lam, temperature)
 

@@ -31,7 +31,7 @@ def register_mixer(mixer: M) -> M:
 
     Can be used as a decorator. A registered mixer of the same name is replaced.
 
-    A process that loads such settings must register the class too.
+    A process that loads settings with this mixer must register the class too.
 
     Args:
         mixer: a dataclass with a unique ``name``. Its fields are JSON values; a field ``weights`` may be
@@ -47,7 +47,9 @@ def register_mixer(mixer: M) -> M:
 
 
 def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
-    """Return the mixer classes of other packages and those registered in this process, by name.
+    """Return the mixer classes of other packages, and all registered mixer classes, by name.
+
+    A mixer is a rule that chooses λ and the temperature of each token.
 
     Raises:
         ConfigError: an entry point cannot be loaded, or two mixers have the same name.
@@ -56,12 +58,12 @@ def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
 
 
 def is_registered(mixer: Mixer) -> bool:
-    """Check whether settings with this mixer can be saved."""
+    """Check whether a mixer's name is known, so that settings with this mixer can be saved and loaded."""
     return mixer.name in _BUILT_IN or mixer.name in other_mixers()
 
 
 def load_mixer(values: Mapping[str, Any]) -> Mixer:
-    """Create a mixer from its ``name`` and its fields.
+    """Create a mixer from saved values: its class's ``name``, and the fields of the class.
 
     Raises:
         ConfigError: no mixer has this name, the mixer has other fields, or a value is out of range.
@@ -83,10 +85,10 @@ def load_mixer(values: Mapping[str, Any]) -> Mixer:
 
 @cache
 def _load_installed_mixers() -> dict[str, Callable[..., Mixer]]:
-    """Load the entry points of the group, and return the mixer classes by name; cached.
+    """Load the mixer classes that installed packages offer, and return them by name. The result is cached.
 
     Raises:
-        ConfigError: see `other_mixers`.
+        ConfigError: an entry point cannot be loaded, or two mixers have the same name.
     """
     found: dict[str, Callable[..., Mixer]] = {}
     for entry in entry_points(group=GROUP):

@@ -23,7 +23,7 @@ DISTINCT_AMONG = 16
 """Number of nearest neighbors among which different tokens are counted; more do not help a gate."""
 
 CHUNK_VALUES = 1 << 20
-"""Number of neighbors that are weighed at once, so that they stay in a CPU's cache."""
+"""Number of neighbors that are weighted at once, so that they stay in a CPU's cache."""
 
 _OCTAVES = (-6.0, 3.0)
 _OCTAVE_STEP = 0.5
@@ -34,7 +34,10 @@ _MAX_LOOPED_QUERIES = 4
 
 
 class TokenSums(Protocol):
-    """The results of one search for n queries."""
+    """The results of one search for n queries, as weights of columns.
+
+    A column stands for a record or a token.
+    """
 
     @property
     def distances(self) -> Tensor:
@@ -43,14 +46,14 @@ class TokenSums(Protocol):
 
     @property
     def distinct(self) -> Tensor:
-        """The `count_distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r)."""
         ...
 
     @property
     def tokens(self) -> Tensor | None:
         """Token of each column of `weights`, int64, shape (n, columns).
 
-        None if `hits` is kept instead, or if the columns are the whole vocabulary.
+        None if `hits` has values instead, or if the columns are the whole vocabulary.
         """
         ...
 
@@ -58,39 +61,39 @@ class TokenSums(Protocol):
     def hits(self) -> Tensor | None:
         """True for columns of `weights` with the target token, bool, shape (n, columns).
 
-        None if `tokens` is kept instead, or if the columns are the whole vocabulary.
+        None if `tokens` has values instead, or if the columns are the whole vocabulary.
         """
         ...
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Precompute `weights` for these temperatures."""
+        """Compute and keep the results of `weights` for these temperatures, so that later calls are fast."""
         ...
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute the probability of each column in p_kNN.
+        """Compute the probability of each column, a softmax of -distance / T over the records.
 
         A column is a record, a token of the vocabulary, or "the target token" and "all other tokens".
 
         Args:
-            temperature: T > 0, one for all queries or of shape (n,).
+            temperature: T > 0: one value for all queries, or one for each query, shape (n,).
 
         Returns:
-            Float32, shape (n, columns). Rows sum to 1, or are 0 if nothing was found.
+            Float32, shape (n, columns). A row sums to 1, or is 0 if nothing was found.
         """
         ...
 
     def select_rows(self, rows: slice | Tensor) -> Self:
-        """Return the results for some of the queries."""
+        """Return the results of some of the queries; `rows` is a slice, indices or a mask."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NeighborSums:
-    """The k nearest records of n queries, a column for each record; tensors are on one device."""
+    """The k nearest records of n queries, with one column for each record; all tensors are on one device."""
 
     distances: Tensor
-    """Distances, float32, shape (n, k), +inf if a neighbor is missing. The nearest come first, ascending: all
-    of them, or as many as a mixer uses."""
+    """Distances, float32, shape (n, k); +inf for a missing neighbor. At least as many columns as a mixer
+    looks at are ascending, the nearest first."""
 
     tokens: Tensor | None = None
     """Tokens, int64, shape (n, k); arbitrary if a neighbor is missing. None if only hits were kept."""
@@ -102,7 +105,7 @@ class NeighborSums:
     """Record ids, int64, shape (n, k), -1 if missing; kept only for sources."""
 
     known_distinct: Tensor | None = None
-    """Value of `distinct` if `tokens` were not kept."""
+    """The value of `distinct`, kept in place of `tokens`; None if `distinct` is computed from `tokens`."""
 
     _prepared: dict[float, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -114,30 +117,37 @@ class NeighborSums:
 
     @property
     def distinct(self) -> Tensor:
-        """The `count_distinct_tokens` of the neighbors, int16, shape (n, r)."""
+        """Number of different tokens among the nearest 1, 2, 4, ... neighbors, int16, shape (n, r)."""
         if self.known_distinct is not None:
             return self.known_distinct
         assert self.tokens is not None
         return count_distinct_tokens(self.tokens, self.distances)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Precompute `weights` for these temperatures."""
+        """Compute and keep the results of `weights` for these temperatures, so that later calls are fast."""
         if not self._prepared.keys() >= set(temperatures):
             every = compute_neighbor_weights(self.distances[:, None], torch.tensor(temperatures))
             self._prepared.update(zip(temperatures, every.unbind(1), strict=True))
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute the probability of each neighbor in p_kNN; see `TokenSums`."""
+        """Compute the probability of each neighbor, a softmax of -distance / T, float32, shape (n, k).
+
+        Args:
+            temperature: T > 0: one value for all queries, or one for each query, shape (n,).
+
+        Returns:
+            A row sums to 1, or is 0 for a query without neighbors.
+        """
         if isinstance(temperature, float) and temperature in self._prepared:
             return self._prepared[temperature]
         return compute_neighbor_weights(self.distances, temperature)
 
     def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
-        """Return the results with `hits` in place of `tokens`: 5 bytes for each neighbor in place of 12.
+        """Return the results with `hits` in place of `tokens`: 5 bytes for each neighbor, not 12.
 
         Args:
             targets: target token of each query, int64, shape (n,).
-            with_distinct: keep `distinct` too, for a gate.
+            with_distinct: True to keep `distinct` too, which a gate needs.
         """
         assert self.tokens is not None
         distinct = self.distinct if with_distinct else None
@@ -145,11 +155,17 @@ class NeighborSums:
         return NeighborSums(self.distances, hits=hits, known_distinct=distinct)
 
     def nearest(self, k: int) -> "NeighborSums":
-        """Return the k nearest neighbors; the neighbors must be sorted. `known_distinct` does not change."""
+        """Return only the first k neighbors of each query, which are the nearest.
+
+        `known_distinct` does not change.
+
+        Args:
+            k: number of neighbors. The neighbors must be sorted by distance.
+        """
         return self._map_columns(lambda column: column[:, :k])
 
     def select_rows(self, rows: slice | Tensor) -> "NeighborSums":
-        """Return the results for some of the queries."""
+        """Return the results of some of the queries; `rows` is a slice, indices or a mask."""
         distinct = None if self.known_distinct is None else self.known_distinct[rows]
         at = (
             rows.numpy() if isinstance(rows, Tensor) else rows
@@ -160,7 +176,12 @@ class NeighborSums:
 
     @classmethod
     def joined(cls, parts: Sequence["NeighborSums"], k: int = 1) -> "NeighborSums":
-        """Concatenate groups of queries, with at least k columns. Record ids are dropped."""
+        """Concatenate the results of several groups of queries. Record ids are dropped.
+
+        Args:
+            parts: the results of each group, at least one.
+            k: least number of columns of the result; missing neighbors are filled in.
+        """
         width = max(k, *(part.distances.shape[1] for part in parts))
 
         def column(name: str, missing: float) -> Any:
@@ -215,12 +236,12 @@ def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
 
 
 def list_powers_of_two(k: int) -> list[int]:
-    """Return 1, 2, 4, ... up to k."""
+    """Return the powers of two from 1 up to at most k, ascending; an empty list for k = 0."""
     return [1 << power for power in range(k.bit_length())]
 
 
 def make_temperature_grid(distances: Tensor) -> Tensor:
-    """Choose a grid of temperatures from the differences of distances, ascending by a factor of √2.
+    """Choose temperatures to try from the differences between distances; each is √2 times the one before.
 
     Args:
         distances: ascending distances of a sample of queries that found something, shape (n, k).
@@ -241,7 +262,7 @@ def make_temperature_grid(distances: Tensor) -> Tensor:
 def compute_target_probs_on_grid(
     distances: Tensor, hits: Tensor, ks: Sequence[int], temperatures: Tensor
 ) -> Tensor:
-    """Compute p_kNN of n target tokens for each k and each temperature.
+    """Compute the probability of n target tokens by their neighbors, for each k and each temperature.
 
     Args:
         distances: float32, shape (n, k), +inf if a neighbor is missing.
@@ -268,16 +289,18 @@ def compute_target_probs_on_grid(
 
 
 def interpolate_on_grid(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
-    """Interpolate p_kNN at any temperature, by the cubic through the nearest four points (or all, if fewer).
+    """Interpolate probabilities between temperatures, by a cubic through the nearest four points.
+
+    If the grid has fewer than four temperatures, all points are used.
 
     Args:
-        knn: p_kNN at each temperature of the grid, shape (n, m).
+        knn: probability of each token by its neighbors at each temperature of the grid, shape (n, m).
         temperatures: the grid, ascending by a constant factor, shape (m,).
-        wanted: temperature of each token, shape (n,), or one for all. Values outside the grid are moved to
-            its ends.
+        wanted: the temperature at which to interpolate, for each token, shape (n,), or one for all tokens. A
+            value outside the grid is moved to the nearest end.
 
     Returns:
-        p_kNN, shape (n,), between 0 and 1.
+        The probabilities, shape (n,), between 0 and 1.
     """
     if len(temperatures) == 1:
         return knn[:, 0]
@@ -298,19 +321,19 @@ def interpolate_on_grid(knn: Tensor, temperatures: Tensor, wanted: Tensor | floa
 
 @dataclass(frozen=True, slots=True)
 class TargetSums:
-    """p_kNN of n target tokens at each temperature of a grid, and no other results; see `TokenSums`."""
+    """Only the probabilities of n target tokens by the retrieved records, at each temperature of a grid."""
 
     temperatures: Tensor
     """The grid, float32, shape (m,), ascending."""
 
     knn: Tensor
-    """p_kNN at each temperature, float32, shape (n, m)."""
+    """Probability of each target token at each temperature, float32, shape (n, m)."""
 
     found: Tensor
     """True for a query whose search found a record, bool, shape (n,)."""
 
     nearest: NeighborSums | None = None
-    """The nearest records, for mixers that use them."""
+    """The nearest records, for mixers that use them; None if they were not kept."""
 
     tokens = None
 
@@ -321,13 +344,13 @@ class TargetSums:
 
     @property
     def distances(self) -> Tensor:
-        """Distances of the nearest records, float32, shape (n, k)."""
+        """Distances of the nearest records, float32, shape (n, k). The records must have been kept."""
         assert self.nearest is not None
         return self.nearest.distances
 
     @property
     def distinct(self) -> Tensor:
-        """The `count_distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r)."""
         assert self.nearest is not None
         return self.nearest.distinct
 
@@ -337,14 +360,20 @@ class TargetSums:
         return torch.tensor([[True, False]]).expand(len(self.found), -1)
 
     def select_rows(self, rows: slice | Tensor) -> "TargetSums":
-        """Return the results for some of the queries."""
+        """Return the results of some of the queries; `rows` is a slice, indices or a mask."""
         nearest = None if self.nearest is None else self.nearest.select_rows(rows)
         return TargetSums(self.temperatures, self.knn[rows], self.found[rows], nearest)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Do nothing: the grid is known."""
+        """Do nothing, because the probabilities on the grid are already known."""
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Interpolate p_kNN of the target token and of all other tokens together, shape (n, 2)."""
+        """Interpolate the probabilities of the target token and of all other tokens together, shape (n, 2).
+
+        A row is 0 for a query without records.
+
+        Args:
+            temperature: T > 0: one value for all queries, or one for each query, shape (n,).
+        """
         target = interpolate_on_grid(self.knn, self.temperatures, temperature)
         return torch.stack([target, 1 - target], 1) * self.found[:, None]

@@ -23,31 +23,44 @@ _MAX_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class DomainEvidence:
-    """Evidence of n tokens for the weights of domains: 4 bytes for each token, domain and temperature."""
+    """Probabilities of n tokens, for fitting one weight for each domain (a named set of stored documents).
+
+    Takes 4 bytes for each token, domain and temperature.
+    """
 
     k: int
+    """Number of neighbors that were searched in each domain."""
     domains: tuple[str, ...]
+    """Names of the domains that were searched."""
     temperatures: Tensor
-    """The grid, float32, shape (m,), ascending."""
+    """The temperatures at which p_kNN is computed, float32, shape (m,), ascending."""
     knn: Tensor
-    """p_kNN^(j) of each token at each temperature, float32, shape (j, n, m). p_LM if nothing was found,
-    because then the model gets the weight of the domain."""
+    """Probability of each token by the records of each domain at each temperature, float32, shape (j, n,
+    m). The model's probability where no record was found, because then the model gets the weight of the
+    domain."""
     found: Tensor
-    """True if a record of the domain was found for the token, bool, shape (j, n)."""
+    """True where a record of the domain was found for the token, bool, shape (j, n)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n,)."""
     probes: int | None = None
-    """Number of probed cells over whose records p_kNN^(j) sums; None if it sums over k neighbors."""
+    """Number of probed cells whose records all count; None if only the k nearest records count."""
 
     def only(self, wanted: Tensor) -> "DomainEvidence":
-        """Return the evidence of the tokens in a mask, bool, shape (n,)."""
+        """Return the probabilities of the tokens that a mask selects.
+
+        Args:
+            wanted: True for the tokens to keep, bool, shape (n,).
+        """
         return replace(self, knn=self.knn[:, wanted], found=self.found[:, wanted], lm=self.lm[wanted])
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Compute the mixture of settings with `DomainWeights`; p_kNN^(j) is interpolated on the grid.
+        """Compute log-probabilities of tokens in the mixture of settings that weigh domains.
+
+        The probability by a domain's records is interpolated between the two nearest temperatures of the
+        grid.
 
         Args:
-            settings: settings whose mixer has weights of domains in `domains`.
+            settings: settings whose mixer is a `DomainWeights` with weights of domains in `domains`.
             tokens: indices of tokens of the text, int64, shape (m,).
         """
         mixer = cast(DomainWeights, settings.mixer)
@@ -63,7 +76,7 @@ class DomainEvidence:
 
 
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:
-    """Fit λ_j and T_j of each domain j, and return settings with `DomainWeights`.
+    """Fit a weight λ_j and a temperature T_j for each domain j; return settings with `DomainWeights`.
 
     The log-likelihood per token is within `_GAP` nats of the best for the chosen temperatures. Domains with a
     λ_j below `_MIN_WEIGHT` get λ_j = 0.
@@ -94,13 +107,17 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
 
 
 def fit_mixture_weights(probs: Tensor) -> Tensor:
-    """Fit the weights of a mixture by expectation maximization; return float64, shape (c,), with sum 1.
+    """Fit the weights of a mixture with c components by expectation maximization.
 
-    The log-likelihood is within ``_GAP`` nats for each observation of the best. The largest component of the
-    gradient shows this, because the function is concave: at the optimum it is 1 for every component in use.
+    The mean log-likelihood of an observation is within ``_GAP`` nats of the best. The largest component of
+    the gradient shows this, because the function is concave: at the optimum it is 1 for every component in
+    use.
 
     Args:
         probs: probability of n observations by c components, above 0, shape (n, c).
+
+    Returns:
+        The weights, float64, shape (c,), which sum to 1.
     """
     probs = probs.double()
     weights = probs.new_full((probs.shape[1],), 1 / probs.shape[1])
@@ -113,15 +130,15 @@ def fit_mixture_weights(probs: Tensor) -> Tensor:
 
 
 def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
-    """Fit λ_j at fixed temperatures.
+    """Fit the weight λ_j of each domain at fixed temperatures.
 
     Args:
-        evidence: the evidence.
+        evidence: the tokens' probabilities by each domain.
         points: index of each domain's temperature in the grid, int64, shape (j,).
         worth: mask of the domains to fit, bool, shape (j,); None means all.
 
     Returns:
-        float32, shape (j,); 0 for domains that are not fitted.
+        The weights, float32, shape (j,); 0 for domains that are not fitted.
     """
     worth = torch.ones(len(points), dtype=torch.bool) if worth is None else worth
     probs = torch.cat([evidence.lm[:, None], _select_probs(evidence, points)[worth].T], 1).clamp(
@@ -133,5 +150,10 @@ def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None 
 
 
 def _select_probs(evidence: DomainEvidence, points: Tensor) -> Tensor:
-    """Return p_kNN of each domain at the temperature with index ``points[j]``, float32, shape (j, n)."""
+    """Return each domain's probabilities of the tokens at the domain's temperature, float32, shape (j, n).
+
+    Args:
+        evidence: the tokens' probabilities by each domain.
+        points: index of each domain's temperature in the grid, int64, shape (j,).
+    """
     return torch.stack([knn[:, point] for knn, point in zip(evidence.knn, points.tolist(), strict=True)])

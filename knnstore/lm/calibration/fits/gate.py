@@ -22,13 +22,13 @@ from knnstore.lm.settings import KNNSettings
 def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     """Fit a network that chooses λ and T of each token, and return settings with the network as mixer.
 
-    The fit starts from the best fixed λ and T. The loss is the negative log-likelihood of the mixture.
-    Between two temperatures of the grid, p_kNN is interpolated linearly, so that the cost does not depend on
-    k.
+    The fit starts from the best fixed λ and T. The loss is the negative log-likelihood of the mixture. The
+    probability by the neighbors (p_kNN) is interpolated linearly between two temperatures of the grid, so
+    that the cost does not depend on k.
 
     Args:
-        evidence: evidence of the tokens to fit on.
-        scored: the text, for the features.
+        evidence: probabilities of the tokens to fit on.
+        scored: the text, from which the network's input features are computed.
     """
     fixed_temperature, fixed_lam = best_fixed(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
@@ -52,7 +52,9 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
 
 
 def assign_document_blocks(scored: ScoredText, tokens: Tensor) -> Tensor:
-    """Return the number of each token's document or block, of which the fit of a network holds out some.
+    """Return the number of each token's document, or of its block in a long document.
+
+    The fit of a network holds out some of these documents or blocks, to decide when to stop.
 
     Args:
         scored: the text.

@@ -23,14 +23,15 @@ def fit_together(
     others: Mapping[str, Fitting],
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the keys, then each other component over the earlier ones, then one gate over all components.
+    """Fit the keys, then each other component over the earlier components, then one gate over all components.
 
     Args:
-        evidence: evidence of the tokens to fit on.
+        evidence: probabilities of the tokens to fit on.
         scored: the text.
-        ngrams: fits n-grams, in turn with the keys; None leaves n-grams out.
-        others: fits of the components that are mixed after keys and n-grams, in this order, by name.
-        fit: fits the keys.
+        ngrams: fits n-grams, alternating with the keys; None leaves n-grams out.
+        others: for each component that is mixed after keys and n-grams, by name and in this order, the object
+            that fits it.
+        fit: fits the settings of the keys.
     """
     at = evidence.tokens
     settings = fit(evidence) if ngrams is None else fit_with_ngrams(evidence, scored, ngrams, fit)
@@ -43,7 +44,7 @@ def fit_together(
 
 
 def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> JointGate:
-    """Fit a gate over the components that settings use.
+    """Train a gate, a network that weighs all components which settings use, on a scored text.
 
     Args:
         scored: the text.

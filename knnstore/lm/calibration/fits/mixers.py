@@ -21,7 +21,13 @@ from knnstore.lm.settings import KNNSettings
 
 
 def fit_fixed(evidence: GridEvidence) -> KNNSettings:
-    """Fit one T and one λ for all tokens; λ = 0 and k = 1 if the text has no neighbor."""
+    """Fit one temperature T and one weight λ for all tokens, and return settings with both.
+
+    If no token has a neighbor, the settings have λ = 0 and k = 1.
+
+    Args:
+        evidence: probabilities of the tokens to fit on.
+    """
     if not len(evidence.temperatures):
         return KNNSettings(k=1, lam=0.0)
     temperature, lam = best_fixed(evidence)
@@ -29,7 +35,11 @@ def fit_fixed(evidence: GridEvidence) -> KNNSettings:
 
 
 def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
-    """Return T and λ, equal for all tokens, with the largest likelihood. The grid must not be empty."""
+    """Return the temperature T and the weight λ, equal for all tokens, with the largest likelihood.
+
+    Args:
+        evidence: probabilities of the tokens to fit on, at one temperature or more.
+    """
     lam, loss = _fit_all_tokens(evidence)
     point = _find_minimum(loss)
     return interpolate_columns(evidence.temperatures.log(), point).exp().item(), interpolate_columns(
@@ -40,13 +50,16 @@ def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
 def fit_bins(
     evidence: GridEvidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
 ) -> KNNSettings:
-    """Fit λ, and T if `temperatures`, in bins with about equal numbers of tokens.
+    """Fit one λ (and one T, if `temperatures` is True) for each bin of tokens; return settings with them.
+
+    Bins have about equal numbers of tokens, by the distance to the nearest neighbor and the model's
+    confidence.
 
     A prior of `PRIOR_TOKENS` tokens draws λ and T of each bin towards the best λ and T for all tokens. A bin
     without tokens has exactly the best λ and T for all tokens.
 
     Args:
-        evidence: evidence of the tokens to fit on.
+        evidence: probabilities of the tokens to fit on.
         distance_bins: number of bins of the distance to the nearest neighbor.
         confidence_bins: number of bins of the model's confidence within each bin of distances.
         temperatures: True to fit T in each bin too.
@@ -72,23 +85,26 @@ def fit_bins(
 
 
 def _fit_all_tokens(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
-    """Return λ for all tokens at each temperature, and the loss with it, each of shape (1, m)."""
+    """Return the best λ for all tokens at each of m temperatures, and its loss, each of shape (1, m)."""
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
 
 
 def _compute_edges(values: Tensor, bins: int) -> tuple[float, ...]:
-    """Return the quantiles that divide values into `bins` bins of equal size; fewer if values are equal."""
+    """Return the quantiles that divide values into `bins` bins with equal numbers of values, ascending.
+
+    There are fewer than ``bins - 1`` edges if quantiles are equal, because equal quantiles are returned once.
+    """
     quantiles = np.quantile(values.numpy(), np.arange(1, bins) / bins)
     return tuple(np.unique(quantiles.astype(np.float32)).tolist())
 
 
 def _find_minimum(loss: Tensor) -> Tensor:
-    """Return the fractional column of the minimum of each row, shape (g,).
+    """Find the minimum of each row between columns, and return its fractional column index, shape (g,).
 
-    It is the vertex of the parabola through the lowest column and its two neighbors.
+    The minimum is the vertex of the parabola through the lowest column and its two neighbors.
 
     Args:
-        loss: shape (g, m).
+        loss: values at m columns, shape (g, m).
     """
     last = loss.shape[1] - 1
     lowest = loss.argmin(1)
@@ -100,11 +116,11 @@ def _find_minimum(loss: Tensor) -> Tensor:
 
 
 def interpolate_columns(values: Tensor, columns: Tensor) -> Tensor:
-    """Interpolate each row linearly at a fractional column; return shape (g,).
+    """Interpolate each row linearly between its columns; return one value for each row, shape (g,).
 
     Args:
         values: shape (g, m), or (m,) for the same values in all rows.
-        columns: fractional column of each row, shape (g,); limited to 0 to m - 1.
+        columns: fractional column index for each row, shape (g,); limited to the range from 0 to m - 1.
     """
     rows = values.expand(len(columns), -1)
     last = rows.shape[1] - 1

@@ -19,13 +19,13 @@ def fit_with_ngrams(
     ngrams: NGramFitting,
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the keys and λ of n-grams in turn, and return settings with both.
+    """Fit the keys and λ of n-grams alternately, twice, and return settings with both.
 
     Args:
-        evidence: evidence of the tokens to fit on.
+        evidence: probabilities of the tokens to fit on.
         scored: the text.
-        ngrams: fits n-grams on all tokens of the text.
-        fit: fits the keys.
+        ngrams: fits n-grams; has their predictions for all tokens of the text.
+        fit: fits the settings of the keys.
     """
     at = evidence.tokens
     of_tokens = NGramFitting(ngrams.found.rows(at))
