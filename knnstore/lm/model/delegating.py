@@ -1,8 +1,8 @@
 """Delegating attributes of transformers models from the model with a store to its base model.
 
 `PreTrainedModel` has about two hundred attributes: attention implementations, experts, embeddings, tied
-heads, gradient checkpointing, adapters, device plans. All of them concern weights and layers, and the model
-with a store has no weights or layers except those of its base model. So every attribute except
+heads, gradient checkpointing, adapters, device plans. All these attributes concern weights and layers, and
+the model with a store has no weights or layers except those of its base model. So every attribute except
 `_NOT_DELEGATED` is delegated to the base model, also attributes that later versions of transformers add.
 """
 
@@ -39,14 +39,15 @@ _NOT_DELEGATED = frozenset(
         "retrieve_modules_from_names",
     }
 )
-"""Attributes of `PreTrainedModel` that are not delegated; those of `nn.Module` are not delegated either."""
+"""Attributes of `PreTrainedModel` that are not delegated to the base model; attributes of `nn.Module` are not
+delegated either."""
 
 _BY_CLASS_NAME = frozenset({"_prepare_cache_for_generation", "_supports_default_dynamic_cache"})
 """Methods of `GenerationMixin` that depend on the name of the model's class."""
 
 
 class _BaseAttribute:
-    """Descriptor that reads and sets an attribute on the base model.
+    """Descriptor that reads and sets an attribute on the base model instead of the model with a store.
 
     Access through the class returns the attribute of transformers.
     """
@@ -66,10 +67,10 @@ class _BaseAttribute:
 
 
 class _GenerationStep:
-    """Descriptor of a step of `generate`: the base model's method if its class overrides the step.
+    """Descriptor that returns a step (method) of `generate` for a model with a store.
 
-    Otherwise it is the method of `GenerationMixin`. Methods in `_BY_CLASS_NAME` are always those of the base
-    model.
+    If the base model's class overrides the step, the base model's method is returned, else the method of
+    `GenerationMixin`. Methods in `_BY_CLASS_NAME` are always those of the base model.
     """
 
     def __init__(self, name: str, inherited: Any) -> None:
@@ -113,7 +114,7 @@ def delegate_to_base(model_class: Model) -> Model:
 
 
 def is_delegated(base: Any, name: str) -> bool:
-    """Check whether an attribute that the model with a store does not have is delegated to the base model.
+    """Check whether a missing attribute of the model with a store is read from the base model.
 
     True for public names, and for private names that the class of the base model defines. A private attribute
     of a single object, for example a hook or a compiled call, is not delegated.

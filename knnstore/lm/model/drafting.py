@@ -44,14 +44,16 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Options of `generate`, each with the values that drafts support: one text, one token at a time."""
 _UNSUPPORTED_OPTIONS = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
-"""Options of `generate` that drafts do not support with any value except None."""
+"""Options of `generate` that drafts support only if they are None."""
 _NOT_CROPPABLE = "the model's cache cannot take tokens back"
 
 
 def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the reason, in a few words, why drafts do not support these arguments of `generate`.
+    """Return the reason, in a few words, why drafts cannot be used with these arguments of `generate`.
 
-    Returns None if drafts support them. The KV cache is not checked here, because it does not exist yet;
+    A draft is a guess of several next tokens, which the model checks in one forward pass.
+
+    Returns None if drafts can be used. The KV cache is not checked here, because it does not exist yet;
     `generate_with_drafts` checks it.
 
     Args:
@@ -95,9 +97,10 @@ def warn_no_drafts(reason: str) -> None:
 def enable_drafts(
     store: KNNStore, settings: KNNSettings, tokenizer: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a copy of the options of `generate`, changed so that `generate` calls `generate_with_drafts`.
+    """Return a copy of the options of `generate` with which `generate` calls `generate_with_drafts`.
 
-    Stop strings become a stopping criterion, in the options and in a copied generation configuration.
+    Stop strings, in the options or in the generation configuration, become a stopping criterion. The given
+    configuration is not changed.
 
     Args:
         store: the store; drafts are copied from its texts.
@@ -132,7 +135,9 @@ def generate_with_drafts(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate one text with drafts; used as ``generate(custom_generate=...)``.
+    """Generate one text: each forward pass checks a draft, a guess of several next tokens.
+
+    Used as ``generate(custom_generate=...)``.
 
     If the cache cannot remove tokens, logs one warning and generates without drafts.
 
@@ -214,7 +219,10 @@ def generate_with_drafts(
 def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return a copy of the model's arguments, with mask and positions extended by `count` tokens.
 
-    A `count` of 0 returns an unchanged copy.
+    Args:
+        model: the model with a store.
+        model_kwargs: the arguments.
+        count: number of tokens; 0 returns an unchanged copy.
     """
     given = dict(model_kwargs)
     if count:
@@ -225,9 +233,9 @@ def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> d
 def _may_remove_tokens(cache: Any) -> bool:
     """Check whether an empty KV cache can probably remove tokens, by the classes of its layers.
 
-    Returns False for a static layer, and for a layer whose class overrides `update` but not `crop` (for
-    example a quantized layer). Returns False for None and for a cache of another kind, and True for a cache
-    without layers.
+    Returns False if a layer is static, or if a layer's class overrides `update` but not `crop` (for example a
+    quantized layer). Returns False for None and for a cache of another kind, and True for a cache without
+    layers.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "activate_past_recording"):
         return False

@@ -27,21 +27,22 @@ _NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no cod
 
 
 class StoreGeneration(GenerationMixin):
-    """`GenerationMixin` for a model with a store."""
+    """The `generate` of transformers (`GenerationMixin`) for a model with a store."""
 
     def generate(
         self: Any, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any
     ) -> Any:
-        """Generate text as `GenerationMixin.generate` does.
+        """Generate text as `GenerationMixin.generate` does, with predictions of the store mixed in.
 
         Args:
-            *args: see `GenerationMixin.generate`.
+            *args: arguments of `GenerationMixin.generate`.
             knn: settings of this call, resolved for generation; default ``self.knn``.
-            draft: check several drafted tokens in one forward pass (speculative decoding). A draft is copied
-                from a place in the store or earlier in the text where the same tokens precede it. Greedy text
-                stays the same. Works for a single text without beams, if the model's cache can remove tokens;
-                otherwise a warning with the reason is logged, and text is generated without drafts.
-            **kwargs: see `GenerationMixin.generate`.
+            draft: True to check several drafted tokens in one forward pass (speculative decoding). A draft is
+                copied from a place in the store or earlier in the text where the same tokens precede it.
+                Greedy text stays the same. Works for a single text without beams, if the model's cache can
+                remove tokens; otherwise a warning with the reason is logged, and text is generated without
+                drafts.
+            **kwargs: arguments of `GenerationMixin.generate`.
 
         Returns:
             The result of `GenerationMixin.generate`.
@@ -81,17 +82,18 @@ class StoreGeneration(GenerationMixin):
         knn: KNNSettings | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare the base model's inputs, and add the settings and the mask of padding.
+        """Prepare the arguments of the next forward pass, with the settings and the mask of padding.
 
         Args:
             input_ids: the texts so far, or the next chunk of the prompts, int64, shape (b, n).
-            *args: see `GenerationMixin.prepare_inputs_for_generation`.
-            inputs_embeds: see `GenerationMixin.prepare_inputs_for_generation`.
+            *args: arguments of `GenerationMixin.prepare_inputs_for_generation`.
+            inputs_embeds: embeddings of the prompts, in place of token ids; None for token ids.
             knn: settings of the call.
-            **kwargs: see `GenerationMixin.prepare_inputs_for_generation`.
+            **kwargs: arguments of `GenerationMixin.prepare_inputs_for_generation`.
 
         Returns:
-            The base model's inputs; ``knn``; and ``text_mask``, shape (b, new), 0 at padding, or None.
+            The base model's inputs; ``knn``; and ``text_mask``, shape (b, new), 0 at padding, or None if
+            there is no mask.
 
         Raises:
             ConfigError: beam search has reordered rows, but the texts in a cache that is not a `Cache` of
@@ -119,7 +121,13 @@ class StoreGeneration(GenerationMixin):
     def _prefill(  # type: ignore[override]
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
-        """Prefill the prompts, as `GenerationMixin._prefill` does.
+        """Run the model over the prompts, as `GenerationMixin._prefill` does.
+
+        Args:
+            input_ids: the prompts, int64, shape (b, n).
+            generation_config: the options of `generate`.
+            model_kwargs: arguments of the model, with the KV cache.
+            **options: further arguments of `GenerationMixin._prefill`.
 
         If another model filled the cache and the settings need the earlier text, the base model first
         computes the cached tokens again, and their `TextState` is added to the cache.
@@ -144,7 +152,7 @@ class StoreGeneration(GenerationMixin):
         return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
 
     def _restore_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
-        """Compute the `TextState` of each row of a cache that another model has filled.
+        """Compute the `TextState` (tokens and keys) of each row of a cache that another model has filled.
 
         Runs the base model over the tokens of each row. A row that is only padding gives an empty state.
 
@@ -165,14 +173,17 @@ class StoreGeneration(GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self: Any, *, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Create the candidate generator of assisted decoding, without passing ``knn`` to the assistant."""
+        """Create the object that guesses tokens in assisted decoding.
+
+        Do not pass ``knn`` to the assistant.
+        """
         others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
         return super()._get_candidate_generator(model_kwargs=others, **kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(
         self: Any, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Return the logits processors of transformers, but `Guidance` for classifier-free guidance."""
+        """Return the logits processors of transformers, but `Guidance` in place of its guidance processor."""
         processors: LogitsProcessorList = super()._get_logits_processor(  # type: ignore[misc]
             *args, model_kwargs=model_kwargs, **kwargs
         )
@@ -221,12 +232,19 @@ def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _get_option(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """Return an option of `generate` from its arguments, else from the configuration; None if unknown."""
+    """Return the value of an option of `generate`: from its arguments, else from the configuration.
+
+    None if neither has the option.
+    """
     return options.get(name, getattr(options.get("generation_config") or model.generation_config, name, None))
 
 
 def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option of `generate` does not work with a store; see the messages."""
+    """Check that no option of `generate` selects a mode that does not work with a store.
+
+    Raises:
+        ConfigError: an option needs foreign code, early exit, another kind of speculation or a paged cache.
+    """
     if isinstance(options.get("custom_generate"), str):
         raise ConfigError(
             f"custom_generate={options['custom_generate']!r} {_NO_FOREIGN_CODE}: give a function"

@@ -66,10 +66,14 @@ class Guidance(LogitsProcessor):
         return self._scale * (scores - unconditional) + unconditional
 
     def _compute_unconditional(self, input_ids: Tensor) -> Tensor:
-        """Compute log p_u after the negative prompts and the generated tokens, float32, shape (b, v).
+        """Compute log-probabilities after negative prompts and generated tokens, float32, shape (b, v).
 
-        Only the last token is computed if the tokens before it are those of the previous call. Keeps the
-        tokens and the cache for the next call.
+        Only the last token is processed if the tokens before it are those of the previous call. Keeps the
+        tokens and the KV cache for the next call.
+
+        Args:
+            input_ids: prompts and generated tokens, int64, shape (b, t); the prompts are replaced by the
+                negative prompts.
         """
         assert self._prompt_length is not None
         prompt, generated = input_ids[:, : self._prompt_length], input_ids[:, self._prompt_length :]

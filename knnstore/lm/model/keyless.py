@@ -33,9 +33,9 @@ class KeylessText:
 
     @property
     def reader(self) -> TextReader:
-        """Raises ConfigError, always: a store without keys has no model."""
+        """Raises ConfigError, always: a store without keys is used without a model."""
         raise ConfigError("text is read by a model with its tokenizer, and here is none")
 
     def after_adding(self) -> None:
-        """Save the default settings in the store; see `save_default_settings`."""
+        """Save the default settings in the store, if no settings are saved for the whole store."""
         save_default_settings(self.store)

@@ -25,7 +25,7 @@ class LogitMixer:
         self._rows = RowMixer(store)
 
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
-        """Return the log-probabilities of the mixture at the kept positions of a pass; see `RowMixer.mix`.
+        """Return the log-probabilities of the mixture at the kept positions of a forward pass.
 
         Args:
             read: the forward pass of b texts.
@@ -74,5 +74,5 @@ class LogitMixer:
 
 
 def _get_contexts(read: ForwardPass) -> Contexts | None:
-    """Return the contexts of the kept positions of a pass; None if some earlier token is not known."""
+    """Return the contexts (earlier text) of the kept positions of a pass; None if a token is not known."""
     return None if read.batch is None or not read.batch.has_all_tokens else read.contexts

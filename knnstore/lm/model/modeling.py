@@ -120,10 +120,11 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         self.training = base.training
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of the base model if the model with a store has no attribute of this name.
+        """Return the base model's attribute of this name, if the model with a store has none.
 
         Raises:
-            AttributeError: neither has it, or it is a private attribute of the base model's object.
+            AttributeError: neither model has the attribute, or it is a private attribute of the base model's
+                object.
         """
         try:
             return super().__getattr__(name)
@@ -148,7 +149,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     def resolve_settings(
         self, knn: KNNSettings | None = None, purpose: Purpose = Purpose.SCORING
     ) -> KNNSettings:
-        """Fill in the settings of a call with the saved and the default values; see `knnstore.lm.resolve`.
+        """Fill in the unset fields of a call's settings with saved or default values; return the result.
 
         The result is cached: it is the same object until the store changes.
 
@@ -161,8 +162,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     def after_adding(self) -> None:
         """Save the default settings in the store, so that later documents do not change them.
 
-        Called after documents were added. If ``self.knn`` sets nothing but the selection, it is replaced by
-        the settings that are then in force. See `save_default_settings`.
+        Called after documents were added. If default settings were saved, and ``self.knn`` sets nothing but
+        the selection, ``self.knn`` is replaced by the settings that are then in force.
         """
         is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
         if save_default_settings(self.store) and is_unchosen:
@@ -182,7 +183,17 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Self:
-        """Create the model from a loaded base model and an open store; see the class for the arguments."""
+        """Create the model from a loaded base model and an open store.
+
+        Args:
+            base: the causal language model.
+            store: the store that is searched.
+            knn: the settings of calls without ``knn``; default are the settings that the store has.
+            tokenizer: the model's tokenizer; None if no method needs text.
+
+        Raises:
+            FingerprintMismatchError: the store was made with another model or tokenizer.
+        """
         return cls(base, store, knn, tokenizer)
 
     @classmethod
@@ -203,8 +214,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             store: an open store, used instead of the saved store; by default the saved store is opened for
                 reading.
             knn: settings that replace the saved settings.
-            device: device of the base model; see `load_model`.
-            dtype: dtype of the weights; see `load_model`.
+            device: device of the base model; default is the GPU if torch finds one, else the CPU.
+            dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
             **options: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
@@ -222,8 +233,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     ) -> None:
         """Write the names of the base model and the store, the settings, and the tokenizer to a folder.
 
-        The weights of the base model and the content of the store are not copied; networks that the settings
-        use are. Replaces existing files.
+        The weights of the base model and the content of the store are not copied. The networks that the
+        settings use are copied. Replaces existing files.
 
         Args:
             save_directory: the folder, created if needed.
@@ -238,7 +249,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         write_transformers_config(save_directory, self.base.config, self.tokenizer)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the base model's forward pass in place, see `torch.compile`; the search is not compiled."""
+        """Compile the base model's forward pass in place with `torch.compile`; the search is not compiled."""
         self.base.compile(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -257,15 +268,15 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         return self
 
     def load_adapter(self, *_: Any, **__: Any) -> Any:
-        """Raise ConfigError, always: an adapter would change the hidden states, and keys would not match."""
+        """Raise ConfigError, always: an adapter changes hidden states, so the stored keys would not match."""
         raise ConfigError(_OTHER_WEIGHTS.format("an adapter"))
 
     def add_adapter(self, *_: Any, **__: Any) -> None:
-        """Raise ConfigError, always: an adapter would change the hidden states, and keys would not match."""
+        """Raise ConfigError, always: an adapter changes hidden states, so the stored keys would not match."""
         raise ConfigError(_OTHER_WEIGHTS.format("an adapter"))
 
     def push_to_hub(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Raise ConfigError, always: a saved folder has only the path of the store on this machine."""
+        """Raise ConfigError, always: a saved folder has only the local path of the store, not the store."""
         raise ConfigError(
             "a model with a store cannot be pushed to the hub, which would get the path of the store alone: "
             "push the base model (lm.base.push_to_hub), and copy the store's folder"
@@ -274,14 +285,18 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     def needs_text(self, knn: KNNSettings) -> bool:
         """Check whether predictions with these settings need the earlier tokens or hidden states of a text.
 
-        False if the settings use the model alone. The KV cache of the model has neither.
+        The KV cache of the model has neither, so the caller must keep them. False if the settings use the
+        model alone.
         """
         return not knn.is_model_alone and (knn.needs_text or bool(self.encoder.joining.discounts))
 
     def prefix_for(self, each: Sequence[KNNSettings]) -> int | None:
-        """Return the token that the tokenizer's model sees before every document, e.g. BOS, for components.
+        """Return the token that precedes every document, e.g. BOS, for components that look at tokens.
 
-        N-grams and other components that look at tokens skip this token at the beginning of a text.
+        N-grams and other components skip this token at the beginning of a text.
+
+        Args:
+            each: the settings of the texts.
 
         Returns:
             The token; None if documents have no prefix. Also None if no component in `each` looks at tokens,
@@ -300,7 +315,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         states: Tensor,
         is_text: NDArray[np.bool_] | None,
     ) -> tuple[Tensor, TextBatch]:
-        """Append the tokens and hidden states of a forward pass to texts; see `append_pass`.
+        """Compute the keys of a forward pass, and append its tokens and keys to texts.
 
         Args:
             texts: the text of each of b rows, changed in place.
@@ -354,13 +369,13 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
                 have two dimensions. `generate` passes it.
             return_dict: False returns a tuple.
             cache: the KV cache of earlier tokens. This model adds a layer with the texts so far, which keys
-                of several states, n-grams and the continuous cache need. With settings that use one of these,
-                a cache that another model has filled raises an error.
+                of several states, n-grams and the continuous cache need. If the settings use any of the
+                three, a cache that another model has filled raises an error.
             **kwargs: further arguments of the base model, and ``num_items_in_batch`` for the loss.
 
         Returns:
-            The base model's output, with log-probabilities of the mixture as ``logits``, shape
-            (b, kept, vocabulary), and with ``loss`` if `labels` are given.
+            The base model's output, with log-probabilities of the mixture as ``logits``, shape (b, kept,
+            vocabulary), and with ``loss`` if `labels` are given.
 
         Raises:
             ModelOutputError: logits of the base model are NaN or infinite, and the model is not in training

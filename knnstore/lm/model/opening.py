@@ -77,12 +77,12 @@ def create(
         dim: number of components of the projected keys (PCA); default is no projection.
         sample: documents like the documents that will be stored; the projection is fitted on their keys.
             `dim` and `sample` are given together or not at all.
-        on_bad: called for each document of the sample that cannot be used; the document is skipped. With
-            None the first bad document raises an error.
+        on_bad: called with the error of each document of the sample that cannot be used; the document is
+            skipped. With None the first bad document raises an error.
         max_length: largest number of tokens in a window; default is the model's limit.
         stride: number of tokens between the ends of two windows; default is half of `max_length`.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
-        dtype: dtype of the weights; see `load_model`.
+        dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
         progress: receives the number of keys of each batch of the sample.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map,
             quantization_config, ...). The store saves only ``gguf_file``, so `load` needs the others again.
@@ -150,13 +150,13 @@ def load(
     Args:
         home: the folder of the store.
         mode: ``"r"`` to read, also while another process writes; ``"a"`` to read and write.
-        params: parameters of the adapter that replace the saved ones; for reading only.
+        params: parameters of the adapter (vector engine) that replace the saved parameters; for reading only.
         knn: settings that replace the saved settings.
         model: folder or hub id of the model, or a loaded model, e.g. quantized, distributed over devices or
             with adapters of PEFT; default is the folder or hub id from which the store was created.
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
-        dtype: dtype of the weights; see `load_model`.
+        dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained``, as in `create`.
 
     Raises:

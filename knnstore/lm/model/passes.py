@@ -15,7 +15,10 @@ from knnstore.lm.text_state import TextBatch
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Result of a forward pass of the base model over the last t positions of b texts."""
+    """Result of a forward pass of the base model over the last t positions of b texts.
+
+    The kept positions are those whose logits were computed.
+    """
 
     logits: Tensor
     """Logits of the kept positions, shape (b, kept, v)."""
@@ -26,7 +29,7 @@ class ForwardPass:
     batch: TextBatch | None
     """The texts up to the end of the pass; None if the texts are not known."""
     logits_to_keep: int | Tensor
-    """Number of last positions that are kept (0 means all), or the kept positions; see `keep_positions`."""
+    """Number of last positions that are kept (0 means all), or the kept positions themselves."""
     prefix: int | None
     """The token that precedes every document; None if documents have no prefix, or no setting needs it."""
 
@@ -52,6 +55,6 @@ class ForwardPass:
 
     @property
     def contexts(self) -> Contexts:
-        """Contexts of the kept positions; `batch` must not be None."""
+        """Contexts of the kept positions: the texts before them. `batch` must not be None."""
         assert self.batch is not None
         return Contexts.of_pass(self.batch, self.prefix, self.kept.flatten())

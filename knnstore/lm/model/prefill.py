@@ -31,7 +31,7 @@ def read_part(
         lm: the model with a store.
         tokens: the text up to the end of the chunk, int64, shape (1, n).
         past: the KV cache of the earlier tokens; the chunk is appended.
-        text: the `TextState` of the tokens in `past`; the chunk is appended.
+        text: the tokens in `past` with their keys; the chunk is appended.
         knn: settings for scoring or continuing the text.
         logits_to_keep: number of last positions whose logits are computed; 0 means all positions.
 

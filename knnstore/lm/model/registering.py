@@ -29,7 +29,10 @@ _FOLDER_OPTIONS = frozenset(
 
 
 class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """Content of ``config.json`` in a saved folder: the model's type. ``knn_config.json`` has the rest."""
+    """Content of ``config.json`` in a saved folder: only the model's type and a few sizes and tokens.
+
+    The file ``knn_config.json`` has the rest.
+    """
 
     model_type = "knnstore"
 
@@ -48,7 +51,7 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
 
 def register_model(model: type[PreTrainedModel]) -> None:
-    """Register the model class in the `Auto` classes, and in transformers' list of causal language models.
+    """Register the model class in the `Auto` classes and in transformers' list of causal models.
 
     Pipelines and lm-eval look for a model in this list.
     """
@@ -61,7 +64,7 @@ def register_model(model: type[PreTrainedModel]) -> None:
 def write_transformers_config(
     folder: str | PathLike[str], base: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Write ``config.json`` and the tokenizer's files to a folder, for the `Auto` classes.
+    """Write ``config.json`` and the tokenizer's files to a folder, so that the `Auto` classes can load it.
 
     Without a tokenizer only ``config.json`` is written.
     """
@@ -71,11 +74,11 @@ def write_transformers_config(
 
 
 def select_base_model_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that concern the base model.
+    """Return the options of `from_pretrained` that are passed on to load the base model.
 
-    If an `Auto` class has called, it has set ``config``. Then options in `_FOLDER_OPTIONS` and options that
-    are None are removed, and ``torch_dtype`` becomes ``dtype`` unless ``dtype`` is set. Other options are
-    returned unchanged.
+    If an `Auto` class has called `from_pretrained`, it has set ``config``. Then options in `_FOLDER_OPTIONS`
+    and options that are None are removed, and ``torch_dtype`` becomes ``dtype`` unless ``dtype`` is set.
+    Without such a ``config`` the same options are returned.
     """
     if not isinstance(options.get("config"), KNNLMConfig):
         return options

@@ -105,9 +105,20 @@ def _continue_text(
     stops: list[str],
     options: dict[str, Any],
 ) -> str | list[str]:
-    """Generate the continuation of one prompt, or a list of continuations; see `generate_text`.
+    """Generate one or several continuations of one prompt.
 
-    Adds to `options` the padding token, the tokenizer and the stop strings.
+    Adds the padding token, the tokenizer and the stop strings to `options`.
+
+    Args:
+        lm: the model with a store.
+        prompt: the text to continue.
+        max_new_tokens: largest number of tokens in a continuation.
+        knn: settings of this call; None uses ``lm.knn``.
+        stops: strings after which a continuation ends; empty for none.
+        options: arguments for `generate`; changed.
+
+    Returns:
+        The continuation without the prompt; a list if there are several.
     """
     # 1) Tokenize the prompt, and check its length.
     if not isinstance(prompt, str):
@@ -162,10 +173,9 @@ def _decode_pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[in
 
 
 def _remove_padding(tokens: list[int], ends: set[int], pad: int | None) -> list[int]:
-    """Return a row without padding.
+    """Return the generated tokens of a row without the padding after them.
 
-    The row is cut after its first EOS token. If it has none, padding tokens at the end are removed, as after
-    a stop string.
+    The row is cut after its first EOS token. If it has no EOS token, padding tokens at the end are removed.
 
     Args:
         tokens: the generated tokens of a row.
@@ -194,7 +204,7 @@ class _StopStrings(StoppingCriteria):
         self._stops = stops
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        """Return True for each row that has ended, bool, shape (b,), on the device of `input_ids`."""
+        """Check for each row whether it has ended; return bool, shape (b,), on the device of `input_ids`."""
         continuations = (self._detokenizer.peek(row) for row in input_ids[:, self._length :].tolist())
         ended = [any(stop in text for stop in self._stops) for text in continuations]
         return torch.tensor(ended, device=input_ids.device)

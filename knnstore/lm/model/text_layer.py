@@ -20,10 +20,10 @@ from knnstore.lm.text_state import TextState
 
 
 class TextStateLayer(DummyLayer):
-    """Layer of a cache that holds one `TextState` for each row.
+    """Layer of a KV cache that holds one `TextState` (tokens and keys of a text) for each row.
 
     Args:
-        texts: the text of each row.
+        texts: the text of each row of the batch.
     """
 
     def __init__(self, texts: Sequence[TextState]) -> None:
@@ -37,7 +37,7 @@ class TextStateLayer(DummyLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``abs(tokens_to_remove)`` tokens of each text.
 
-        The sign does not matter, because versions of transformers differ in it.
+        The sign does not matter, because it differs between versions of transformers.
         """
         for text in self.texts:
             text.truncate(text.length - abs(tokens_to_remove))
@@ -51,7 +51,7 @@ class TextStateLayer(DummyLayer):
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times; the copies are independent."""
+        """Repeat each row `repeats` times, as independent copies, next to each other."""
         self._select([row for row in range(len(self.texts)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -97,7 +97,7 @@ def get_cached_length(values: Mapping[str, Any]) -> int | None:
 
 
 def get_cached_texts(values: Mapping[str, Any]) -> Sequence[TextState] | None:
-    """Return the texts in the cache of a forward pass; None if the cache has no texts.
+    """Return the texts that `attach_texts` stored in the cache of a forward pass; None if it has no texts.
 
     Args:
         values: arguments or results of the forward pass.
@@ -110,11 +110,11 @@ def get_cached_texts(values: Mapping[str, Any]) -> Sequence[TextState] | None:
 
 
 def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
-    """Store texts in the cache of a forward pass, instead of earlier texts.
+    """Store texts in the KV cache of a forward pass; they replace texts that were stored earlier.
 
     Args:
-        values: arguments or results of the forward pass. Nothing is done if they have no cache. A cache
-            that is a list or tuple is replaced in `values`, because it has no attributes.
+        values: arguments or results of the forward pass. Nothing is done if the arguments or results have no
+            cache. A cache that is a list or tuple is replaced in `values`, because it has no attributes.
         texts: one text for each row; None removes the texts.
     """
     cache = _get_self_attention_cache(values)
@@ -174,8 +174,9 @@ def get_texts_of_pass(
 ) -> PassTexts:
     """Return the texts that a forward pass continues, and where the pass has padding.
 
-    The texts come from the cache of the pass. If the cache is empty or missing, they are new and empty. Never
-    raises: if the texts are not known, `PassTexts.why_not` has the error message for the caller.
+    The texts come from the cache of the pass. If the cache is empty or missing, the texts are new and empty.
+    Never raises an error: if the texts are not known, `PassTexts.why_not` has the error message for the
+    caller.
 
     Args:
         values: arguments of the pass: its cache, ``attention_mask`` and ``position_ids``.
@@ -241,9 +242,9 @@ def _are_consecutive(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bo
 
 
 def _get_self_attention_cache(values: Mapping[str, Any]) -> Any:
-    """Return the cache in a pass's arguments or results; None if they have no cache.
+    """Return the KV cache in the arguments or results of a forward pass; None if it has no cache.
 
-    Returns the self-attention cache of an `EncoderDecoderCache`.
+    If the cache is an `EncoderDecoderCache`, its self-attention cache is returned.
     """
     cache = find_cache(values)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -38,12 +38,12 @@ from knnstore.store import Ingest, KNNStore, NewDocument, Selection, classify_ch
 _logger = logging.getLogger(__name__)
 
 COMMIT_TOKENS = 65_536
-"""Largest number of tokens in a group of documents that is committed together, up to one document more.
+"""Number of tokens at which a group of documents is committed; the last document may exceed it.
 
 An interrupted run loses at most one group.
 """
 COMMIT_SECONDS = 30.0
-"""Time in seconds that the model should take for one group.
+"""Time in seconds that the model should take for one group of documents that is committed together.
 
 Half a minute, so that a group takes about a minute at most if the speed of the model halves.
 """
@@ -95,10 +95,10 @@ class Adds(Protocol):
 
     @property
     def reader(self) -> TextReader:
-        """Computes the keys of documents; not used if the store keeps no keys and `tokenizer` is set."""
+        """Runs the model that computes keys; not used if the store has no keys and `tokenizer` is set."""
 
     def after_adding(self) -> None:
-        """Run after a call of `add` has processed at least one document, also if all were unchanged."""
+        """Do what must follow a call of `add` that processed at least one document, even an unchanged one."""
 
 
 def add(
@@ -126,10 +126,11 @@ def add(
         documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids. Any
             iterable, for example a `datasets` stream; it is read once.
         domain: the domain's name; a new domain is created.
-        tags: added to every document; tags that a stored document has are kept.
+        tags: tags that are added to every document; tags that a stored document has are kept.
         on_bad: called with the error of each document that cannot be used, for example one without tokens or
             with a token that the model does not have; the document is skipped. None raises the first error.
-        commit_tokens: largest number of tokens in a group, up to one document more.
+        commit_tokens: number of tokens at which a group is committed; its last document may exceed the
+            number.
         commit_seconds: time in seconds that the model should take for one group. A document is never divided.
         batch_tokens: number of tokens in one forward pass, padding included.
         total_bytes: size of all texts in UTF-8 bytes, if known, to estimate the remaining time.
@@ -261,15 +262,17 @@ def sync(
 
     Args:
         lm: the model; its store is opened for writing.
-        documents: see `add`.
+        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids.
         domain: the domain's name.
-        tags: see `add`.
-        on_bad: see `add`.
-        progress: see `add`.
+        tags: tags that are added to every document; tags that a stored document has are kept.
+        on_bad: called with the error of each document that cannot be used; the document is skipped. None
+            raises the first error.
+        progress: receives the number of tokens of each batch.
 
     Raises:
-        InputError: no usable document was given; the domain is not changed. Also raised as by `add`.
-        ModelOutputError: see `add`.
+        InputError: no usable document was given; the domain is not changed. Also raised if a name is not
+            valid, or if a document cannot be used and `on_bad` is None.
+        ModelOutputError: the model's hidden states of a document are NaN or infinite.
     """
     seen: set[str] = set()
     nameless = 0
@@ -309,7 +312,14 @@ def _find_problem(
     vocabulary: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> UnusableDocumentError | None:
-    """Return an error if a document has no tokens or a token that the model does not have; else None."""
+    """Return the error of a document that has no tokens, or a token that the model lacks; else None.
+
+    Args:
+        document: the document.
+        tokens: its token ids.
+        vocabulary: number of tokens that the model has.
+        tokenizer: the tokenizer, for the message.
+    """
     try:
         if not len(tokens):
             raise InputError("the tokenizer makes no token of the text")
@@ -320,11 +330,11 @@ def _find_problem(
 
 
 def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
-    """Compute and store the keys of documents, batch by batch; yield the number of keys of each batch.
+    """Compute the keys of documents and store them, batch by batch; yield each batch's number of keys.
 
     Raises:
         ModelOutputError: a key is NaN or infinite; the message names the document.
-        InvalidVectorError: the engine refuses a finite key.
+        InvalidVectorError: the adapter refuses a finite key, e.g. because it is out of range.
     """
     for batch in reader.batches([document.tokens for document in documents]):
         keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
@@ -342,7 +352,7 @@ def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: In
 
 
 class _GroupSize:
-    """Chooses the number of tokens in a group from the measured speed of the model.
+    """Chooses how many tokens are committed together, from the measured speed of the model.
 
     Args:
         reader: has the model, whose speed is estimated from its size until it is measured; None if the store
@@ -362,13 +372,18 @@ class _GroupSize:
             self.record_speed(1, operations / _ASSUMED_OPERATIONS)
 
     def record_speed(self, tokens: int, seconds: float) -> None:
-        """Set `group_tokens` from the duration of the latest group; zero tokens or seconds change nothing."""
+        """Set `group_tokens` from the speed of the latest group; does nothing if an argument is 0.
+
+        Args:
+            tokens: number of tokens of the group.
+            seconds: time in seconds that the group took.
+        """
         if tokens and seconds:
             self.group_tokens = max(1, min(self._max_tokens, round(tokens * self._seconds / seconds)))
 
 
 def _warn_of_other_ids(store: KNNStore, domain: str, ids: Mapping[str, str]) -> None:
-    """Log a warning if the domain has a new text under two ids, for example after a file was renamed.
+    """Log a warning if a new text is stored in the domain under another id too, e.g. of a renamed file.
 
     Args:
         store: the store.

@@ -24,7 +24,7 @@ _SINGLE = "model.safetensors"
 def check_checkpoint(
     identity: Identity, model: str, tokenizer: str | None = None, *, revision: str | None = None
 ) -> None:
-    """Check that a store was made with a model and a tokenizer, from their files.
+    """Check that a store was made with a model and a tokenizer, without loading all weights if possible.
 
     Args:
         identity: the store's identity.
@@ -49,7 +49,7 @@ def check_checkpoint(
 def _read_fingerprint(model: str, revision: str) -> str | None:
     """Compute the fingerprint of a model by reading 16 values of each weight from its safetensors files.
 
-    Returns None if the files have other names or shapes than the model in transformers, cannot be read, or
+    Returns None if the files have other names or shapes than the model in transformers, cannot be read, or or
     are of another format, such as GGUF.
     """
     with ExitStack() as opened:
@@ -88,14 +88,15 @@ def _open_weights(model: str, revision: str, opened: ExitStack) -> dict[str, Any
     Args:
         model: folder or hub id.
         revision: revision of the hub id.
-        opened: closes the files at its end.
+        opened: the context that closes the files when it ends.
 
     Returns:
-        The slice of each weight in its file, by the weight's name.
+        For each weight's name an object that reads slices of the weight from its file.
 
     Raises:
         OSError: a file does not exist or cannot be read.
-        ConfigError: see `check_shards`.
+        ConfigError: the index of the files is damaged, or names other files than safetensors files of the
+            folder.
     """
     check_shards(model, revision=revision)
     index = cached_file(model, _INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -110,7 +111,15 @@ def _open_weights(model: str, revision: str, opened: ExitStack) -> dict[str, Any
 
 
 def _read_values(stored: Any, at: Tensor) -> Tensor:
-    """Read values of a weight in a file, given their indices in the flattened weight, shape (m,)."""
+    """Read single values of a weight from its file.
+
+    Args:
+        stored: object that reads slices of the weight.
+        at: indices of the values in the flattened weight, int64, shape (m,).
+
+    Returns:
+        Shape (m,).
+    """
     shape = stored.get_shape()
     if len(shape) < 2:
         whole: Tensor = stored[:] if shape else stored[...].reshape(1)

@@ -72,7 +72,7 @@ class Encoder:
     Args:
         model: a causal language model in evaluation mode.
         location: the place of the hidden states that make keys.
-        joining: the states that make a key; default is a single state.
+        joining: how a key is computed from the states of several tokens; default is a single state.
         projection: maps keys to fewer dimensions; None leaves keys unchanged.
     """
 
@@ -92,12 +92,12 @@ class Encoder:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens in the model's vocabulary; see `vocabulary_size`."""
+        """Number of tokens that the model both accepts as input and predicts."""
         return vocabulary_size(self.model)
 
     @classmethod
     def of(cls, model: PreTrainedModel, store: Reader) -> Self:
-        """Create the encoder that computes a store's keys: with its place, joining and projection.
+        """Create the encoder that computes keys as a store has them: same place, joining and projection.
 
         Raises:
             ConfigError: the model does not have the place of the keys.
@@ -158,11 +158,11 @@ class Encoder:
         return hidden_forward(self.model, self.location, ids)[0]
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
-        """Compute keys and the input of `log_probs` at selected positions of rows of tokens.
+        """Run the model, and return keys and the input of `log_probs` at selected positions.
 
         Args:
-            input_ids: see `keys`.
-            at: see `keys`.
+            input_ids: token ids, shape (b, t); rows may be padded on the right.
+            at: indices into the b * t flattened positions, int64, shape (n,).
 
         Returns:
             Keys and states at the n positions, on the model's device.
@@ -184,7 +184,7 @@ class Encoder:
 
         Args:
             input_ids: token ids, shape (1, t).
-            at: see `keys`.
+            at: indices of the n selected positions, int64, shape (n,).
             most: largest number of tokens in a pass, >= 1. For a row with at most this number of tokens the
                 result equals that of `encode` to the bit; for a longer row it differs by rounding.
 
@@ -217,7 +217,12 @@ class Encoder:
         return Encoded(joined, torch.cat(states, 1).flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
-        """Return log p_LM of the target tokens, float32, shape (n,); see `log_probs`."""
+        """Return the model's log-probability of the target token at n positions, float32, shape (n,).
+
+        Args:
+            states: ``Encoded.states`` of the positions.
+            gold: target tokens, int64, shape (n,).
+        """
         return self.log_probs(states, gold).gold
 
     def log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> LogProbs:
@@ -257,7 +262,7 @@ class Encoder:
         return found
 
     def _compute_logits(self, states: Tensor) -> Tensor:
-        """Compute the logits, shape (n, v), from states of `encode`, in the model's precision."""
+        """Compute the logits of n positions, shape (n, v), from ``Encoded.states``, in model precision."""
         if not self._head_suffices:
             return states
         with model_precision():
@@ -265,7 +270,7 @@ class Encoder:
         return logits
 
     def project(self, keys: Tensor) -> Tensor:
-        """Project joined states to the store's keys.
+        """Convert joined states to keys: apply the projection to fewer dimensions, if there is one.
 
         Args:
             keys: joined states, shape (..., h).
@@ -277,7 +282,10 @@ class Encoder:
 
     @cached_property
     def _stops_at_keys(self) -> bool:
-        """True if a pass that stops at the keys gives the same keys as a whole pass, tried on 8 tokens."""
+        """True if a pass that stops at the keys gives the same keys as a whole pass.
+
+        Tried once, on 8 tokens.
+        """
         ids = torch.arange(8, device=self.model.device)[None]
         # Layers that accelerate moves to the device for their turn would stay on the device.
         return not hasattr(self.model, "hf_device_map") and torch.equal(
@@ -287,7 +295,10 @@ class Encoder:
 
     @cached_property
     def _head_suffices(self) -> bool:
-        """True if the head computes the logits from the final hidden states alone, tried on 8 tokens."""
+        """True if the head computes the logits from the final hidden states alone.
+
+        Tried once, on 8 tokens.
+        """
         if self.head is None or self.model.base_model is self.model:
             return False
         ids = torch.arange(8, device=self.model.device)[None]

@@ -13,7 +13,7 @@ from transformers import cache_utils
 from knnstore.errors import ConfigError
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-"""All names of the cache argument, the newest first."""
+"""All names that models have for the argument with the KV cache, the newest name first."""
 
 
 def get_cache_argument_name(forward: Callable[..., Any]) -> str | None:
@@ -39,7 +39,7 @@ def as_cache_argument(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def find_cache(values: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments or the results of a forward pass; None if they have no cache."""
+    """Return the KV cache among the arguments or the results of a forward pass; None if there is none."""
     named = dict(values.items())  # a `ModelOutput` logs a warning for each access to an old name
     return next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)
 

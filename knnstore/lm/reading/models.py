@@ -187,13 +187,15 @@ def loaded(
         model: a folder, a hub id, or a loaded causal language model, e.g. quantized, distributed over devices
             or with adapters of PEFT. A loaded model is set to evaluation mode.
         tokenizer: default is the tokenizer in the model's folder or hub id.
-        device: see `load_model`; only for a model that is given by its name.
-        dtype: see `load_model`; only for a model that is given by its name.
-        **options: see `load_model`; only for a model that is given by its name.
+        device: device of the model; only for a model that is given by its name. Default is the GPU if torch
+            finds one, else the CPU.
+        dtype: dtype of the weights; only for a model that is given by its name.
+        **options: passed on to ``AutoModelForCausalLM.from_pretrained``; only for a model that is given by
+            its name.
 
     Raises:
         ConfigError: a loaded model is given together with options for loading; its tokenizer is not found;
-            the adapters are learned prompts of PEFT; or an error of `load_model`.
+            the adapters are learned prompts of PEFT; or the model cannot be loaded.
     """
     if isinstance(model, str | os.PathLike):
         found = load_model(os.fspath(model), device=device, dtype=dtype, **options)
@@ -223,7 +225,7 @@ def loaded(
 
 
 def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, and test it on one letter.
+    """Load a tokenizer by its folder or hub id, and test it on one letter.
 
     Raises:
         ConfigError: the files of the tokenizer are missing. Transformers would return a tokenizer that has
@@ -237,7 +239,7 @@ def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def _check_sizes(name: str, config: Any) -> None:
-    """Check the sizes in a configuration before the layers are built.
+    """Check that the sizes in a model's configuration are possible, before the layers are built.
 
     Raises:
         ConfigError: a size is larger than in `_MAX_SIZES`, or the number of layers is below 1.
@@ -256,7 +258,7 @@ def _check_sizes(name: str, config: Any) -> None:
 
 
 def check_shards(name: str, **options: Any) -> None:
-    """Check that an index of weights names only safetensors files in the model's own folder.
+    """Check that a model's index of weight files names only safetensors files in its own folder.
 
     Transformers opens every file that the index names, in any folder, and unpickles files of other formats. A
     model without an index is accepted.
@@ -399,14 +401,14 @@ def identify(
     max_length: int | None = None,
     stride: int | None = None,
 ) -> Identity:
-    """Create the identity of a store for a model: fingerprints, keys, metric and windows.
+    """Create the identity of a store: what its model, tokenizer, keys, metric and windows must be.
 
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: the model's tokenizer.
         name: the folder or hub id from which the model can be loaded again.
-        key: the place of the keys in the model; see `locate`.
-        joining: the states that make a key; default is a single state.
+        key: name of the place in the model where keys are captured, as `locate` takes it.
+        joining: how a key is computed from the states of several tokens; default is a single state.
         metric: ``l2`` or ``ip``.
         max_length: largest number of tokens in a window, the prefix included; default is the model's limit.
         stride: number of tokens between the ends of two windows; default is half of `max_length`.
@@ -443,7 +445,7 @@ def identify(
 
 
 def choose_window(model: PreTrainedModel, max_length: int | None = None) -> int:
-    """Return `max_length` after a check against the model's limit; the limit if `max_length` is None.
+    """Return the number of tokens in a window: `max_length`, or the model's limit if `max_length` is None.
 
     Raises:
         ConfigError: `max_length` is above the model's limit; or `max_length` is None and the model has no
@@ -467,7 +469,7 @@ def check_matches(
 
     Args:
         model: the model.
-        tokenizer: the tokenizer; None is not checked.
+        tokenizer: the tokenizer; None checks only the model.
         identity: the store's identity.
 
     Raises:
@@ -479,7 +481,7 @@ def check_matches(
 
 
 def check_fingerprint(found: str, name: str, identity: Identity) -> None:
-    """Check that a store was made with the model that has a fingerprint.
+    """Check that a store was made with the model whose fingerprint is given.
 
     Args:
         found: the model's fingerprint.

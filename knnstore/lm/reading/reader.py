@@ -41,11 +41,11 @@ class TextReader:
 
     @property
     def letters(self) -> Letters:
-        """Letters of each token in the vocabulary, without spaces."""
+        """The letters of each token in the vocabulary, without spaces, to compare texts by their letters."""
         return get_token_letters(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text, without special tokens, shape (length,).
+        """Return the token ids of a text, without special tokens, uint32, shape (length,).
 
         Raises:
             InputError: the text has a token that the model does not have.
@@ -55,7 +55,7 @@ class TextReader:
         return tokens
 
     def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
-        """Return the token ids of each document, without special tokens, shapes (length,).
+        """Return the token ids of each document, without special tokens, uint32, shapes (length,).
 
         Raises:
             InputError: a document has a token that the model does not have; the message names the document.
@@ -74,11 +74,16 @@ class TextReader:
         return decode_tokens(self.tokenizer, tokens)
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """Return the text that each token adds after the previous tokens; see `TokenTexts.pieces`."""
+        """Return the text that each token adds after the previous tokens.
+
+        Args:
+            tokens: token ids.
+            before: the tokens before `tokens`, whose text is not returned.
+        """
         return TokenTexts(self.tokenizer).pieces(tokens, before)
 
     def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[WindowBatch]:
-        """Cut texts into windows and yield batches of windows; see `pack`.
+        """Cut texts into windows of `max_length` tokens, and yield batches of windows.
 
         Args:
             texts: token ids of each text, shapes (n_i,).
@@ -94,7 +99,8 @@ class TextReader:
     def count_predicted(self, documents: Iterable[TextDocument]) -> int:
         """Count the target tokens of documents.
 
-        Without a prefix the first token of each document is not predicted, so it is not counted.
+        All tokens count; without a prefix the first token of each document is not predicted, so it does not
+        count.
 
         Raises:
             InputError: a document has a token that the model does not have.
@@ -112,9 +118,9 @@ def usable_documents(
 
     Args:
         reader: has the model and its tokenizer.
-        documents: rows, texts or `TextDocument`s, see `documents_of`.
+        documents: rows (dicts), texts or `TextDocument`s.
         on_bad: called with the error of each row that is not a document, and of each document with a token
-            that the model does not have; both are skipped. None raises the first error.
+            that the model does not have; the row or document is skipped. None raises the first error.
 
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
@@ -134,7 +140,7 @@ def usable_documents(
 
 
 def unusable_document_error(document: TextDocument, reason: InputError) -> UnusableDocumentError:
-    """Create the error for a document that cannot be used; it has the document's id and origin."""
+    """Create the error for a document that cannot be used; the error has the document's id and origin."""
     origin = document.origin or Origin("")
     return UnusableDocumentError(
         f"{document.place}: {reason}", in_folder=origin.in_folder, id=document.id, where=origin.where
@@ -142,12 +148,12 @@ def unusable_document_error(document: TextDocument, reason: InputError) -> Unusa
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
-    """Tokenize texts without special tokens; return uint32 arrays of shapes (length,).
+    """Return the token ids of each text, without special tokens, as uint32 arrays of shapes (length,).
 
-    The tokens are not checked; see `check_tokens`. No texts give an empty list.
+    Whether the model has the tokens is not checked. No texts give an empty list.
 
     Raises:
-        InputError: the tokenizer fails on one of the texts; see `named_panics`.
+        InputError: the tokenizer fails on one of the texts.
     """
     with named_panics():
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []

@@ -23,12 +23,12 @@ def sample_documents(
 ) -> list[TextDocument]:
     """Sample documents until their texts have at least `characters` characters together.
 
-    The documents with the lowest content hashes are chosen, so the sample does not depend on the order of
-    the documents, and each text is chosen once. Only the sample is kept in memory. If the documents have
-    fewer characters, all of them are returned.
+    The documents with the lowest content hashes are chosen, so the sample does not depend on the order of the
+    documents, and each text is chosen once. Only the sample is kept in memory. If the documents have fewer
+    characters, all of them are returned.
 
     Args:
-        documents: read once, to the end.
+        documents: the documents to choose from; read once, to the end.
         characters: number of characters to reach; the last document may exceed it.
         longest: largest number of characters that count for one document; default no limit.
 
@@ -64,11 +64,13 @@ def sample_tokens(
     longest: int | None = None,
     on_bad: OnBad | None = None,
 ) -> list[NDArray[np.uint32]]:
-    """Sample documents with `count` tokens together; see `sample_documents`.
+    """Sample documents that have `count` tokens together, and return their token ids.
+
+    The documents with the lowest content hashes are chosen, so the sample does not depend on their order.
 
     Args:
         reader: tokenizes the documents.
-        documents: read once, to the end.
+        documents: the documents to choose from; read once, to the end.
         count: total number of tokens; the last document is cut to reach it exactly.
         longest: number of tokens to which each document is cut; default `count`.
         on_bad: called with the error of each chosen document that has a token that the model does not have;
@@ -107,8 +109,9 @@ def sample_keys(
 
     Args:
         reader: computes the keys.
-        documents: read once, to the end.
-        on_bad: see `sample_tokens`.
+        documents: the documents to choose from; read once, to the end.
+        on_bad: called with the error of each chosen document that has a token that the model does not have;
+            the document is skipped. None raises the first error.
         progress: receives the number of keys of each batch.
 
     Returns:
@@ -116,7 +119,8 @@ def sample_keys(
 
     Raises:
         InputError: the sample has no token with a key.
-        UnusableDocumentError: see `sample_tokens`.
+        UnusableDocumentError: a chosen document has a token that the model does not have, and `on_bad` is
+            None.
     """
     shown = progress or Progress()
     texts = sample_tokens(reader, documents, KEYS_FITTED_ON, on_bad=on_bad)

@@ -36,13 +36,16 @@ _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def is_panic(error: BaseException) -> bool:
-    """Check whether an error is a panic of the package tokenizers, which is a `BaseException` only."""
+    """Check whether an error is a panic of the package tokenizers.
+
+    It is a `BaseException`, not an `Exception`.
+    """
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def named_panics() -> Iterator[None]:
-    """Raise InputError in place of a panic of the package tokenizers in the block.
+    """Convert a panic (internal error) of the package tokenizers inside the ``with`` block to InputError.
 
     A tokenizer panics if its files are damaged, and if a text takes one of its regular expressions too long.
     """
@@ -99,7 +102,12 @@ class TokenTexts:
         self._skipped: dict[int, bool] = {}
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
-        """Return the text of tokens; see `decode_tokens`."""
+        """Return the text of tokens, without cleaning up spaces.
+
+        Args:
+            tokens: token ids; no tokens give an empty text.
+            special: True to include the text of special tokens.
+        """
         return decode_tokens(self.tokenizer, tokens, special=special)
 
     def bytes_of(self, token: int) -> bytes:
@@ -116,8 +124,8 @@ class TokenTexts:
     def name_of(self, token: int) -> str:
         r"""Return a token's text in the middle of a text, or ``bytes:\xe2\x80`` for part of a character.
 
-        A token that the tokenizer does not have gives ``token_id:N``; the vocabulary of a model may be
-        larger.
+        A token that the tokenizer does not have gives ``token_id:N``, because a model's vocabulary may be
+        larger than the tokenizer's.
         """
         if not self._get_vocabulary_name(token):
             return f"token_id:{token}"
@@ -128,7 +136,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def is_skipped(self, token: int) -> bool:
-        """Check whether a token is a special token that decoding with ``special=False`` leaves out."""
+        """Check whether a token is a special token that decoding leaves out with ``special=False``."""
         found = self._skipped.get(token)
         if found is None:
             is_added = token in self._added or token in self._special
@@ -166,7 +174,7 @@ class TokenTexts:
 
         Args:
             tokens: token ids; no tokens give no pieces.
-            before: the tokens before them.
+            before: the tokens before `tokens`.
             special: True to include the text of special tokens.
         """
         if not before and special:
@@ -185,11 +193,17 @@ class TokenTexts:
     # -- names and bytes of single tokens
 
     def _get_vocabulary_name(self, token: int) -> str:
-        """Return a token as the vocabulary writes it; empty if the tokenizer does not have the token."""
+        """Return a token as the vocabulary spells it.
+
+        An empty string if the tokenizer does not have the token.
+        """
         return self.tokenizer.convert_ids_to_tokens(token) or ""
 
     def _find_bytes(self, token: int) -> bytes:
-        """Compute the result of `bytes_of`."""
+        """Compute the bytes of a token in the middle of a text.
+
+        No bytes for a token the tokenizer does not have.
+        """
         name = self._get_vocabulary_name(token)
         if not name:
             return b""
@@ -228,7 +242,9 @@ class TokenTexts:
 
 
 class Detokenizer:
-    """Decodes a text token by token. Returned pieces never change.
+    """Decodes a text token by token, and returns the piece of text of each token as soon as it is certain.
+
+    Returned pieces never change.
 
     A token's piece is returned when its text is certain. A token that ends inside a character waits for the
     last byte of the character. With byte fallback a run of byte tokens waits for its end, because one invalid
@@ -253,7 +269,7 @@ class Detokenizer:
                 self._read_bytes(token)
 
     def take(self, token: int) -> list[TokenPiece]:
-        """Append a token and return the pieces that are certain now.
+        """Append a token to the text, and return the pieces (a token with its text) that are certain now.
 
         Returns an empty list while a character is incomplete; a later call then returns all waiting pieces.
         """
@@ -281,12 +297,15 @@ class Detokenizer:
         )
 
     def peek(self, tokens: Sequence[int]) -> str:
-        """Return the text that is not returned yet, if the text ended after `tokens`. Changes no state."""
+        """Return the text after the returned pieces, as if the text ended after `tokens`.
+
+        Changes no state.
+        """
         whole = self._decode([*self._tokens, *tokens])
         return whole[_get_common_prefix_length(self._returned_text, whole) :]
 
     def _choose_context(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """Choose the last tokens of a text that are enough context to decode a continuation.
+        """Choose the last tokens of `before` that are enough context to decode a continuation.
 
         Returns:
             The tokens, at least 8 if `before` has 8, and their text. The first token begins a character, or
@@ -319,7 +338,10 @@ class Detokenizer:
         return self._split_into_pieces(waiting, new)
 
     def _split_into_pieces(self, tokens: Sequence[int], text: str) -> list[TokenPiece]:
-        """Split a text into the pieces of its tokens, by the bytes of each token."""
+        """Split the text of tokens into one piece for each token, by the bytes of each token.
+
+        If the bytes do not give the text, the whole text is in the piece of the last token that adds text.
+        """
         data = [self._texts.bytes_of(token) if self._adds_text(token) else b"" for token in tokens]
         for texts in (_decode_parts(data), [self._get_invalid_run_text(token) for token in tokens]):
             if "".join(texts) == text:
@@ -333,13 +355,17 @@ class Detokenizer:
         return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
 
     def _get_invalid_run_text(self, token: int) -> str:
-        """Return a token's text if runs of fallback bytes are not valid UTF-8: U+FFFD for each byte."""
+        """Return the text of a token in a run of fallback bytes that is not valid UTF-8.
+
+        The text is U+FFFD for a fallback byte, the token's own text otherwise, and empty for a skipped
+        special token.
+        """
         if not self._adds_text(token):
             return ""
         return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.name_of(token)
 
     def _adds_text(self, token: int) -> bool:
-        """Check that a token adds text: special tokens do only with ``special=True``."""
+        """Check whether a token adds text: all tokens do, except special tokens if ``special`` is False."""
         return self._special or not self._texts.is_skipped(token)
 
     def _read_bytes(self, token: int) -> bool:
@@ -349,16 +375,16 @@ class Detokenizer:
         return bool(self._partial.getstate()[0])
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with or without special tokens as the detokenizer does."""
+        """Return the text of tokens; with special tokens only if the detokenizer has ``special=True``."""
         return self._texts.decode(tokens, special=self._special)
 
 
 def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]:
-    """Split a text into the parts of its tokens; the joined parts are the text.
+    """Split a text into one part for each of its tokens; the joined parts are the text.
 
     If the decoded tokens differ from the text, e.g. in upper and lower case, the tokenizer's offsets are
-    used. Slow tokenizers (Python only) have no offsets; then the decoded parts are returned. A text without
-    tokens gives no parts.
+    used. Slow tokenizers (Python only) have no offsets; then the text of each decoded token is returned. A
+    text without tokens gives no parts.
 
     Args:
         texts: has the model's tokenizer.
@@ -381,7 +407,7 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
 
 
 def get_token_letters(tokenizer: PreTrainedTokenizerBase) -> Letters:
-    """Return the name of each token in the vocabulary, without its spaces and line ends."""
+    """Return the spelling of each token in the vocabulary, by id, without spaces and line ends."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return Letters([_SPACES.sub("", name or "") for name in names])
 
@@ -408,7 +434,7 @@ def _decode_parts(parts: Sequence[bytes]) -> list[str]:
 
 
 def _is_valid_utf8(data: bytes) -> bool:
-    """Check that bytes are valid UTF-8."""
+    """Check whether bytes are valid UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -417,13 +443,17 @@ def _is_valid_utf8(data: bytes) -> bool:
 
 
 def _collect_decoder_types(state: Any) -> set[str]:
-    """Return the type of a decoder and the types of its nested decoders."""
+    """Return the type of a decoder, and the types of all decoders inside it.
+
+    Args:
+        state: the decoder's state, as the package tokenizers saves it.
+    """
     found = {str(state.get("type"))}
     return found.union(*(_collect_decoder_types(one) for one in state.get("decoders", ())))
 
 
 def _map_letters_to_bytes() -> dict[str, int]:
-    """Return the byte that each letter means in the vocabulary of a byte-level BPE tokenizer.
+    """Return the byte that each letter stands for in the vocabulary of a byte-level BPE tokenizer.
 
     A byte that is a visible character of Latin-1 is written as this character. The other bytes are written as
     U+0100, U+0101 and so on, in order.

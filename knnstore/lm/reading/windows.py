@@ -85,7 +85,8 @@ class WindowBatch:
     """
 
     documents: Tokens
-    """Index of the document whose token is predicted, as in the argument of `pack`, shape (n,)."""
+    """For each of the n predicted tokens, the index of its document in the argument `documents` of `pack`,
+    shape (n,)."""
 
     positions: Tokens
     """Position of the target token in its document, 0 for the first token, shape (n,)."""
@@ -102,7 +103,9 @@ def pack(
     stride: int,
     batch_tokens: int,
 ) -> Iterator[WindowBatch]:
-    """Group the windows of many documents into batches of rows of similar length.
+    """Cut documents into windows, and group the windows into batches of rows of similar length.
+
+    A window is a part of a document that the model processes in one row.
 
     The longest windows come first, so that a batch that is too large for the memory fails at the start. All
     windows of a document with several windows have the same length, so they stay adjacent and in order.
@@ -117,7 +120,7 @@ def pack(
 
     Yields:
         Batches that together predict every token of every document once; without a prefix every token except
-        the first of each document. No target tokens give no batches.
+        the first of each document. Documents without target tokens give no batches.
 
     Raises:
         ConfigError: `max_length`, `stride` or `batch_tokens` is out of range.
@@ -153,10 +156,10 @@ def pack(
 
 
 def _create_batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
-    """Create the batch of the windows in `table`.
+    """Create one batch from the windows in `table`.
 
-    The input of a window is its tokens without the last one, padded with 0. Each token from `first` on is a
-    gold token; the batch has its document and position.
+    The input of a window is its tokens without the last one, padded with 0. Each token from position `first`
+    on is a target token; the batch has the document and the position of each.
 
     Args:
         text: all documents, concatenated.
@@ -204,7 +207,7 @@ def max_length_of(config: Any) -> int:
 
 
 def check_window(max_length: int, stride: int) -> None:
-    """Check the size of windows.
+    """Check that the size of windows, and the distance between their ends, are possible.
 
     Raises:
         ConfigError: `max_length` is below 2, so that a window predicts nothing; or `stride` is not between 1

@@ -22,10 +22,11 @@ class CalibrationRecord:
     date: str
     """Date and time of the calibration, ISO 8601, UTC."""
     mixer: str
-    """Name of the chosen candidate; see `Candidate.name`."""
+    """Name of the chosen candidate, for example ``bins 8 + n-grams``."""
     documents: int
+    """Number of documents of the held-out text."""
     tokens: int
-    """Number of tokens of the held-out text; `documents` is the number of its documents."""
+    """Number of tokens of the held-out text."""
     text_hash: str
     """SHA-256 over `held_out`, in order."""
     revision: int
@@ -33,9 +34,9 @@ class CalibrationRecord:
     records: int
     """Number of records that were searched when the settings were found or last compared."""
     base_ppl: float
+    """Perplexity of the model alone on the held-out text."""
     knn_ppl: float
-    """Expected perplexity on documents that were used neither to fit nor to choose the settings; see
-    `Comparison.expected`. `base_ppl` is the perplexity of the model alone."""
+    """Expected perplexity on documents that were used neither to fit nor to choose the settings."""
     domains: tuple[str, ...]
     """Domains that the settings were found for; empty for the whole store."""
     stored: Lineage | None = None
@@ -61,11 +62,14 @@ class CalibrationRecord:
         return cls(**{**values, **several, "stored": stored, "written": written})
 
     def growth(self, store: Reader) -> float:
-        """Return the number of records of the domains now, divided by the number at calibration."""
+        """Return the number of records in the searched domains now, divided by the number at calibration."""
         return count_records(store, self.domains) / self.records
 
     def gone(self, store: Reader) -> float:
-        """Return the fraction of the searched documents that were removed or replaced since; 0 if unknown."""
+        """Return the fraction of the searched documents that were removed or replaced since the calibration.
+
+        0.0 if the searched documents are not known.
+        """
         return store.gone(self.stored) if self.stored else 0.0
 
     def is_stale(self, store: Reader) -> bool:
@@ -82,7 +86,7 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
     """Return the settings of a component that was trained on exactly the selected domains.
 
     The component need not be in use. Without domains in the selection, the component must be trained on the
-    whole store. See `SavedSettings.trained`.
+    whole store.
 
     Args:
         store: the store.
@@ -102,7 +106,7 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
 
 
 def count_records(store: Reader, domains: Sequence[str]) -> int:
-    """Return the number of records in domains, or of tokens in a store without keys.
+    """Return the number of records in some domains; in a store without keys the number of tokens.
 
     Args:
         store: the store.

@@ -34,12 +34,16 @@ saved_for = find_saved_settings
 
 
 def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
-    """Return the settings in force for a selection."""
+    """Return the settings in force for a selection: the saved settings, else the default settings."""
     return resolve(store, KNNSettings(selection=selection))
 
 
 def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings | None:
-    """Return the settings in force; None, with a warning, if a network cannot be used."""
+    """Return the settings in force for a selection, filled in from the store.
+
+    If a network of the saved settings is damaged or was fitted for other keys, a warning is logged, and None
+    is returned.
+    """
     try:
         return resolve(store, KNNSettings(selection=selection))
     except (CorruptWeightsError, FingerprintMismatchError) as error:
@@ -48,12 +52,12 @@ def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNN
 
 
 def own_settings_for(store: Reader, selection: Selection) -> KNNSettings:
-    """Return the settings in force that no document outside the selection has shaped."""
+    """Return the settings in force for a selection that depend on no document outside its domains."""
     return resolve(store, KNNSettings(selection=selection), only_selected=True)
 
 
 def completed(store: Reader, settings: KNNSettings) -> KNNSettings:
-    """Return ``resolve(store, settings)``."""
+    """Return a copy of `settings` whose unset fields have the store's values."""
     return resolve(store, settings)
 
 
@@ -65,5 +69,8 @@ def overridden(
     temperature: float | None = None,
     lam: float | None = None,
 ) -> KNNSettings:
-    """Replace values of settings, as ``resolve(store, Overrides(...))`` does with those of a store."""
+    """Return a copy of `settings` in which the values that are not None replace k, probes, T or λ.
+
+    If λ is set, all components other than the keys are switched off.
+    """
     return override_keys(settings, Overrides(k=k, probes=probes, temperature=temperature, lam=lam))

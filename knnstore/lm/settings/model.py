@@ -9,10 +9,10 @@ from knnstore.store import KNNStore, Reader
 
 
 class ReadingModel(Protocol):
-    """A model with a store that is opened for reading."""
+    """A model with a store that is opened for reading; methods that score and explain text take it."""
 
     knn: KNNSettings
-    """Settings of calls without settings."""
+    """Settings for calls that pass no settings."""
 
     @property
     def store(self) -> Reader:
@@ -38,7 +38,13 @@ class WritingModel(KNNModel, Protocol):
     """Default options of `generate`, a `GenerationConfig` of transformers."""
 
     def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
-        """Generate tokens; see `GenerationMixin.generate`."""
+        """Generate tokens as transformers' `GenerationMixin.generate` does.
+
+        Args:
+            *args: arguments of `GenerationMixin.generate`.
+            knn: settings of this call; None uses the settings ``self.knn``.
+            **kwargs: arguments of `GenerationMixin.generate`.
+        """
 
 
 @dataclass

@@ -63,7 +63,8 @@ _SAMPLE_RECORDS = 8192
 
 _KEY_FIELDS = {"mixer", "k", "temperature"}
 _ASKED_BY = {"cache": {"cache"}, "n-grams": {"ngrams"}, "keys": _KEY_FIELDS}
-"""Step 6, for `KNNSettings`: the fields that make a component count in generation if one of them is set."""
+"""For each component, the fields of `KNNSettings`. If the caller sets one of the fields, the component counts
+in generation, even if it is saved as counting in scoring only (step 6)."""
 
 _CACHED_SETTINGS = 64
 
@@ -71,7 +72,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Purpose(Enum):
-    """Use of settings. Some components count in scoring only; see `KNNSettings.scoring_only`."""
+    """What settings are used for. Some components count in scoring only.
+
+    `KNNSettings.scoring_only` names them.
+    """
 
     SCORING = "scoring"
     """The text is known: evaluation, scoring, explanation, forward passes."""
@@ -93,19 +97,23 @@ class Overrides:
     selection: Selection = EVERYTHING
     """The stored documents to search."""
     k: int | None = None
+    """Number of neighbors for each query."""
     probes: int | None = None
     """Number of probed cells; 0 searches for the k nearest records, also in a store with cells."""
     temperature: float | None = None
+    """T of the softmax over distances of the keys."""
     lam: float | None = None
-    """λ of the keys. All other components are then off, unless a value of them is set too."""
+    """Weight λ of the keys. All other components are then off, unless one of their values is set too."""
     cache_size: int | None = None
-    """0 switches the cache off."""
+    """Number of preceding tokens that the continuous cache compares; 0 switches the cache off."""
     cache_temperature: float | None = None
+    """T of the softmax over distances in the continuous cache."""
     cache_lam: float | None = None
+    """Weight λ of the continuous cache."""
     ngram_order: int | None = None
-    """0 switches n-grams off."""
+    """Number of tokens of the longest n-grams; 0 switches n-grams off."""
     ngram_lam: float | None = None
-    """One λ for all contexts, in place of λ by length."""
+    """Weight λ of the n-grams, one value for all contexts, in place of one λ for each length of match."""
     others: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     """Settings of components of other packages, by name; None switches a component off."""
 
@@ -124,7 +132,10 @@ def resolve(
     only_selected: bool = False,
     default_if_unusable: bool = False,
 ) -> KNNSettings:
-    """Return the settings in force, with no field unset; see the module for the order of precedence.
+    """Fill in the settings of a call from the store, and return the settings in force, with no unset field.
+
+    Values of the caller come first, then settings saved for the selected domains, then settings saved for the
+    whole store, then a default that is derived from the store's keys. The module has the exact order.
 
     Settings without unset fields are returned without reading the store.
 
@@ -159,7 +170,7 @@ def resolve(
 
 
 class Resolver:
-    """Calls `resolve` for one store, and caches the results until the store's revision changes.
+    """Calls `resolve` for one store, and caches the results until the store's content changes.
 
     Calls with the same object `asked` get the same result object, so that rows of a batch with the same
     settings are searched together. Not safe for several threads.
@@ -187,7 +198,7 @@ class Resolver:
 def find_saved_settings(
     store: Reader, selection: Selection = EVERYTHING, *, exact: bool = False
 ) -> SavedSettings | None:
-    """Return the settings saved for exactly the selected domains, else those of the whole store (steps 2, 3).
+    """Return the settings saved for exactly the selected domains, else the settings of the whole store.
 
     Settings whose mixer only an earlier version had are ignored.
 
@@ -197,7 +208,7 @@ def find_saved_settings(
         exact: True to ignore the settings of the whole store if domains are selected.
 
     Returns:
-        The saved values; None if there are none.
+        The saved values; None if no settings are saved.
     """
     for domains in (selection.domains or (),) if exact else (selection.domains or (), ()):
         saved = store.settings(domains)
@@ -219,7 +230,12 @@ def save_default_settings(store: KNNStore) -> bool:
 
 
 def find_outdated_components(store: Reader, selection: Selection = EVERYTHING) -> tuple[str, ...]:
-    """Return the names of saved components that are off because their documents were removed (step 5)."""
+    """Return the names of saved components that are off because documents they were trained on were removed.
+
+    Args:
+        store: the store.
+        selection: the selection whose saved settings are checked; only its domains matter.
+    """
     saved = find_saved_settings(store, selection)
     components = saved.trained_components() if saved else {}
     return tuple(name for name, values in components.items() if is_outdated(store, values))
@@ -237,13 +253,13 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
-    """Derive default settings from the variance of the first keys of a selection (step 4).
+    """Compute default settings from the variance of the first keys of a selection.
 
     The best temperature grows with the scale of the distances, which differs between models by orders of
-    magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the
-    variance is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. λ falls with the
-    distance in the same unit, so that retrieval hardly hurts on text unlike the stored text. Calibration on
-    held-out text is better.
+    magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the variance
+    is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. λ falls with the distance in
+    the same unit, so that retrieval hardly hurts on text unlike the stored text. Calibration on held-out text
+    is better.
 
     Returns:
         Settings whose selection is all documents. In a store without keys they use only n-grams.
@@ -265,9 +281,10 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
 
 
 def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
-    """Replace k, probes, T and λ of complete settings by the values that `asked` sets (step 1).
+    """Return a copy of complete settings in which k, probes, T and λ have the values that `asked` sets.
 
-    If λ is set, the other components are switched off.
+    If λ is set, all components other than the keys are switched off. Values of `asked` that are None change
+    nothing.
     """
     values = _select_given(k=asked.k, temperature=asked.temperature, lam=asked.lam)
     if values or asked.probes:
@@ -282,13 +299,15 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
 def _load_stored(
     store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
 ) -> KNNSettings:
-    """Return the store's settings for a selection: steps 2 to 5.
+    """Return the store's settings for a selection, saved or default (steps 2 to 5 of the module).
 
     Args:
         store: the store.
         selection: the selection of the result.
-        only_selected: see `resolve`.
-        default_if_unusable: see `resolve`.
+        only_selected: True to ignore saved settings and keys that depend on documents outside the selected
+            domains.
+        default_if_unusable: True to log a warning and use the default, instead of raising an error, if a
+            network of the saved settings cannot be used.
     """
 
     def derive() -> KNNSettings:
@@ -320,7 +339,7 @@ def _load_stored(
 
 
 def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSettings | None:
-    """Load the saved settings with their networks; return None if no settings are saved.
+    """Load the saved settings of a selection with their networks; return None if no settings are saved.
 
     Another process may replace the settings and remove their network while they are loaded. Then the new
     settings are loaded.
@@ -339,7 +358,7 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
 
 
 def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
-    """Return settings in which the store's values fill the unset fields (step 1)."""
+    """Return a copy of `asked` in which each unset field has the value of `stored` (step 1 of the module)."""
     values = {name: getattr(stored, name) for name in asked.unset}
     if "scoring_only" in values:
         values["scoring_only"] = tuple(
@@ -349,7 +368,7 @@ def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
 
 
 def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
-    """Replace values of the store's settings by the values that `asked` sets (step 1).
+    """Return a copy of the store's settings with the values that `asked` sets (step 1 of the module).
 
     Raises:
         ConfigError: a cache is switched on in a store without keys and without a saved cache, and no
@@ -389,9 +408,9 @@ def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool)
 
 
 def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
-    """Switch off the components that count in scoring only, if the purpose is generation (step 6).
+    """Switch off the components that count in scoring only, if the purpose is generation.
 
-    Otherwise the same object is returned.
+    For the purpose scoring the same object is returned.
     """
     return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
 

@@ -39,7 +39,7 @@ _DEFAULTS: dict[str, Any] = {
     "scoring_only": (),
     "others": {},
 }
-"""Values of unset fields until `resolve` fills them: those of Khandelwal et al. 2020."""
+"""Values of unset fields until `resolve` fills them: the values of Khandelwal et al. 2020."""
 _SET_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "scoring_only", "others"})
 
 
@@ -47,7 +47,7 @@ _SET_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "scoring_only", "others"
 class KNNSettings:
     """Settings of retrieval: how a language model uses a store.
 
-    Omitted fields are `unset`: `resolve` fills them with the store's values for the selection. If a mixer or
+    Omitted fields are *unset*: `resolve` fills them with the store's values for the selection. If a mixer or
     λ is set, it is the only weight in force: cache, n-grams, gate and components of other packages are off
     unless they are set too. If a cache or n-grams are set, the saved gate is not used. If `k` is set, the k
     nearest records are searched, even in a store with cells. `dataclasses.replace` keeps unset fields unset.
@@ -63,7 +63,7 @@ class KNNSettings:
     """T > 0, in the unit of the distances; a larger T gives far neighbors more weight."""
 
     mixer: Mixer = _UNSET
-    """Chooses λ for each query; some mixers scale T too."""
+    """The rule that chooses the weight λ of the keys for each query; some mixers scale T too."""
 
     selection: Selection = EVERYTHING
     """The stored documents to search."""
@@ -72,21 +72,23 @@ class KNNSettings:
     """Settings of the continuous cache; None switches it off."""
 
     ngrams: NGramSettings | None = _UNSET
-    """Settings of the n-grams of the selected documents; None switches them off."""
+    """Settings of the n-grams of the selected documents; None switches n-grams off."""
 
     gate: JointGate | None = _UNSET
-    """Network that chooses the weights of all components for each token. None uses λ of each component."""
+    """Network that chooses the weights of all components for each token. None uses the λ of each component's
+    own settings."""
 
     probes: int | None = _UNSET
-    """Number of cells that are probed for each query, >= 1, in a store with cells: p_kNN sums over all
-    records of these cells, and `k` is not used. None searches for the k nearest records."""
+    """Number of cells that are searched for each query, >= 1, in a store with cells (groups of records with
+    near keys). All records of these cells count, and `k` is not used. None searches for the k nearest
+    records."""
 
     scoring_only: tuple[str, ...] = _UNSET
-    """Names of components that are used in scoring but not in generation; see `components`."""
+    """Names of components that are used in scoring but not in generation; `components` has the possible
+    names."""
 
     others: Mapping[str, Mapping[str, Any]] = field(default=_UNSET, hash=False)
-    """Settings of components of other packages, by name; see
-    `knnstore.lm.components.DistributionComponent`."""
+    """Settings of components of other packages, by the component's name."""
 
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
@@ -134,12 +136,12 @@ class KNNSettings:
         object.__setattr__(self, "unset", frozenset(self._choose_unset_fields(unset)))
 
     def _choose_unset_fields(self, unset: set[str]) -> set[str]:
-        """Return the fields that stay unset.
+        """Return the names of the fields that stay unset, given the fields that the caller set.
 
-        Fields that the set fields switch off are removed: for example the cache if a mixer is set.
+        A field is no longer unset if a set field decides it: for example the cache is off if a mixer is set.
 
         Args:
-            unset: fields that the caller omitted; changed.
+            unset: names of the fields that the caller omitted; the set is changed.
         """
         if "mixer" not in unset:
             unset -= _SET_WITH_MIXER
@@ -179,7 +181,10 @@ class KNNSettings:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Settings of each component in use, by name. The settings of ``keys`` are this object itself."""
+        """Settings of each component in use, by the component's name.
+
+        The settings of the component ``keys`` are this object itself.
+        """
         parts: dict[str, Any] = dict(self.others)
         if self.retrieves:
             parts[KEYS] = self
@@ -192,7 +197,7 @@ class KNNSettings:
         return parts
 
     def with_part(self, name: str, part: Any) -> "KNNSettings":
-        """Return a copy of the settings in which a component has other settings.
+        """Return a copy of the settings in which one component has the given settings.
 
         Args:
             name: name of the component: ``cache``, ``n-grams``, or a component of another package.
@@ -209,7 +214,7 @@ class KNNSettings:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the components that are mixed with the model: "cache", "n-grams", "keys", then others."""
+        """Names of the components in use, in the order "cache", "n-grams", "keys", other packages' names."""
         in_use = {
             "cache": self.cache is not None,
             "n-grams": self.ngrams is not None,
@@ -219,17 +224,20 @@ class KNNSettings:
 
     @property
     def trained_components(self) -> tuple[str, ...]:
-        """Names of the components in use that were trained on stored documents; see `find_traces`."""
+        """Names of the components in use that were trained on stored documents."""
         return tuple(name for name, values in self.others.items() if find_traces(values) is not None)
 
     @property
     def for_writing(self) -> "KNNSettings":
-        """Former name of what `resolve` returns for `Purpose.GENERATION`."""
+        """Settings for generation, without components that count in scoring only.
+
+        A former name, use `resolve`.
+        """
         return self.without(*self.scoring_only)
 
     @property
     def writes_alone(self) -> bool:
-        """True if components are mixed with the model in scoring, but none is in generation."""
+        """True if the model generates without any component, although components are used in scoring."""
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 
     def without(self, *components: str) -> "KNNSettings":
@@ -248,7 +256,7 @@ class KNNSettings:
 
 
 def find_traces(settings: Mapping[str, Any]) -> Lineage | None:
-    """Return the stored documents that a component was trained on, from ``traces`` in the settings.
+    """Return the stored documents that a component was trained on, from ``traces`` in its settings.
 
     Returns None if the settings have no ``traces``: the component was not trained on stored documents.
 

@@ -28,7 +28,7 @@ LoadWeights = Callable[[str], Weights]
 T = TypeVar("T")
 
 _REMOVED = {"skip": "searches that are left out", "pointers": "searches that pointers save"}
-"""Settings of earlier versions that have no effect any more, and what each was for."""
+"""Names of settings of earlier versions that have no effect any more, each with what it was for."""
 
 _REMOVED_MIXERS = ("sk-mt", "relative-confidence")
 """Mixers of earlier versions that are in the package knnstore-research now."""
@@ -37,10 +37,12 @@ _logger = logging.getLogger(__name__)
 
 
 def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
-    """Convert settings to values for JSON, without unset fields; networks become the names of their files.
+    """Convert settings to values for JSON, without unset fields.
+
+    A network is converted to the name of its file of weights; `weights_of` returns the weights.
 
     Raises:
-        ConfigError: the mixer is not registered; see `register_mixer`.
+        ConfigError: the mixer's class is not registered; `register_mixer` registers it.
     """
     mixer: Any = settings.mixer
     if not is_registered(mixer):
@@ -62,9 +64,9 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
 def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
     """Create settings from the values of `settings_to_dict`; absent fields are unset.
 
-    ``lambda`` means a fixed mixer. Settings that only earlier versions had are ignored, with a warning in the
-    log once in a process. A trained component that an earlier version had built in becomes one of
-    `KNNSettings.others`.
+    The name ``lambda`` sets the mixer with one fixed λ. Settings that only earlier versions had are ignored,
+    with a warning in the log once in a process. A trained component that an earlier version had built in
+    becomes one of `KNNSettings.others`.
 
     Args:
         values: the values.
@@ -100,7 +102,7 @@ def save_settings(
     calibration: Any = None,
     derived: Lineage | None = None,
 ) -> None:
-    """Save settings for selections of exactly these domains; they are in force from then on.
+    """Save settings in the store; they are in force from then on for selections of exactly `domains`.
 
     Args:
         store: a store opened for writing.
@@ -108,11 +110,11 @@ def save_settings(
         domains: names of the domains. Settings without domains are in force for the whole store, and for
             every selection that has no saved settings.
         calibration: the `CalibrationRecord` of the settings; None if they were not calibrated.
-        derived: the documents from whose keys the settings were computed. When one of these is removed, the
-            settings are deleted.
+        derived: the documents from whose keys the settings were computed; None if the settings were not
+            computed from keys. When one of the documents is removed, the settings are deleted.
 
     Raises:
-        ConfigError: the mixer is not registered; see `register_mixer`.
+        ConfigError: the mixer's class is not registered; `register_mixer` registers it.
         ReadOnlyError: the store was opened for reading.
     """
     values = settings_to_dict(settings)
@@ -161,9 +163,12 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
 
 
 def is_mixer_removed(query: Mapping[str, Any]) -> bool:
-    """Check whether saved settings have a mixer of an earlier version that no installed package has.
+    """Check whether saved settings use a mixer of an earlier version that no installed package has.
 
-    If so, a warning is logged, once in a process for each mixer.
+    If True, a warning is logged, once in a process for each mixer.
+
+    Args:
+        query: the saved values of the settings.
     """
     name = (query.get("mixer") or {}).get("name")
     is_removed = name in _REMOVED_MIXERS and name not in other_mixers()
@@ -239,9 +244,13 @@ def _convert_to_values(part: Any) -> Any:
 
 
 def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
-    """Return a copy of the values, with the weights loaded under ``weights`` in place of their name.
+    """Return a copy of saved values in which ``weights`` has the loaded weights, not their name.
 
     Values without ``weights`` are returned unchanged.
+
+    Args:
+        values: the saved values of a mixer or a gate.
+        load: loads weights by name; None if weights cannot be loaded.
 
     Raises:
         ConfigError: `load` is None, and there are weights to load.
@@ -256,7 +265,7 @@ def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> 
 
 
 def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
-    """Call a class with the values as keyword arguments.
+    """Create an object of a class, with the values as keyword arguments.
 
     Raises:
         ConfigError: a name is unknown or missing.
