@@ -27,9 +27,10 @@ _SAMPLE_TOKENS = 256
 """Largest number of tokens of a sampled document, from its beginning and within one window."""
 _SUM_TOLERANCE = 1e-3
 _TOLERANCE = 0.02
-"""Largest difference of log p, or of p, between two passes, which differ by rounding."""
+"""Largest accepted difference of log p, or of p, between two passes, which differ by rounding."""
 _MEAN_TOLERANCE = 0.005
-"""Largest mean difference of log p. If a few tokens knew the next token, the mean would differ by more."""
+"""Largest accepted mean difference of log p. If a few tokens knew the next token, the mean would differ by
+more."""
 
 
 Texts = Sequence[NDArray[np.uint32]]
@@ -39,7 +40,7 @@ class Predicts(ReadingModel, Protocol):
     """A model that also computes the mixture over the whole vocabulary, such as `KNNLMForCausalLM`."""
 
     def __call__(self, input_ids: Tensor, *, knn: KNNSettings) -> Any:
-        """Return an output whose ``logits`` are log-probabilities."""
+        """Run the model on token ids with these settings; the output's ``logits`` are log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class Check:
     """The result of one check."""
 
     name: str
+    """What was checked, in a few words."""
     passed: bool
+    """True if the check found no error."""
     found: str
     """The measured value, in a few words."""
 
@@ -62,7 +65,8 @@ class Audit:
     """Number of tokens of the sample."""
     checks: tuple[Check, ...]
     stored_share: float
-    """Fraction of the tokens of all documents that are in runs of 32 tokens that the selection has too."""
+    """Fraction of the tokens of all documents that are in runs of 32 tokens that the selected stored text has
+    too."""
 
     @property
     def passed(self) -> bool:
@@ -74,6 +78,7 @@ class _Scored(NamedTuple):
     """The scored tokens of one text, by position."""
 
     positions: list[int]
+    """Index of each scored token in the text, ascending."""
     base: Tensor
     """log p_LM of each gold token, float32, shape (n,)."""
     mixed: Tensor
@@ -83,15 +88,16 @@ class _Scored(NamedTuple):
 def audit(
     lm: Predicts, documents: Iterable[object], knn: KNNSettings | None = None, *, seed: int = 0
 ) -> Audit:
-    """Check that documents are scored correctly.
+    """Check that documents are scored correctly, and return the results of all checks.
 
     The checks: the probabilities of the vocabulary sum to 1; scores equal those of the whole distribution; no
     score depends on its own or a later token; model and mixture are compared on the same tokens; and no
-    document is in the store. The last check covers all documents, the others the beginnings of a few.
+    document is in the store. The last check covers all documents, the other checks the beginnings of a few
+    documents.
 
     Args:
         lm: the model.
-        documents: the documents, as in `evaluate`.
+        documents: the documents, in any form that `evaluate` takes.
         knn: settings of this call; default ``lm.knn``.
         seed: seed of the choice of documents and positions.
 
@@ -128,9 +134,16 @@ def audit(
 def _check_distributions(
     lm: Predicts, sample: Texts, scored: Sequence[_Scored], settings: KNNSettings, rng: np.random.Generator
 ) -> list[Check]:
-    """Check that scores are those of a distribution over the vocabulary that depends on earlier tokens only.
+    """Check that scores come from a distribution over the vocabulary that depends on earlier tokens only.
 
     Each text is scored again with all tokens from a random position on replaced by other tokens.
+
+    Args:
+        lm: the model.
+        sample: the tokens of each sampled text.
+        scored: the scores of each sampled text.
+        settings: the settings in force.
+        rng: chooses the positions and the other tokens.
     """
     cuts = [int(rng.integers(1, len(tokens))) for tokens in sample]
     vocabulary = lm.store.identity.vocab_size
@@ -193,7 +206,7 @@ def _replace_tokens(
 
 
 def _score_texts(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[_Scored]:
-    """Score texts as `evaluate` does, and return the scores of each text by position."""
+    """Score texts as `evaluate` does, and return the scores of each text, sorted by position."""
     log_probs = [dict[int, tuple[float, float]]() for _ in texts]
     for scores in score_texts(lm.store, lm.reader, texts, settings):
         mixed = mixture_of(settings, scores.evidence).gold(scores.lm_log_probs, scores.targets)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_DOCUMENT_BLOCKS = 8
-"""Least number of documents with which each document is one block of an interval; see `assign_blocks`."""
+"""Least number of documents with which an interval is computed over documents; with fewer, over blocks (parts
+of documents)."""
 
 _MAX_DOCUMENT_SHARE = 0.75  # if one document has a larger share of the tokens, blocks are used
 _BLOCKS = 16  # number of blocks that a whole text is divided into
@@ -28,8 +29,11 @@ class Interval(NamedTuple):
     """A perplexity, or the ratio of two perplexities, with the bounds of its 95 % confidence interval."""
 
     ppl: float
+    """The perplexity, or the ratio."""
     low: float
+    """Lower bound of the interval."""
     high: float
+    """Upper bound of the interval; may be infinite."""
 
 
 def compute_interval(losses: NDArray[np.float64], lengths: NDArray[np.int64]) -> Interval:
@@ -57,7 +61,7 @@ def compute_interval(losses: NDArray[np.float64], lengths: NDArray[np.int64]) ->
 
 
 def assign_blocks(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Assign tokens to the blocks over which an interval is computed.
+    """Assign each token to a block. A block is a unit (a document or a part of one) of a confidence interval.
 
     Each document is one block if there are at least `MIN_DOCUMENT_BLOCKS` documents and none has more than
     three quarters of the tokens; the interval then covers other documents of the same kind. Otherwise
@@ -85,9 +89,12 @@ def assign_blocks(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _student_quantile(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t distribution; `freedom` below 1 counts as 1.
+    """Return the 97.5 % quantile of Student's t distribution.
 
     With t = √ν tan θ the density of θ is proportional to cos^(ν-1) θ, which is integrated numerically.
+
+    Args:
+        freedom: degrees of freedom ν; values below 1 count as 1, values above 10,000 as 10,000.
     """
     freedom = min(max(freedom, 1.0), 1e4)  # above this it is the normal distribution
     density = np.cos(_ANGLES) ** (freedom - 1)
@@ -97,5 +104,5 @@ def _student_quantile(freedom: float) -> float:
 
 
 def _exp_or_inf(value: float) -> float:
-    """Return exp of a value; infinity from 700 on, where a float would overflow."""
+    """Return exp(value), or infinity if `value` is 700 or more, because a float would overflow."""
     return math.exp(value) if value < 700 else math.inf

@@ -40,6 +40,7 @@ class Evaluation:
     """The result of `evaluate`: perplexities on held-out documents, and the settings that gave them."""
 
     documents: int
+    """Number of evaluated documents."""
     tokens: int
     """Number of predicted tokens."""
     base_ppl: float
@@ -55,15 +56,21 @@ class Evaluation:
     words: int
     """Number of words of the texts, separated by white space."""
     base_word_ppl: float
-    """Perplexity per word. Per word and per byte, models with different tokenizers can be compared."""
+    """Perplexity per word of the model alone. Per word and per byte, models with different tokenizers can be
+    compared."""
     knn_word_ppl: float
+    """Perplexity per word of the mixture."""
     bytes: int
     """Number of bytes of the texts in UTF-8."""
     base_byte_ppl: float
+    """Perplexity per byte of the model alone."""
     knn_byte_ppl: float
+    """Perplexity per byte of the mixture."""
     helped: float
-    """Fraction of the tokens with p_kNN > p_LM."""
+    """Fraction of the tokens that are more probable by the retrieved records than by the model alone (p_kNN >
+    p_LM)."""
     k: int
+    """Number of neighbors in the settings."""
     probes: int | None
     """Number of probed cells, whose records all count instead of the k nearest; None without probing."""
     temperature: float
@@ -71,27 +78,30 @@ class Evaluation:
     lam: float
     """Mean λ over the tokens."""
     mixer: str
+    """Name of the mixer, or of the gate, that chose the weights."""
     tokens_per_s: float
+    """Number of evaluated tokens per second."""
     stored: tuple[str, ...]
     """Ids of the evaluated documents with half or more of their text in the selection. With `leave_out`
     these documents did not retrieve from themselves."""
     fitted: tuple[str, ...]
     """Ids of the evaluated documents that the saved settings were fitted to; their perplexity is too low."""
     by_frequency: tuple[Slice, ...]
-    """Tokens sliced by their number of records in the selection."""
+    """Perplexities of groups of tokens, grouped by the number of records in the selection that have the
+    token."""
     by_distance: tuple[Slice, ...]
-    """Tokens sliced by the distance to the nearest neighbor, into tenths."""
+    """Perplexities of groups of tokens, grouped by the distance to the nearest neighbor into tenths."""
     intervals: Intervals
     """95 % confidence intervals over documents of `base_ppl`, `knn_ppl` and `knn_ppl` / `base_ppl`."""
     by_document: tuple[DocumentScore, ...] = field(repr=False)
     """The perplexities of each document, in the order of the documents."""
 
     def by(self, field: str) -> dict[Any, GroupScore]:
-        """Return the scores of groups of documents; see `score_groups`.
+        """Group the documents by a metadata field, and return the perplexities of each group.
 
         Args:
             field: the metadata field whose values define the groups, e.g. ``domain``. Documents without the
-                field are in the group None.
+                field are in the group None. Lists and objects are grouped by their string.
         """
         return score_groups(self.by_document, field)
 
@@ -126,12 +136,13 @@ def evaluate(
         lm: the model.
         documents: the held-out documents, in any form that `add` takes.
         knn: settings of this call; default ``lm.knn``.
-        leave_out: keep documents that are in the store from retrieving from themselves. Either way,
-            `Evaluation.stored` names these documents.
-        table: a row for each token is added to this table.
+        leave_out: True to keep documents that are in the store from retrieving from themselves. With True and
+            with False `Evaluation.stored` names these documents.
+        table: a table to which a row for each token is added; None for no table.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
-            have; the document is then left out of the evaluation. With None the first one raises an error.
-        progress: advanced by the number of scored tokens.
+            have; the document is then left out of the evaluation. With None the first bad document raises an
+            error.
+        progress: receives the number of scored tokens.
 
     Raises:
         InputError: the documents have no token to predict, or a document cannot be used and `on_bad` is None.

@@ -28,7 +28,9 @@ class DocumentScore:
     """The perplexities of one document."""
 
     id: str
+    """Id of the document."""
     metadata: Mapping[str, Any]
+    """Metadata of the document."""
     tokens: int
     """Number of predicted tokens, >= 1."""
     base_ppl: float
@@ -42,7 +44,9 @@ class GroupScore:
     """The perplexities of a group of documents, with 95 % confidence intervals over its documents."""
 
     documents: int
+    """Number of documents in the group, >= 1."""
     tokens: int
+    """Number of predicted tokens of the group."""
     base: Interval
     """Perplexity of the model alone."""
     knn: Interval
@@ -52,15 +56,21 @@ class GroupScore:
 
 
 class Intervals(NamedTuple):
-    """The perplexities of all tokens with their confidence intervals; see `GroupScore` for the fields."""
+    """The perplexities of all tokens with their 95 % confidence intervals."""
 
     base: Interval
+    """Perplexity of the model alone."""
     knn: Interval
+    """Perplexity of the mixture."""
     change: Interval
+    """`knn` divided by `base`."""
 
 
 class DocumentLosses:
-    """Collects the losses of scored tokens, 24 bytes for each. At least one batch must be added."""
+    """Collects the losses of scored tokens, and computes perplexities of documents and confidence intervals.
+
+    A token takes 24 bytes. At least one batch must be added before a result is computed.
+    """
 
     def __init__(self) -> None:
         self._batches: list[tuple[NDArray[Any], ...]] = []
@@ -76,7 +86,7 @@ class DocumentLosses:
         self._batches.append((scores.documents, scores.positions, *losses))
 
     def document_scores(self, documents: Sequence[TextDocument]) -> tuple[DocumentScore, ...]:
-        """Return the perplexities of the documents in their order, without documents that have no token.
+        """Return the perplexities of each document in their order, without documents that have no token.
 
         Args:
             documents: all scored documents; `TokenScores.documents` has indices into them.
@@ -96,7 +106,10 @@ class DocumentLosses:
         )
 
     def compute_intervals(self) -> Intervals:
-        """Compute perplexities of all tokens, with intervals over the blocks of `assign_blocks`."""
+        """Compute the perplexities of all tokens, with confidence intervals over documents.
+
+        If there are few documents, the intervals are over blocks (parts of documents).
+        """
         owners, positions, base, knn = self._columns()
         order = np.lexsort((positions, owners))
         blocks = assign_blocks(owners[order])
@@ -110,9 +123,15 @@ class DocumentLosses:
 
 
 def score_groups(scores: Sequence[DocumentScore], field: str) -> dict[Any, GroupScore]:
-    """Group documents by the value of a metadata field, and return the score of each group.
+    """Group documents by the value of a metadata field, and return the perplexities of each group.
 
-    Documents without the field are in the group None. Lists and objects are grouped by their string.
+    Args:
+        scores: the perplexities of each document.
+        field: name of the metadata field. Documents without the field are in the group None. Lists and
+            objects are grouped by their string.
+
+    Returns:
+        The perplexities by the value of the field.
     """
     groups: dict[Any, list[DocumentScore]] = {}
     for score in scores:
@@ -133,13 +152,14 @@ def _score_group(group: Sequence[DocumentScore]) -> GroupScore:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Perplexities of the tokens whose frequency, or distance to the nearest neighbor, is within bounds."""
+    """Perplexities of the tokens whose frequency (or distance to the nearest neighbor) is in one range."""
 
     low: float
-    """Lower bound, inclusive: the least distance of these tokens, or the least frequency of the range."""
+    """Lower bound, inclusive: the least distance of the tokens, or the least frequency of the range."""
     high: float
-    """Upper bound, inclusive. Both bounds are infinite for the tokens without a neighbor."""
+    """Upper bound, inclusive. Both bounds are infinite for tokens without a neighbor."""
     tokens: int
+    """Number of tokens in the slice."""
     base_ppl: float
     """Perplexity of the model alone."""
     knn_ppl: float
@@ -149,28 +169,28 @@ class Slice:
 
 
 class TokenLosses:
-    """Collects the columns that slices are computed from, 21 bytes for each token.
+    """Collects losses of tokens, and computes slices: perplexities of tokens by frequency and by distance.
 
-    At least one batch must be added.
+    A token takes 21 bytes. At least one batch must be added before a slice is computed.
     """
 
     def __init__(self) -> None:
         self._batches: list[tuple[NDArray[Any], ...]] = []
 
     def add_batch(self, gold: Tensor, lm: Tensor, mixed: Tensor, helped: Tensor, nearest: Tensor) -> None:
-        """Add n tokens.
+        """Add the losses of n tokens.
 
         Args:
             gold: gold tokens, int64, shape (n,); the other arguments have the same shape.
             lm: log p_LM.
             mixed: log p of the mixture.
-            helped: bool, True where p_kNN > p_LM.
+            helped: True where the retrieved records give the token a higher probability than the model; bool.
             nearest: distance to the nearest neighbor, +inf where none was found.
         """
         self._batches.append(tuple(column.cpu().numpy() for column in (gold, lm, mixed, helped, nearest)))
 
     def slice_by_frequency(self, counts: NDArray[np.int64]) -> tuple[Slice, ...]:
-        """Slice by the frequency of the gold token in the store: 0, 1 to 9, 10 to 99, and so on.
+        """Compute perplexities of tokens by their frequency in the store: 0, 1 to 9, 10 to 99, and so on.
 
         Args:
             counts: number of records of each token of the vocabulary, shape (v,).
@@ -189,7 +209,10 @@ class TokenLosses:
         return tuple(slices)
 
     def slice_by_distance(self, count: int = _DISTANCE_SLICES) -> tuple[Slice, ...]:
-        """Slice by the distance to the nearest neighbor into `count` slices of about the same size.
+        """Compute perplexities of tokens by the distance to the nearest neighbor.
+
+        Args:
+            count: number of slices with about equal numbers of tokens.
 
         Returns:
             The slices in ascending order; fewer than `count` if many distances are equal. Tokens without a
@@ -217,7 +240,13 @@ class TokenLosses:
         return self._batches[0]
 
     def _slice(self, within: NDArray[np.bool_], low: float, high: float) -> Slice:
-        """Compute the slice of the tokens in a mask."""
+        """Compute the slice of the tokens in a mask.
+
+        Args:
+            within: True for the tokens of the slice, bool, shape (n,).
+            low: lower bound, for the result.
+            high: upper bound, for the result.
+        """
         _, lm, mixed, helped, _ = self._columns()
         tokens = int(within.sum())
         return Slice(
@@ -231,7 +260,7 @@ class TokenLosses:
 
 
 def compute_perplexity(log_prob: float, units: int) -> float:
-    """Return exp(-log_prob / units); infinity if it is too large for a float, or if there are no units.
+    """Return exp(-log_prob / units); infinity if the value is too large for a float, or if `units` is 0.
 
     Args:
         log_prob: sum of the log-probabilities of the tokens, in nats.

@@ -21,12 +21,14 @@ _TOKENS_BEFORE, _TOKENS_AFTER = 24, 12  # of the record with the largest share
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A passage of a stored document."""
+    """A passage of a stored document that a search found."""
 
     share: float
     """Share of the passage among all results of the search, between 0 and 1."""
     domain: str
+    """Name of the document's domain."""
     document: str
+    """Id of the document."""
     position: int
     """Index in the document of the token whose record has the largest share."""
     text: str
@@ -37,17 +39,20 @@ class _Hit(NamedTuple):
     """A record that was found, with its share among all results."""
 
     place: Provenance
+    """The document and position of the record."""
     id: int
+    """The record's id."""
     share: float
 
 
 def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit: int = 5) -> list[Passage]:
     """Find the stored passages that are nearest to a text.
 
-    The store is searched with the key at each token of the text. All searches have the same share, which is
-    divided among the neighbors with the weights of p_kNN; the share of a passage is the sum over its records.
-    A store without keys is searched for the same words: each token but the first has the same share, which is
-    divided among the places of this token with the longest match of the preceding tokens.
+    The store is searched with the key at each token of the text. Each token has the same share, which is
+    divided among its neighbors by their weights in p_kNN (a softmax over distances). The share of a passage
+    is the sum over its records. A store without keys is searched for the same words: each token but the first
+    has the same share, which is divided among the places of this token with the longest match of the
+    preceding tokens.
 
     Args:
         lm: the model.
@@ -95,12 +100,15 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
 
 
 def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> dict[int, float]:
-    """Return the share of each record that a search with the keys finds, by record id.
+    """Search with each key, and return the share of each found record, by record id.
 
     Args:
         store: the store.
         keys: query vectors, shape (n, d).
         settings: the settings whose selection and temperature are used.
+
+    Returns:
+        The shares; they sum to at most 1. A record that several keys find has the sum of its shares.
     """
     neighbors, totals = (
         store.search(keys, _NEIGHBORS_PER_TOKEN, settings.selection),
@@ -114,7 +122,7 @@ def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> 
 
 
 def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
-    """Return the share of each record whose token follows the longest match in stored text, by record id.
+    """Find each token of a text in stored text after the longest match, and return the records' shares.
 
     Args:
         store: a store, with or without keys.
@@ -132,7 +140,10 @@ def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Sel
 
 
 def _compute_shares(distances: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
-    """Return exp(-d / T), normalized over each row; 0 where a distance is infinite."""
+    """Return exp(-d / T) of each distance, normalized to a sum of 1 in each row.
+
+    0 for an infinite distance; a row of infinite distances is 0.
+    """
     nearest = distances[:, :1].astype(np.float64)
     nearest[~np.isfinite(nearest)] = 0.0
     weights = np.exp((nearest - distances) / temperature)
@@ -143,7 +154,11 @@ def _compute_shares(distances: NDArray[np.float32], temperature: float) -> NDArr
 
 
 def _group_hits(hits: list[_Hit]) -> list[list[_Hit]]:
-    """Group hits of the same document of which consecutive ones are at most `_MAX_GAP` tokens apart."""
+    """Group hits of the same document whose neighbors in the text are at most `_MAX_GAP` tokens apart.
+
+    Returns:
+        The groups; each is sorted by position.
+    """
 
     def get_document(hit: _Hit) -> tuple[str, str]:
         return hit.place.domain, hit.place.document

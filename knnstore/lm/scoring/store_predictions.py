@@ -33,15 +33,16 @@ class TextNeighbors:
     positions: NDArray[np.int64]
     """Index of each token in the text, shape (n,), ascending."""
     tokens: NDArray[np.int64]
-    """Gold tokens, shape (n,)."""
+    """The predicted (target) tokens, shape (n,)."""
     ids: NDArray[np.int64]
-    """Record ids, shape (n, m), -1 where fewer were found; `lm.store.provenance` returns their documents."""
+    """Record ids, shape (n, m), -1 for a missing record; `lm.store.provenance` returns the documents of
+    records."""
     retrieved: NDArray[np.int64]
-    """Token that each record predicts, shape (n, m), -1 where fewer were found."""
+    """Token that each record predicts, shape (n, m); -1 for a missing record."""
     distances: NDArray[np.float32]
-    """Squared distances for l2, negated inner products for ip, shape (n, m), +inf where fewer were found."""
+    """Squared distances for l2, negated inner products for ip, shape (n, m); +inf for a missing record."""
     weights: NDArray[np.float32]
-    """Share of each record in p_kNN, shape (n, m); rows sum to 1, or are 0 where nothing was found."""
+    """Probability of each record in p_kNN, shape (n, m). A row sums to 1, or is 0 if nothing was found."""
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a row for each record of each token.
@@ -62,10 +63,11 @@ class TextNeighbors:
 
 
 def keys(lm: ReadingModel, text: str) -> Keys:
-    """Compute the key from which each token of a text is predicted.
+    """Compute the key (hidden state of the model) from which each token of a text is predicted.
 
     Returns:
-        Float32, shape (n, dim), in the order of the text; a search in the store uses them as query vectors.
+        Float32, shape (n, dim), in the order of the text; a search in the store uses the keys as query
+        vectors. Without a prefix token the first token has no key.
     """
     reader = lm.reader
     tokens = reader.tokens(text)
@@ -77,13 +79,13 @@ def keys(lm: ReadingModel, text: str) -> Keys:
 
 
 def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> TextNeighbors:
-    """Return the records that are retrieved for each token of a text, without continuous cache and n-grams.
+    """Return the records that a search with keys retrieves for each token of a text.
 
     Args:
         lm: the model.
         text: the text.
-        knn: settings of this call; default ``lm.knn``. With `probes` all records of the probed cells are
-            returned.
+        knn: settings of this call; default ``lm.knn``. If the settings have `probes`, all records of the
+            probed cells are returned.
     """
     settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
     parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))
@@ -107,10 +109,15 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
 
 
 def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArray[np.float32]:
-    """Compute the distribution p_kNN for each token of a text; the arguments are the same as of `neighbors`.
+    """Compute the distribution of the next token by the retrieved records (p_kNN), for each token of a text.
+
+    Args:
+        lm: the model.
+        text: the text.
+        knn: settings of this call; default ``lm.knn``.
 
     Returns:
-        Float32, shape (n, vocabulary); rows sum to 1, or are 0 where nothing was found.
+        Float32, shape (n, vocabulary). A row sums to 1, or is 0 if nothing was found.
     """
     found = neighbors(lm, text, knn)
     probs = np.zeros((len(found.tokens), lm.store.identity.vocab_size), np.float32)
@@ -128,7 +135,7 @@ def export(
     neighbors: int = 8,
     progress: Progress | None = None,
 ) -> int:
-    """Write the predictions of the store for each token of documents to a Parquet file, e.g. to train on.
+    """Write the store's predictions for each token of documents to a Parquet file, e.g. to train on.
 
     The columns are ``document``, ``position``, ``token``, ``p_lm`` and ``p_knn`` of the gold token, and
     ``lambda``; the distribution p_kNN as ``knn_tokens`` and ``knn_probs``, the most probable token first,
@@ -141,7 +148,7 @@ def export(
         path: the file; an existing file is replaced when the new one is complete.
         knn: settings of this call; default ``lm.knn``. Only the store's keys count.
         neighbors: largest number of sources for each token, >= 0.
-        progress: advanced by the number of rows.
+        progress: receives the number of written rows.
 
     Returns:
         The number of rows.
@@ -190,7 +197,15 @@ def _export_rows(
     documents: list[TextDocument],
     neighbors: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each scored token; see `export` for the columns."""
+    """Yield one row for each scored token, a dict with the columns of `export`.
+
+    Args:
+        lm: the model.
+        scores: the scored tokens, with the retrieved records.
+        settings: the settings with which the tokens were scored.
+        documents: the documents that ``scores.documents`` has indices into.
+        neighbors: largest number of sources in a row.
+    """
     mixture = mixture_of(settings, scores.evidence)
     p_lm, p_knn = scores.lm_log_probs.exp().tolist(), mixture.knn_probs(scores.targets).tolist()
     ids, retrieved, _, weights = rank_records(scores, settings)
@@ -225,7 +240,12 @@ def _export_rows(
 
 
 def select_store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings:
-    """Return settings in which the store's keys are the only component."""
+    """Return the settings in force, with the store's keys as the only component.
+
+    Args:
+        lm: the model.
+        knn: settings of a call; None uses ``lm.knn``.
+    """
     settings = resolve(lm.store, knn or lm.knn)
     return replace(settings, cache=None, ngrams=None, others={}, gate=None, unset=frozenset())
 
@@ -233,11 +253,11 @@ def select_store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings
 def rank_records(
     scores: TokenScores, settings: KNNSettings
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the records of n scored tokens, nearest first.
+    """Return the records that were retrieved for n scored tokens, nearest first.
 
     Args:
-        scores: scores with sources.
-        settings: the settings that they were scored with.
+        scores: the scored tokens, with the retrieved records.
+        settings: the settings with which the tokens were scored.
 
     Returns:
         Record ids, their tokens, distances and weights in p_kNN, each of shape (n, m). Missing records have

@@ -1,4 +1,4 @@
-"""Scoring text: the model's prediction of every token, and the evidence that one search finds for it.
+"""Scoring text: the model's prediction of every token, and the evidence for the token.
 
 `score_held_out` scores held-out documents, `score_texts` scores texts given by their tokens, and
 `score_text_in_turns` does so in short turns, for a server. All yield `TokenScores`, from which the caller
@@ -28,31 +28,33 @@ from knnstore.progress import Progress
 from knnstore.store import KNOWN, Reader, Selection
 
 _MAX_NEIGHBORS = BATCH_TOKENS << 10
-"""Largest number of neighbors of all tokens in one lookup; it bounds memory."""
+"""Largest number of neighbors of all tokens together in one look-up; it bounds memory."""
 _MAX_CELL_DISTANCES = 1 << 26
-"""Largest number of distances to cells in memory: 256 MiB. More would read each cell less often."""
+"""Largest number of distances to records of cells in memory: 256 MiB. With more, each cell would be read less
+often."""
 _MAX_CACHED_TOKENS = 1 << 23
-"""Largest number of cached tokens that one lookup weighs: 32 MiB for each temperature."""
+"""Largest number of preceding tokens that one look-up in the continuous cache weights: 32 MiB for each
+temperature."""
 _QUERIES = 2 * BATCH_TOKENS
-"""Number of queries that probe cells together: the more queries share a cell, the less each one costs."""
+"""Number of queries that probe cells together: the more queries share a cell, the less a query costs."""
 _TURN_TOKENS = 128
-"""Largest number of tokens of a forward pass while other requests wait; see `score_text_in_turns`."""
+"""Largest number of tokens of a forward pass while other requests of a server wait."""
 _MAX_TURN_NEIGHBORS = 1 << 16
-"""Largest number of neighbors of all tokens in the lookup of one turn."""
+"""Largest number of neighbors of all tokens together in the look-up of one turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens:
-    """The model's predictions of n tokens, without evidence from the store."""
+    """The base model's predictions of n tokens, before anything is retrieved from a store."""
 
     lm_log_probs: Tensor
-    """log p_LM of each gold token, float32, shape (n,)."""
+    """Log-probability of each target token by the model alone, float32, shape (n,)."""
     lm_max: Tensor
     """log p_LM of the most probable token at each position, float32, shape (n,)."""
     lm_entropy: Tensor
     """Entropy of p_LM in nats, float32, shape (n,)."""
     targets: Tensor
-    """Gold tokens, int64, shape (n,)."""
+    """The target tokens, int64, shape (n,)."""
     keys: Tensor
     """Query vector of each position, float32, shape (n, d)."""
     documents: NDArray[np.int64]
@@ -81,7 +83,11 @@ class ReadTokens:
 
     @classmethod
     def joined(cls, parts: Sequence["ReadTokens"]) -> "ReadTokens":
-        """Concatenate the predictions of several groups of tokens, at least one; a single one is returned."""
+        """Concatenate the predictions of several groups of tokens.
+
+        Args:
+            parts: at least one group; a single group is returned unchanged.
+        """
         if len(parts) == 1:
             return parts[0]
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
@@ -105,22 +111,27 @@ class ReadTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """The model's predictions of n tokens with the evidence for each, before λ and T are chosen."""
+    """The model's predictions of n tokens with the evidence for each token, before λ and T are chosen.
+
+    The evidence is what the components (keys, n-grams, cache) found.
+    """
 
     read: ReadTokens
+    """The model's predictions."""
     evidence: Evidence
+    """The look-up results of all components."""
 
     def __len__(self) -> int:
         return len(self.read)
 
     @property
     def lm_log_probs(self) -> Tensor:
-        """Log p_LM of each gold token, float32, shape (n,)."""
+        """Log-probability of each target token by the model alone, float32, shape (n,)."""
         return self.read.lm_log_probs
 
     @property
     def targets(self) -> Tensor:
-        """Gold tokens, int64, shape (n,)."""
+        """The target tokens, int64, shape (n,)."""
         return self.read.targets
 
     @property
@@ -139,26 +150,29 @@ class TokenScores:
 
 
 class HeldOut(NamedTuple):
-    """Held-out documents, and the stored documents with the same text; `compare_with_store` creates it."""
+    """Held-out documents, and the stored documents that share much text with them.
+
+    `compare_with_store` creates it.
+    """
 
     documents: list[TextDocument]
     """All held-out documents, in their order."""
     stored: Mapping[str, frozenset[str]]
     """For the content hash of each held-out document that is in the store: the content hashes of the stored
-    documents with the same text, or with half of the text; see `KNOWN`."""
+    documents that contain the same text, or together at least the share `KNOWN` (half) of the text."""
 
     @classmethod
     def compare_with_store(
         cls, store: Reader, reader: TextReader, documents: Iterable[object], selection: Selection
     ) -> "HeldOut":
-        """Read held-out documents, and find stored documents with the same text.
+        """List held-out documents, and find stored documents with the same text or half of the text.
 
-        Stored documents are neither removed nor refused; see `refuse_stored`.
+        A held-out document that is in the store is neither removed nor refused; `refuse_stored` refuses it.
 
         Args:
             store: the store.
             reader: tokenizes the documents.
-            documents: the held-out documents; see `documents_of`.
+            documents: the held-out documents, in any form that `add` takes.
             selection: the stored documents to compare with.
 
         Raises:
@@ -198,7 +212,7 @@ def score_held_out(
     left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """Score held-out documents; see `score_documents`.
+    """Run the model on held-out documents, and look up the evidence for every target token.
 
     Args:
         store: the store that is searched.
@@ -206,8 +220,8 @@ def score_held_out(
         documents: the held-out documents.
         settings: the settings in force.
         left_out: for the content hash of a held-out document, the content hashes of stored documents that are
-            left out of its search; see `HeldOut.stored`.
-        progress: advanced by the number of scored tokens.
+            left out of its search.
+        progress: receives the number of scored tokens.
 
     Yields:
         The scores of a few tokens at a time; `TokenScores.documents` has indices into `documents`.
@@ -257,8 +271,8 @@ def score_documents(
         progress: receives the number of scored tokens.
 
     Yields:
-        The scores of a few tokens at a time, in the order in which windows are packed; every predicted token
-        is in exactly one. `TokenScores.documents` counts the documents.
+        The scores of a few tokens at a time, in the order in which windows are packed into batches. Every
+        predicted token is in exactly one item. `TokenScores.documents` has the index of a token's document.
     """
     bar, preceding = progress or Progress(), 0
     for chunk in in_chunks(documents):
@@ -276,14 +290,17 @@ def score_texts(
     *,
     with_sources: bool = False,
 ) -> Iterator[TokenScores]:
-    """Score texts given by their tokens; see `score_documents`.
+    """Run the model on texts given by their tokens, and look up the evidence for every target token.
 
     Args:
         store: the store that is searched.
         reader: runs the model.
-        texts: token ids of each text, shape (n,); `TokenScores.documents` has indices into them.
+        texts: token ids of each text, shapes (n_i,).
         settings: the settings in force.
-        with_sources: keep each retrieved record in the evidence, also where the settings probe cells.
+        with_sources: True to keep each retrieved record with its id in the evidence, which needs more memory.
+
+    Yields:
+        The scores of a few tokens at a time; `TokenScores.documents` has indices into `texts`.
     """
     settings = replace(settings, k=limit_k_to_store(store, settings))
     lookup = EvidenceLookup(store, settings, Form.SOURCES if with_sources else Form.TARGET)
@@ -301,7 +318,9 @@ def score_text_in_turns(
     settings: KNNSettings,
     most: int = _TURN_TOKENS,
 ) -> Iterator[TokenScores | None]:
-    """Score one text as `score_texts` does with sources, in turns that each take a short time.
+    """Score one text in turns, short pieces of work between which a server can do other work.
+
+    The result is that of `score_texts` with sources.
 
     The model runs over one window at a time, in parts of 128 tokens; the evidence is looked up for a few
     tokens at a time.
@@ -311,7 +330,7 @@ def score_text_in_turns(
         reader: runs the model.
         text: token ids, shape (n,).
         settings: the settings in force.
-        most: largest number of tokens of one lookup.
+        most: largest number of tokens of one look-up.
 
     Yields:
         At the end of each turn the scores of a few tokens, or None if the turn scored no token.
@@ -328,12 +347,18 @@ def score_text_in_turns(
 def _follow_texts(
     reader: TextReader, texts: Sequence[NDArray[np.integer[Any]]], settings: KNNSettings
 ) -> DocumentTexts:
-    """Create the object that follows scored texts, and keeps as many keys as the continuous cache needs."""
+    """Create the `DocumentTexts` of texts to score; it keeps as many keys as the continuous cache needs.
+
+    Args:
+        reader: has the token that precedes every document.
+        texts: token ids of each text.
+        settings: the settings in force; without a cache no keys are kept.
+    """
     return DocumentTexts(texts, reader.prefix, 0 if settings.cache is None else settings.cache.size)
 
 
 def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings) -> Contexts | None:
-    """Append the keys of predicted tokens to their texts, and return the contexts of the tokens.
+    """Append the keys of predicted tokens to their texts, and return the tokens' contexts (earlier text).
 
     Returns None, and appends nothing, if no component needs text.
     """
@@ -343,13 +368,21 @@ def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings)
 
 
 def predict_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:
-    """Run the model over one batch of windows, and return its predictions."""
+    """Run the model over one batch of windows (parts of documents), and return its predictions."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
     return _collect_predictions(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch)
 
 
 def _predict_window_in_turns(reader: TextReader, batch: WindowBatch) -> Generator[None, None, ReadTokens]:
-    """Compute the result of `predict_windows` for one window in several turns; yields between the turns."""
+    """Run the model over one window in several turns (short pieces of work); return its predictions.
+
+    Args:
+        reader: runs the model.
+        batch: a batch with one window.
+
+    Yields:
+        None between two turns.
+    """
     encoder = reader.encoder
     encoded = yield from encoder.encode_in_parts(batch.input_ids, batch.at, _TURN_TOKENS)
     parts = []
@@ -363,7 +396,7 @@ def _predict_window_in_turns(reader: TextReader, batch: WindowBatch) -> Generato
 
 
 def _collect_predictions(encoded: Encoded, log_probs: LogProbs, batch: WindowBatch) -> ReadTokens:
-    """Move the predictions of a batch to the CPU, and return them."""
+    """Move the keys and predictions of a batch of windows to the CPU, and return them as `ReadTokens`."""
     return ReadTokens(
         log_probs.gold.cpu(),
         log_probs.best.cpu(),
@@ -376,16 +409,18 @@ def _collect_predictions(encoded: Encoded, log_probs: LogProbs, batch: WindowBat
 
 
 class EvidenceLookup:
-    """Looks up the evidence of tokens in parts that are as large as memory allows.
+    """Looks up the evidence of tokens (what the components find for them), a group of tokens at a time.
 
-    If the probed cells are smaller than the upper bound, the next parts have more tokens.
+    A group is as large as memory allows.
+
+    If the probed cells are smaller than assumed, the next groups have more tokens.
 
     Args:
         store: the store that is searched.
-        settings: the settings in force, with a k that is `limit_k_to_store`.
-        form: how much of the evidence is kept.
-        turn_tokens: largest number of tokens of a part; a part then has at most `_MAX_TURN_NEIGHBORS`
-            neighbors. With None only memory limits the parts.
+        settings: the settings in force, with the k that `limit_k_to_store` returns.
+        form: how much of the evidence is kept, e.g. record ids or only probabilities of the target tokens.
+        turn_tokens: largest number of tokens of a group; a group then has at most `_MAX_TURN_NEIGHBORS`
+            neighbors. With None only memory limits the groups.
     """
 
     def __init__(
@@ -403,7 +438,7 @@ class EvidenceLookup:
         self._cache_limit = max(1, _MAX_CACHED_TOKENS // cache_size)
 
     def __call__(self, read: ReadTokens, contexts: Contexts | None) -> Iterator[TokenScores]:
-        """Yield the scores of a few tokens at a time, in their order.
+        """Yield the scores (predictions and evidence) of a group of tokens at a time, in their order.
 
         Args:
             read: the model's predictions of the tokens.
@@ -420,15 +455,21 @@ class EvidenceLookup:
             self._adapt(scores)
 
     def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
-        """Look up the evidence of the tokens in `rows`."""
+        """Look up the evidence of some of the tokens, and return their scores.
+
+        Args:
+            read: the model's predictions of all tokens.
+            batch: the positions of all tokens.
+            rows: which tokens.
+        """
         if rows.stop - rows.start < len(read):
             read, batch = read.select_rows(rows), batch.select_rows(rows)
         return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
 
     def _adapt(self, scores: TokenScores) -> None:
-        """Change the number of tokens of the next part by the size of the evidence of the last part.
+        """Set the number of tokens of the next group from the size of the evidence of the last group.
 
-        If only the k nearest records are kept without sources, nothing changes.
+        Nothing changes if only the k nearest records are kept, without their ids.
         """
         searches = scores.evidence.searches
         cell_sums = [search for search in searches if isinstance(search, CellSums)]
@@ -446,7 +487,11 @@ class EvidenceLookup:
 
 
 def _join_batches(predictions: Iterable[ReadTokens], min_tokens: int) -> Iterator[ReadTokens]:
-    """Concatenate consecutive batches until each has at least `min_tokens` tokens, except the last."""
+    """Concatenate consecutive batches until each result has at least `min_tokens` tokens.
+
+    Yields:
+        The results; the last one may have fewer tokens.
+    """
     batches: list[ReadTokens] = []
     for read in predictions:
         batches.append(read)

@@ -40,7 +40,10 @@ COLUMNS = (
 
 
 class TokenTable:
-    """Collects a row for every evaluated token, 48 bytes for each until the table is written."""
+    """Collects one row for every evaluated token, to write or return them as a table.
+
+    A token takes 48 bytes until the table is written.
+    """
 
     def __init__(self) -> None:
         self._batches: list[tuple[NDArray[Any], ...]] = []
@@ -48,20 +51,20 @@ class TokenTable:
         self._counts = np.zeros(0, np.int64)
 
     def add_scores(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
-        """Add n tokens.
+        """Add the rows of n tokens.
 
         Args:
             scores: the tokens.
-            p_knn: p_kNN of each gold token, shape (n,).
+            p_knn: probability of each target token by the retrieved records, shape (n,).
             lam: λ of each token, shape (n,).
-            log_p: log p of the mixture of each gold token, shape (n,).
+            log_p: log-probability of each target token in the mixture, shape (n,).
         """
         columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.evidence.distances.amin(1))
         tensors = (column.numpy() for column in columns)
         self._batches.append((scores.documents, scores.positions, scores.targets.numpy(), *tensors))
 
     def set_documents(self, documents: Sequence[TextDocument], counts: NDArray[np.int64]) -> None:
-        """Set what the rows need in addition to the scores; called before the rows are read.
+        """Set the documents and token counts, which the rows also contain; call it before the rows are read.
 
         Args:
             documents: the documents that `TokenScores.documents` has indices into.
@@ -70,7 +73,11 @@ class TokenTable:
         self._documents, self._counts = documents, counts
 
     def rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        """Yield the rows by document and position, each a dict with the keys `COLUMNS`."""
+        """Yield one dict with the keys `COLUMNS` for each token, sorted by document and position.
+
+        Args:
+            tokenizer: the model's tokenizer.
+        """
         if not self._batches:
             return
         columns = [np.concatenate(column) for column in zip(*self._batches, strict=True)]
@@ -90,9 +97,10 @@ class TokenTable:
         positions: NDArray[Any],
         tokens: NDArray[Any],
     ) -> Iterator[str]:
-        """Yield the text that each token adds; concatenated, the texts of a document's tokens are its text.
+        """Yield the text that each token adds to the text of its document.
 
-        The arguments have shape (n,) and are sorted by document and position.
+        Concatenated, the texts of a document's tokens are its text. The arrays have shape (n,) and are sorted
+        by document and position.
         """
         texts = TokenTexts(tokenizer)
         starts = np.flatnonzero(np.diff(documents, prepend=-1))
@@ -117,7 +125,8 @@ class TokenTable:
         Args:
             file: a text file that is open for writing.
             tokenizer: the model's tokenizer.
-            as_json: write JSON Lines; otherwise tab-separated values with a header, each value as JSON.
+            as_json: True to write JSON Lines; False to write tab-separated values with a header, each value
+                as JSON.
         """
         if not as_json:
             file.write("\t".join(COLUMNS) + "\n")
@@ -127,7 +136,7 @@ class TokenTable:
 
 
 def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Convert rows to a pandas DataFrame.
+    """Convert rows (dicts with the same keys) to a pandas DataFrame.
 
     Raises:
         ConfigError: pandas is not installed.
@@ -141,7 +150,7 @@ def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Context manager that writes a new version of a file: yields a temporary file for the new content.
+    """Replace a file by new content: a context manager that yields a temporary file to write to.
 
     When the context ends without an error, the temporary file replaces `path` in one step. After an error the
     temporary file is removed, and `path` is unchanged.
