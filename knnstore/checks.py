@@ -17,7 +17,7 @@ MAX_NAME = 500
 
 
 def check_name(name: object, what: str) -> None:
-    """Check that a value is a name that every supported database can store. Returns nothing.
+    """Check that a value is a name that every supported database can store.
 
     Args:
         name: an id, a domain's name or a tag.
@@ -45,7 +45,8 @@ def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
         what: noun for one name in the message, such as "tag".
 
     Raises:
-        InputError: `names` is a string, or a name is not valid, see `check_name`.
+        InputError: `names` is a string; or a name is no string, empty, too long, holds a NUL or is not valid
+            Unicode.
     """
     if isinstance(names, str):
         raise InputError(f"{what}s are several: give [{names!r}], not {names!r}")
@@ -56,7 +57,7 @@ def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
 
 
 def check_json(value: Mapping[str, Any], what: str) -> None:
-    """Check that a mapping can be stored as JSON. Returns nothing.
+    """Check that a mapping can be stored as JSON.
 
     Args:
         value: mapping to check, with its nested mappings and lists.
@@ -85,7 +86,7 @@ def check_json(value: Mapping[str, Any], what: str) -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Check whether a string is valid Unicode, without unpaired surrogates."""
+    """Check whether a string can be encoded as UTF-8: it has no unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, as in arguments that are not UTF-8

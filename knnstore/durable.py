@@ -38,7 +38,7 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Entry of a file in a manifest: name, size and hash."""
+    """Entry of a file in a manifest (the list of files in use): name, size and hash."""
 
     name: str
     """Path relative to the datastore's directory."""
@@ -54,11 +54,13 @@ class StoredFile:
 
 
 class NoFileError(OSError):
-    """A path that should be a file of a store is no regular file, or the file is too large to be one."""
+    """A path that should be a file of a store is not a regular file, or the file is too large for one."""
 
 
 class FileWriter:
-    """Writes a new file and hashes its content. A context manager: without `finish`, the file is removed.
+    """Writes a new file and hashes its content.
+
+    A context manager: if `finish` was not called when the context ends, the file is removed.
 
     Args:
         root: the datastore's directory.
@@ -90,7 +92,8 @@ class FileWriter:
     def write(self, data: NDArray[Any] | bytes) -> None:
         """Append bytes, or the bytes of an array in C order, to the file.
 
-        Raises OSError if the disk is full or fails.
+        Raises:
+            OSError: the disk is full or fails.
         """
         array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
         view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -108,7 +111,7 @@ class FileWriter:
         failpoint("segments.file.written")
 
     def finish(self) -> StoredFile:
-        """Make the content durable (fsync), close the file, and return its entry.
+        """Make the content durable (fsync), close the file, and return its name, size and hash.
 
         The file's name is durable only after `sync_directory`.
         """
@@ -127,7 +130,7 @@ class FileWriter:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file of a store for reading. A pipe or a device in its place does not block the process.
+    """Open a regular file of a store for reading in binary mode, without blocking if it is a pipe.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -145,7 +148,7 @@ def read_file(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: the path does not exist.
-        NoFileError: the path is no regular file, or the file has more than 4 GiB. It is not read then.
+        NoFileError: the path is not a regular file, or the file has more than 4 GiB. Then nothing is read.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > _MOST_BYTES:
@@ -154,7 +157,7 @@ def read_file(path: Path) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names that were created, replaced or removed in a directory durable (fsync)."""
+    """Make earlier changes of names in a directory (files created, replaced, removed) durable with fsync."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -164,7 +167,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the content of an existing file, which another library has written, durable (fsync)."""
+    """Make the content of an existing file durable with fsync; another library may have written it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -177,7 +180,8 @@ def publish(path: Path, content: bytes, what: str) -> None:
     Args:
         path: the file. A crash leaves at most a file ``<name>.tmp`` in the same folder.
         content: the whole new content.
-        what: middle part of the names of the failpoints, ``segments.<what>.written`` and ``.renamed``.
+        what: middle part of the names of two failpoints (places where tests make the process fail),
+            ``segments.<what>.written`` and ``segments.<what>.renamed``.
 
     Raises:
         OSError: the disk is full or fails. The old content stays, unless the last step, syncing the
@@ -202,7 +206,7 @@ def publish(path: Path, content: bytes, what: str) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or an empty folder at its path; does nothing if the path does not exist.
 
-    A folder with content stays. The removal is durable only after `sync_directory`.
+    A folder that is not empty stays. The removal is durable only after `sync_directory`.
 
     Raises:
         OSError: the file cannot be removed.
@@ -214,7 +218,7 @@ def remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove an empty folder; does nothing for any other path."""
+    """Remove a folder if it is empty; do nothing for any other path."""
     with suppress(OSError):
         path.rmdir()
 
@@ -222,8 +226,8 @@ def _remove_folder(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder if it is empty; otherwise make the removal of files from it durable.
 
-    Does nothing if the folder does not exist. Its own removal is durable only after `sync_directory` of its
-    parent.
+    Does nothing if the folder does not exist. The removal of the folder is durable only after
+    `sync_directory` of its parent.
     """
     try:
         path.rmdir()
@@ -235,7 +239,9 @@ def remove_folder(path: Path) -> None:
 
 
 class WriterLock:
-    """Lock of a directory that only one writer can hold. The constructor takes the lock without waiting.
+    """Lock of a datastore's directory that only one writer can hold at a time.
+
+    The constructor takes the lock without waiting.
 
     The kernel releases the lock when the holding process ends. The lock file is never removed, because then
     two processes could lock two different files with the same name. The file ``writer.json`` describes the
@@ -278,15 +284,17 @@ class WriterLock:
             holder_path.write_text(json.dumps(this_process))
 
     def release(self) -> None:
-        """Release the lock for the next writer."""
+        """Release the lock, so that the next writer can take it."""
         self._lock.release()
 
 
 def _describe_holder(holder: Path) -> str:
-    """Describe the process that holds a lock, for a message; "another process" if its file cannot be read.
+    """Describe the process that holds a lock (process number, host, command), for an error message.
+
+    Returns "another process" if the file cannot be read.
 
     Args:
-        holder: the file ``writer.json``.
+        holder: path of the file ``writer.json``.
     """
     try:
         holder_info = json.loads(read_file(holder))

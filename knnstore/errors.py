@@ -48,11 +48,11 @@ class UnusableDocumentError(InputError):
 
 
 class AdapterError(KnnstoreError):
-    """An adapter cannot be used."""
+    """An adapter (the class that makes a vector engine a datastore) cannot be used."""
 
 
 class AdapterNotFoundError(AdapterError, LookupError):
-    """No installed distribution offers an adapter with this name."""
+    """No installed package offers an adapter with this name."""
 
 
 class AdapterLoadError(AdapterError, ImportError):
@@ -60,14 +60,14 @@ class AdapterLoadError(AdapterError, ImportError):
 
 
 class AdapterConflictError(AdapterError):
-    """Several distributions offer an adapter with the same name."""
+    """Several installed packages offer an adapter with the same name."""
 
 
 # -- datastores: the vector side
 
 
 class DatastoreError(KnnstoreError):
-    """A datastore operation failed."""
+    """An operation of a datastore (the vector engine with the keys) failed."""
 
 
 class DimensionMismatchError(DatastoreError, ValueError):
@@ -103,7 +103,7 @@ class ReadOnlyError(DatastoreError):
 
 
 class DatastoreClosedError(DatastoreError):
-    """The handle was closed."""
+    """The handle of the datastore was closed before the operation."""
 
 
 class DiskFullError(DatastoreError):
@@ -111,11 +111,11 @@ class DiskFullError(DatastoreError):
 
 
 class LockedError(DatastoreError):
-    """Another process holds the writer's lock."""
+    """Another process or handle holds the writer's lock, so the store cannot be opened for writing."""
 
 
 class UnsupportedOperationError(DatastoreError):
-    """The engine does not support the operation; see its `Capabilities`."""
+    """The vector engine does not support the operation; its `Capabilities` say what it supports."""
 
 
 class CorruptDatastoreError(DatastoreError):
@@ -150,7 +150,7 @@ class StoreExistsError(CatalogError, FileExistsError):
 
 
 class DocumentNotFoundError(CatalogError, LookupError):
-    """No live document has this id."""
+    """No stored document has this id; removed documents do not count."""
 
 
 class KeyNotFoundError(CatalogError, LookupError):

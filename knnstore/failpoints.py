@@ -46,10 +46,11 @@ _armed = Failpoint(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def arm(specification: str | None) -> None:
-    """Arm a failpoint in this process, in place of the armed failpoint; None disarms. For tests that fork.
+    """Arm a failpoint in this process, instead of the armed one; for tests that fork.
 
     Args:
-        specification: see `Failpoint`.
+        specification: ``name[:passage][=kill|eio|enospc]``; None or an empty text disarms the armed
+            failpoint.
     """
     global _armed
     _armed = Failpoint(specification) if specification else None
@@ -59,7 +60,7 @@ _recorded: list[str] | None = None
 
 
 def record() -> list[str]:
-    """Record the names of all failpoints that the process passes from now on. For tests.
+    """Start to record the names of all failpoints that the process passes; for tests.
 
     Returns:
         A list, empty now, to which each later passage appends a name.
@@ -70,7 +71,9 @@ def record() -> list[str]:
 
 
 def failpoint(name: str) -> None:
-    """Mark a place where a test can make the process fail. Costs almost nothing if no failpoint is armed.
+    """Mark a place in the code where a test can make the process fail.
+
+    Does nothing, at almost no cost, if no failpoint is armed. An armed failpoint may kill the process here.
 
     Args:
         name: name of the place.

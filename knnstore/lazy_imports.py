@@ -21,9 +21,9 @@ from typing import Any
 
 
 def attach_lazy_imports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the module attributes ``__getattr__`` and ``__dir__`` for a package. Imports nothing itself.
+    """Create a package's ``__getattr__`` and ``__dir__``, which import its names at their first use.
 
-    The package calls this function while it is imported.
+    The package calls this function while it is imported; nothing is imported then.
 
     Args:
         package: the package's ``__name__``; its source has the imports under ``if TYPE_CHECKING``.

@@ -11,9 +11,9 @@ _GGUF = ".gguf"
 
 
 def add_gguf_file(name: str, gguf_file: str | None) -> str:
-    """Return the name of a model in a GGUF file of a folder or hub repository: ``NAME/FILE.gguf``.
+    """Append the name of a GGUF file to the name of its folder or hub repository: ``NAME/FILE.gguf``.
 
-    A name that ends in the file already, or a `gguf_file` of None or "", returns the name unchanged.
+    The name is returned unchanged if it already ends in the file's name, or if `gguf_file` is None or "".
     """
     if not gguf_file or name.endswith(f"/{gguf_file}"):
         return name
@@ -23,8 +23,8 @@ def add_gguf_file(name: str, gguf_file: str | None) -> str:
 def split_gguf_file(name: str) -> tuple[str, str | None]:
     """Divide a model's name into the folder or hub id and the GGUF file in it.
 
-    The file is None, and the name unchanged, if the name does not end in ``.gguf`` or is a folder. Names that
-    do not exist are divided by their form.
+    If the name does not end in ``.gguf`` or is a folder, the unchanged name and None are returned. A name
+    without an existing file is divided by its form: the first two parts are the hub id.
 
     Example:
         >>> split_gguf_file("models/small.gguf"), split_gguf_file("org/repo/q4/a.gguf")
@@ -81,12 +81,12 @@ def check_model(name: str, revision: str | None = None) -> bool:
 
 
 def _explain_hub_refusal(name: str, file: str, revision: str | None) -> str | None:
-    """Ask the hub for a file of a model. Returns the reason why the hub refuses it; None if it does not.
+    """Ask the hub for a file of a model; return the reason of a refusal, or None if the hub has it.
 
     Args:
         name: hub id of the model.
         file: path of the file in the repository.
-        revision: revision; None is ``main``.
+        revision: revision of the model; None means ``main``.
 
     Raises:
         ConfigError: `name` is no valid hub id.

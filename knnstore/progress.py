@@ -2,13 +2,13 @@
 
 
 class Progress:
-    """Receives reports on the progress of a long operation, and ignores them.
+    """Receives reports on the progress of a long operation; this base class ignores them.
 
     Override methods in a subclass to show the progress.
     """
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
-        """Report that an operation begins.
+        """Receive the report that an operation begins.
 
         Args:
             title: name of the operation.
@@ -17,13 +17,13 @@ class Progress:
         """
 
     def expect(self, total: int) -> None:
-        """Report a new estimate of the total number of units."""
+        """Receive a new estimate of the total number of units."""
 
     def advance(self, amount: int) -> None:
-        """Report that `amount` more units are done."""
+        """Receive the report that `amount` more units are done."""
 
     def finish(self) -> None:
-        """Report that the operation has ended."""
+        """Receive the report that the operation has ended."""
 
     def say(self, message: str) -> None:
-        """Report a message of one line that the user should see."""
+        """Receive a message of one line that the user should see."""

@@ -20,10 +20,11 @@ MAX_BYTES = 65_536
 
 
 def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the secret in a variable NAME, or in the file that NAME_FILE names; None if neither is set.
+    """Return the secret in a variable NAME, or in the file that a variable NAME_FILE names.
 
-    A variable with an empty value counts as not set. The file is read at each call, so the next connection
-    uses a changed secret. One line break at the end of the file is left out.
+    Returns None if neither variable is set. A variable with an empty value counts as not set. The file is
+    read at each call, so the next connection uses a changed secret. One line break at the end of the file is
+    left out.
 
     Args:
         name: name of the variable, such as "KNNSTORE_QDRANT_API_KEY".
@@ -59,15 +60,23 @@ def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str 
 
 
 def find_secret_variable(name: str, environment: Mapping[str, str]) -> str | None:
-    """Return the name of the variable that gives a secret, NAME or NAME_FILE; None if neither is set.
+    """Return which variable gives a secret, NAME or NAME_FILE; None if neither is set.
 
-    An empty value counts as not set. No file is read.
+    A variable with an empty value counts as not set. No file is read.
+
+    Args:
+        name: NAME, the name of the variable with the secret itself.
+        environment: the environment variables.
     """
     return next((variable for variable in (name, name + FILE_SUFFIX) if environment.get(variable)), None)
 
 
 def _read_file(path: Path) -> bytes:
-    """Read a file, but at most `MAX_BYTES` + 1 bytes; raises OSError if the path is not a regular file."""
+    """Read a file, but at most `MAX_BYTES` + 1 bytes.
+
+    Raises:
+        OSError: the path is not a regular file, or cannot be read.
+    """
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block, a device never end
         raise OSError(0, "it is no regular file")
     with path.open("rb") as file:

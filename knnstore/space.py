@@ -16,7 +16,8 @@ RESERVE = 2 << 20
 """Size of the file of a `Reserve` in bytes."""
 
 MARGIN = 2 * RESERVE
-"""Free space in bytes that `check_space` does not let operations use, so that only removals need it."""
+"""Free space in bytes that `check_space` keeps from all operations, so that documents can still be
+removed."""
 
 _SMALLEST = 64 << 10  # of a reserve
 
@@ -33,7 +34,7 @@ def free_space(path: Path) -> int:
 
 
 def check_space(path: Path, needed: int, what: str) -> None:
-    """Check before an operation that the disk has enough free space for it. Returns nothing.
+    """Check before an operation that the disk has enough free space for the operation.
 
     Args:
         path: file or folder that the operation writes; it need not exist yet.
@@ -52,15 +53,22 @@ def check_space(path: Path, needed: int, what: str) -> None:
 
 
 def choose_write_error(error: OSError) -> type[DatastoreError]:
-    """Return the class of the error to raise for a failed write: DiskFullError or DatastoreError."""
+    """Return the class of the error to raise for a failed write.
+
+    Args:
+        error: the error of the operating system.
+
+    Returns:
+        `DiskFullError` if the disk or the quota is full, else `DatastoreError`.
+    """
     return DiskFullError if error.errno in _FULL else DatastoreError
 
 
 @contextmanager
 def medium_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError about a full or read-only disk in the block to DiskFullError or ReadOnlyError.
+    """Convert an OSError about the disk, raised inside the ``with`` block, to an error of knnstore.
 
-    All other errors pass unchanged.
+    Errors about other problems pass unchanged.
 
     Args:
         path: path that the message names if the OSError has no file name.
@@ -84,7 +92,9 @@ def medium_errors(path: Path) -> Iterator[None]:
 
 
 def allocate(descriptor: int, start: int, size: int) -> None:
-    """Allocate disk space for a range of bytes of an open file; the file grows to the end of the range.
+    """Allocate disk space for a range of bytes of an open file.
+
+    The file grows to the end of the range if it is shorter.
 
     Does nothing if the operating system does not support it.
 
@@ -115,7 +125,9 @@ class Reserve:
         self._path = folder / self.NAME
 
     def keep(self) -> None:
-        """Create the file, or enlarge it to `RESERVE` bytes; with less free space, make it smaller.
+        """Create the file with `RESERVE` bytes, or enlarge it to this size.
+
+        If the disk has less free space, the file gets a smaller size.
 
         Errors are ignored.
         """

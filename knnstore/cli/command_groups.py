@@ -25,7 +25,7 @@ class CommandGroup(NamedTuple):
 
 
 def load_command_groups() -> Iterator[tuple[str, CommandGroup]]:
-    """Yield the name and the commands of each installed group.
+    """Load the command groups of other installed packages, and yield the name and the group of each.
 
     A group that cannot be loaded is left out, with a message on stderr.
     """

@@ -18,7 +18,7 @@ def build_fit_row(
         settings: the fitted settings; None for the model alone.
         lam: average weight of retrieval.
         held_out: held-out perplexity and its interval.
-        change: ratio of this perplexity to the perplexity of the model alone, and its interval.
+        change: ratio of the held-out perplexity to the perplexity of the model alone, and its interval.
     """
     ratios = {"ratio": change.ppl, "ratio_low": change.low, "ratio_high": change.high}
     search_settings = {

@@ -89,7 +89,8 @@ class Documents:
     skipped_ids: set[str] = field(default_factory=set, init=False)
     """Ids of skipped documents, as far as known; `sync` does not remove these documents from the store."""
     names_by_reason: dict[str, list[str]] = field(default_factory=dict, init=False)
-    """Names of the left-out files and rows, by reason; for the reason OTHER their error messages."""
+    """Names of the left-out files and rows, by the reason why they were left out; for the reason OTHER their
+    error messages."""
 
     @property
     def fields(self) -> Fields:
@@ -132,9 +133,12 @@ class Documents:
         )
 
     def make_skip_function(self, bar: Bar) -> OnBad:
-        """Return a function that takes the error of an unusable document, and counts it or raises it.
+        """Return a function that takes the error of an unusable document, and counts or raises the error.
 
-        The document is left out and counted with ``--skip-bad``, or if it is a file in a folder.
+        The error is counted with ``--skip-bad``, or if the document is a file in a folder; else it is raised.
+
+        Args:
+            bar: the progress bar, above which skipped documents are printed.
         """
 
         def skip(error: UnusableDocumentError) -> None:
@@ -156,7 +160,10 @@ class Documents:
         return skip
 
     def report(self) -> None:
-        """Print counts, names and reasons of the left-out documents on stderr; nothing if none was."""
+        """Print counts, names and reasons of the left-out documents on stderr.
+
+        Print nothing if none was left out.
+        """
         counts = []
         if self.skipped:
             counts.append(f"{self.skipped:,} that cannot be used")
@@ -212,7 +219,7 @@ def read_text(text: str) -> str:
 
 
 def read_params(options: Sequence[str] | None) -> dict[str, Any]:
-    """Parse ``NAME=VALUE`` options. A value that is not valid JSON stays text. None gives no parameters.
+    """Parse ``NAME=VALUE`` options to a dict. A value that is not valid JSON stays text; None gives {}.
 
     Raises:
         typer.BadParameter: if an option has no name or no ``=``.

@@ -44,8 +44,8 @@ def interruptible() -> Iterator[None]:
 def was_interrupted() -> bool:
     """Check whether Ctrl-C was pressed since the context `interruptible` was opened.
 
-    Call this inside that context. A library can turn KeyboardInterrupt into another exception, so the
-    exception alone does not tell.
+    Call this function inside the context. A library can turn KeyboardInterrupt into another exception, so the
+    type of an exception does not show whether Ctrl-C was pressed.
     """
     return signal.getsignal(signal.SIGINT) is _exit_interrupted
 

@@ -33,13 +33,15 @@ class Log:
         """True if each message is printed as a JSON object."""
 
     def reset(self) -> None:
-        """Reset the options, because a process can run the command line several times."""
+        """Set both options to False, because a process can run the command line several times."""
         self.verbose = self.as_json = False
 
     def apply_options(self, verbose: bool, form: Form | None) -> None:
-        """Apply ``--verbose`` and ``--log-format`` as they stand before or after the command's name.
+        """Apply the options ``--verbose`` and ``--log-format``, given before or after the command's name.
 
-        False and None change nothing, so options before the command are kept.
+        Args:
+            verbose: True to print details; False changes nothing.
+            form: form of the messages; None changes nothing.
         """
         self.verbose = self.verbose or verbose
         self.as_json = self.as_json if form is None else form == "json"
@@ -49,13 +51,24 @@ LOG = Log()
 
 
 def format_json_message(level: str, message: str, **more: Any) -> str:
-    """Return a message as one line of JSON, with the current time in UTC and the fields `more`."""
+    """Return a message as one line of JSON.
+
+    Args:
+        level: value of the field ``level``, e.g. ``warning``.
+        message: the message.
+        **more: further fields. The field ``time`` is the current time in UTC.
+    """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps({"time": now, "level": level, "message": message, **more}, ensure_ascii=False)
 
 
 def split_level(message: str) -> tuple[str, str]:
-    """Split a message into its level and its text. Without a prefix "warning: " or "error: " it is info."""
+    """Split a message into its level and its text.
+
+    Returns:
+        The level ``warning`` or ``error`` if the message has this prefix with a colon, else ``info``; and the
+        text without the prefix.
+    """
     for level in ("warning", "error"):
         if message.startswith(f"{level}: "):
             return level, message.removeprefix(f"{level}: ")

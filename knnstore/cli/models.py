@@ -56,12 +56,14 @@ class StoreRuntime(Runtime):
         params: Mapping[str, Any] | None = None,
         domains: Sequence[str] | None = None,
     ) -> Iterator["KNNLMForCausalLM"]:
-        """Open the store and load its model; the context closes the store. The model has default settings.
+        """Open the store, load its model, and yield the model; the end of the context closes the store.
+
+        The model has unset settings, so the store's saved or default settings count.
 
         Args:
             mode: "r" opens the store for reading, "a" for reading and writing.
-            params: parameters of the engine that replace the store's parameters this time; None replaces
-                none.
+            params: parameters of the adapter (vector engine) that replace the saved parameters this time;
+                None replaces none.
             domains: domains that must exist. An unknown domain raises DomainNotFoundError before torch is
                 imported, which takes seconds.
         """
@@ -74,9 +76,10 @@ class StoreRuntime(Runtime):
 
     @contextmanager
     def open_for_adding(self) -> Iterator["KNNLMForCausalLM | KeylessText"]:
-        """Open the store for writing and load its model; the context closes the store.
+        """Open the store for writing, and yield what adds documents; the end of the context closes the store.
 
-        For a store without keys only the tokenizer is loaded, as a `KeylessText`.
+        Yields the store's model. For a store without keys only the tokenizer is loaded, and a `KeylessText`
+        is yielded.
         """
         from knnstore.store import KNNStore
 
@@ -91,7 +94,7 @@ class StoreRuntime(Runtime):
             yield KeylessText(store, tokenizer)
 
     def _load_model(self, store: "KNNStore") -> "KNNLMForCausalLM":
-        """Load the model of an open store, with default settings."""
+        """Load the model of an open store, and return it with unset settings."""
         name = resolve_model_location(store, self.model_at)
         with show_activity(f"loading {Path(name).name}"):
             quiet_transformers()
@@ -103,7 +106,7 @@ class StoreRuntime(Runtime):
 
 
 def resolve_model_location(store: "KNNStore", model_at: str | None) -> str:
-    """Return the path or hub id of a store's model: `model_at`, or by default the one saved in the store.
+    """Return the path or hub id of a store's model: `model_at`, or the saved one if `model_at` is None.
 
     Raises:
         ConfigError: if no model is found at this place.

@@ -14,10 +14,10 @@ DEFAULT_HOME = Path(".knnstore")
 
 
 def _resolve_home(context: typer.Context, home: Path) -> Path:
-    """Return the store's folder. Callback of the option ``--home``.
+    """Return the store's folder from the option ``--home``, which may be given in several places.
 
-    The order of precedence is ``--home`` after the command's name, ``--home`` before the command's name, the
-    environment variable, the default.
+    Callback of the option. The order of precedence is ``--home`` after the command's name, ``--home`` before
+    the command's name, the environment variable, the default.
     """
     source = context.get_parameter_source("home")
     if source is not None and source.name == "COMMANDLINE":
@@ -83,7 +83,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def confirm(change: str, yes: bool) -> None:
-    """Ask the user at the terminal to confirm a change. Returns without a value if the user agrees.
+    """Ask the user at the terminal to confirm a change; return if the user agrees.
 
     Args:
         change: the change, as a sentence without its period.
@@ -102,5 +102,9 @@ def confirm(change: str, yes: bool) -> None:
 
 
 def seed_option(help: str) -> Any:
-    """Return an option for a seed in the range that all random number generators accept, 0 to 2³² - 1."""
+    """Return a Typer option for a random seed from 0 to 2³² - 1, which all random number generators accept.
+
+    Args:
+        help: help text of the option.
+    """
     return typer.Option(min=0, max=2**32 - 1, metavar="N", help=help)

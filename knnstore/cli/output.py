@@ -38,16 +38,17 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Verbatim(str):
-    """Text of a document or a model. `echo` escapes it on a terminal only, not in files and pipes."""
+    """Text from a document or a model, in which `echo` escapes control characters on a terminal only."""
 
 
 def print_result(result: Any, text: str | Sequence[str], *, as_json: bool) -> None:
-    """Print a result on stdout, as one line of JSON or as text. An empty text prints nothing.
+    """Print a result on stdout, as one line of JSON or as text for people.
 
     Args:
         result: a value that JSON can hold. Infinite numbers and NaN become null.
-        text: the same result for people, or the parts of this text.
-        as_json: True prints `result`, False prints `text`.
+        text: the same result for people, as one text or as parts that are joined. An empty text prints
+            nothing.
+        as_json: True to print `result`, False to print `text`.
     """
     parts = [_format_json(result)] if as_json else [text] if isinstance(text, str) else text
     if any(parts):
@@ -55,9 +56,13 @@ def print_result(result: Any, text: str | Sequence[str], *, as_json: bool) -> No
 
 
 def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
-    """Print the joined parts of a text and `end` on stdout, with characters that control a terminal escaped.
+    """Print a text on stdout, with characters that control a terminal escaped.
 
-    `Verbatim` parts are printed unchanged if the stream is no terminal.
+    Args:
+        *parts: the parts of the text, which are joined. A `Verbatim` part is printed unchanged if the stream
+            is not a terminal.
+        to_stderr: True to print on stderr.
+        end: what is printed after the text.
     """
     stream = sys.stderr if to_stderr else sys.stdout
     keeps_verbatim = not stream.isatty()
@@ -68,7 +73,10 @@ def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
 
 
 def escape_controls(text: str) -> str:
-    r"""Escape characters that control a terminal as in Python, ``\x1b``. Tabs and line breaks stay."""
+    r"""Replace characters that control a terminal by Python escape sequences, ``\x1b``.
+
+    Keep tabs and line breaks.
+    """
     return _TERMINAL_CONTROLS.sub(lambda char: repr(char[0])[1:-1], text)
 
 
@@ -86,9 +94,11 @@ def convert_to_dict(result: Any) -> dict[str, Any]:
 
 
 def format_json_lines(values: Mapping[str, Any]) -> str:
-    """Format an object as JSON with one field a line. A list of objects gets one line for each object.
+    """Format a mapping as a JSON object, with one line for each field.
 
-    Numbers in these lists are rounded to six digits, so that their lines stay readable.
+    A field that is a list of objects gets one line for each object.
+
+    Floats in such lists are rounded to six significant digits, so that the lines stay readable.
     """
     lines = []
     for name, value in values.items():
@@ -115,7 +125,12 @@ def _format_json(value: Any) -> str:
 
 
 def _replace_unprintable(value: Any, depth: int = 0) -> Any:
-    """Return a copy with None for infinite numbers and NaN, and "…" for values nested too deeply."""
+    """Return a copy of a value with None for infinite numbers and NaN, and "…" for values nested too deeply.
+
+    Args:
+        value: any value for JSON.
+        depth: depth of the value in the whole value; callers leave it out.
+    """
     if isinstance(value, Mapping | list | tuple) and depth == _MAX_JSON_DEPTH:
         return "…"
     if isinstance(value, Mapping):
@@ -128,7 +143,7 @@ def _replace_unprintable(value: Any, depth: int = 0) -> Any:
 def format_table(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, width: int | None = None
 ) -> str:
-    """Format rows as a table with headings. Numbers are right-aligned. Without rows it has headings only.
+    """Format rows as a table with headings. Numbers are right-aligned. No rows give only headings.
 
     Args:
         rows: the values of each row, by column.
@@ -163,7 +178,11 @@ def _cut_text(text: str, size: int) -> str:
 
 
 def format_pairs(values: Mapping[str, Any]) -> str:
-    """Format a mapping as lines of a name and its value, with the values aligned. It may not be empty."""
+    """Format a mapping as lines of a name and its value, with the values aligned.
+
+    Args:
+        values: at least one pair.
+    """
     width = max(len(name) for name in values)
     return "\n".join(f"{name:<{width}}  {_format_cell(value)}".rstrip() for name, value in values.items())
 
@@ -236,9 +255,9 @@ def _format_cell(value: Any) -> str:
 
 @contextmanager
 def show_activity(title: str) -> Iterator[None]:
-    """Show a title on stderr while the context is open, if stderr is a terminal.
+    """Show "TITLE ..." on stderr while the context is open, if stderr is a terminal.
 
-    With ``--verbose``, the duration is printed after a success.
+    With ``--verbose``, the duration is printed if the context ends without an error.
     """
     is_terminal = sys.stderr.isatty() and not LOG.as_json
     started_at = time.perf_counter()
@@ -253,7 +272,7 @@ def show_activity(title: str) -> Iterator[None]:
 
 
 class Bar(Progress, AbstractContextManager["Bar"]):
-    """Progress on stderr with amount, rate and remaining time.
+    """Shows progress on stderr: the amount done, the rate and the remaining time.
 
     On a terminal it is a bar, otherwise a line every `SECONDS_BETWEEN_LINES` seconds.
     """
@@ -283,7 +302,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         )
 
     def expect(self, total: int) -> None:
-        """Change the expected total; at least the amount already done."""
+        """Change the expected total; a total below the amount already done is raised to this amount."""
         self._total = max(total, self._done)
         self._bar.total = self._total
 
@@ -306,7 +325,11 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         print_message(printable(message))
 
     def _print_progress_line(self, seconds: float) -> None:
-        """Print a line with the progress after `seconds` of work."""
+        """Print a line with the amount done, the rate and the remaining time.
+
+        Args:
+            seconds: time since the start of the work.
+        """
         done, total, rate = self._done, self._total, self._done / seconds
         parts = [
             f"{done:,}{'' if total is None else f' of {total:,}'} {self._unit}",

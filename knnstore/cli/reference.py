@@ -39,7 +39,7 @@ def iterate_help_texts(command: Any = None, name: str = "knnstore") -> Iterator[
 
 
 def format_reference_page() -> str:
-    """Return the reference page of all commands as Markdown."""
+    """Return the reference page as Markdown: one section with the help text for each command."""
     sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in iterate_help_texts()]
     return "\n".join([_OPENING, *sections])
 

@@ -23,7 +23,11 @@ _TEMPERATURE = (
 
 
 def _check_above_zero(value: float | None) -> float | None:
-    """Return a value unchanged. Raises typer.BadParameter unless it is None or a finite number above 0."""
+    """Return the value of an option unchanged, after a check that it is above 0.
+
+    Raises:
+        typer.BadParameter: the value is not None, and is not a finite number above 0.
+    """
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"must be above 0, got {value}")
     return value
@@ -42,7 +46,7 @@ class SelectionOptions:
     where: WhereOption = None
 
     def make_selection(self) -> "Selection":
-        """Return the selection; without options it contains all documents."""
+        """Return the selection of documents that the options describe; without options all documents."""
         from knnstore import Selection
 
         domains, tags = tuple(self.domains or ()) or None, tuple(self.tags or ()) or None
@@ -51,7 +55,7 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class Query:
-    """Options for retrieval settings; None if an option was not given."""
+    """Options for retrieval settings; an option that was not given is None."""
 
     k: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Number of neighbors retrieved for each token.")
@@ -148,7 +152,7 @@ class Query:
         return settings
 
     def _overrides(self, selection: "Selection") -> "Overrides":
-        """Convert the options to overrides of the saved settings, for `knnstore.lm.resolve`.
+        """Convert the options to `Overrides`: values that replace values of the saved settings.
 
         Raises:
             ConfigError: if k is given with probes, or a component's JSON is wrong.
@@ -172,10 +176,13 @@ class Query:
         )
 
     def _parse_others(self) -> dict[str, Any]:
-        """Parse the options ``--component NAME=JSON``. Returns settings by name, None for NAME=null.
+        """Parse the options ``--component NAME=JSON``.
+
+        Returns:
+            The settings of each component by name; None for ``NAME=null``.
 
         Raises:
-            ConfigError: if the value is not a JSON object or null.
+            ConfigError: if a value is not a JSON object or null.
         """
         others: dict[str, Any] = {}
         for option in self.others or ():
@@ -203,7 +210,10 @@ class Query:
         )
 
     def _print_calibration(self, store: "KNNStore", settings: "KNNSettings") -> None:
-        """Print which calibration is in use, and a warning if it is stale; nothing without a calibration."""
+        """Print on stderr which calibrated settings are in use, and a warning if they are stale.
+
+        Prints nothing if the settings were not calibrated.
+        """
         from knnstore.lm import CalibrationRecord
 
         record = CalibrationRecord.of(store, settings.selection)
@@ -269,10 +279,11 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
 
 
 def _count_retrievable(store: "KNNStore", settings: "KNNSettings") -> int:
-    """Return the number of records that the settings can retrieve; 0 means that nothing is retrieved.
+    """Count what the settings can retrieve; 0 means that nothing is retrieved.
 
-    Settings that retrieve no records give the number of stored tokens for their n-grams, and 1 if they use
-    neither records nor n-grams.
+    Returns:
+        The number of records in the selection if the settings search keys; else the number of stored tokens
+        if they use n-grams; else 1.
     """
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection)

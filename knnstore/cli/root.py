@@ -74,10 +74,12 @@ _MESSAGE_OPTIONS = [
 
 
 def _register_command(group: typer.Typer, command: Callable[..., None], name: str) -> None:
-    """Add a function as a command. Its help is its docstring; the section "Examples:" comes last.
+    """Add a function as a command. The command's help is the function's docstring.
+
+    The section "Examples:" of the docstring comes last.
 
     Args:
-        group: the group to add it to.
+        group: the command group that gets the command.
         command: the function.
         name: the name of the command.
     """
@@ -87,9 +89,9 @@ def _register_command(group: typer.Typer, command: Callable[..., None], name: st
 
 
 def _expand_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that each field of a dataclass parameter becomes an option of its own.
+    """Wrap a command function so that each field of a dataclass parameter becomes a separate option.
 
-    The wrapper also has the message options, and applies them to `LOG`.
+    The returned function also has the options ``--verbose`` and ``--log-format``, and applies them to `LOG`.
     """
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {
@@ -133,7 +135,7 @@ app.add_typer(database, name="db")
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and exit, if `wanted`. Callback of the option ``--version``."""
+    """Print the version and exit, if `wanted` is True. Callback of the option ``--version``."""
     if wanted:
         echo(f"knnstore {knnstore.__version__}")
         raise typer.Exit

@@ -32,26 +32,30 @@ ALL_IDS = IdRanges([(0, ID_LIMIT)])
 """Range of all ids that a record can have."""
 
 _RTOL, _ATOL = 1e-4, 1e-3
-"""Tolerances for distances computed in float32; smaller than all differences that the cases depend on."""
+"""Relative and absolute tolerance for distances computed in float32; smaller than all differences that matter
+in the cases."""
 
 
 OpenStore = Callable[..., Datastore]
-"""Function that opens a store at the test's location, which is closed when the test ends.
+"""Function that opens a store at the test's location; the store is closed when the test ends.
 
-Its keyword arguments replace the kit's location, dim and params.
+Its keyword arguments replace the location, the dim and the params of the kit.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records as arrays, as `Datastore.add` takes them. `len`, indexing by rows and `+` are supported."""
+    """Records (ids, keys and groups) as arrays. `len`, indexing by rows and `+` are supported.
+
+    A group is the number of the domain that a record belongs to.
+    """
 
     ids: Ids
     """Ids, int64, shape (n,)."""
     keys: Keys
     """Keys, float32, shape (n, dim)."""
     groups: Groups
-    """Groups, int32, shape (n,)."""
+    """Group (domain number) of each record, int32, shape (n,)."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,18 +80,18 @@ class Records:
         return self if where is None else self[where.ids.contains(self.ids)]
 
     def cover_positions(self) -> IdRanges:
-        """Return the ranges of all ids, with any token, at the positions of these records."""
+        """Return ranges that contain all ids, with any token, at the positions of these records."""
         positions = positions_of(self.ids)
         return ranges_of(positions, positions + 1)
 
     def filter_by_groups(self, *groups: int) -> Filter:
-        """Return the filter that selects some groups, both by group numbers and by ids of their records."""
+        """Return a filter that selects the records of some groups, by group numbers and by ids."""
         selected = self[np.isin(self.groups, groups)]
         return Filter(ids=selected.cover_positions(), groups=frozenset(groups))
 
 
 def round_to_half(array: NDArray[Any]) -> Keys:
-    """Round an array to half precision and return it as float32: values that every store keeps exactly."""
+    """Round an array to half precision, and return it as float32; every store keeps such values exactly."""
     return array.astype(np.float16).astype(np.float32)
 
 
@@ -112,12 +116,12 @@ def make_records(n: int, dim: int, *, seed: int = 0, first_position: int = 3) ->
 
 
 def make_queries(q: int, dim: int, *, seed: int = 1) -> Keys:
-    """Make q normally distributed random queries, float32, shape (q, dim)."""
+    """Return q random query vectors, normally distributed, float32, shape (q, dim)."""
     return np.random.default_rng(seed).standard_normal((q, dim)).astype(np.float32)
 
 
 def compute_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.float64]:
-    """Compute the distance of every query to every key in double precision, float64, shape (q, n)."""
+    """Compute the distance from every query to every key in double precision, float64, shape (q, n)."""
     exact_queries, exact_keys = queries.astype(np.float64), keys.astype(np.float64)
     if metric == Metric.IP:
         return np.asarray(-(exact_queries @ exact_keys.T))
@@ -174,14 +178,14 @@ def check_search(
 ) -> Neighbors:
     """Search a store, check the result against exact distances, and return the result.
 
-    A store with `capabilities.exact_search` must find all neighbors, another store 90 % of them.
+    A store with `capabilities.exact_search` must find all true neighbors, any other store 90 % of them.
 
     Args:
         store: store to search.
         records: exactly the records that the store has.
         k: number of neighbors.
         queries: queries; None uses ten random queries.
-        where: filter of the search.
+        where: filter of the search; None searches all records.
     """
     queries = make_queries(10, store.dim) if queries is None else queries
     neighbors = store.search(queries, k, where=where)
@@ -191,13 +195,19 @@ def check_search(
 
 
 def read_contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
-    """Return all records that `iterate` yields with these arguments, in its order."""
+    """Return all records that `iterate` yields, in the order of ids.
+
+    Args:
+        store: the store.
+        ids: the ids to read; None reads all records.
+        batch_size: largest number of records in a batch of `iterate`.
+    """
     batches = store.iterate(ids=ids, batch_size=batch_size)
     return sum((Records(*batch) for batch in batches), make_records(0, store.dim))
 
 
 def check_holds(store: Datastore, records: Records) -> None:
-    """Check that a store has exactly these records; raises AssertionError if not.
+    """Check that a store has exactly these records; raise AssertionError if it has not.
 
     The keys of the records must be exact in half precision.
     """
@@ -210,7 +220,7 @@ def check_holds(store: Datastore, records: Records) -> None:
 
 
 class KitBase:
-    """The settings and fixtures of the conformance kit."""
+    """The settings and fixtures that all cases of the conformance kit use."""
 
     datastore_class: ClassVar[type[Datastore]]
     """The adapter under test."""
@@ -244,7 +254,7 @@ class KitBase:
 
     @pytest.fixture(params=list(Metric), ids=str)
     def metric(self, request: pytest.FixtureRequest) -> Metric:
-        """Return each metric in turn."""
+        """Return a metric; pytest runs each test that uses this fixture once with every metric."""
         return Metric(request.param)
 
     @pytest.fixture
@@ -259,14 +269,14 @@ class KitBase:
 
 
 def require_get(store: Datastore) -> SupportsGet:
-    """Return the store, or skip the test if the store cannot read single records."""
+    """Return the store; skip the test if the store has no method `get`, which reads single records."""
     if not isinstance(store, SupportsGet):
         pytest.skip("it has no get, which is optional")
     return store
 
 
 def require_persistent(store: Datastore) -> Datastore:
-    """Return the store, or skip the test if the store keeps nothing after it is closed."""
+    """Return the store; skip the test if the store keeps no records after it is closed."""
     if not store.capabilities.persistent:
         pytest.skip("capabilities.persistent is False: nothing outlives the handle")
     return store

@@ -27,7 +27,7 @@ from knnstore.testing.base import (
 
 
 class AddTests(KitBase):
-    """Adding and replacing records; uses `count`, `iterate` and `search`."""
+    """Cases of the kit for adding and replacing records; they use `count`, `iterate` and `search`."""
 
     def test_added_records_are_there(self, store: Datastore, records: Records) -> None:
         """Added records are counted, iterated over and found before any flush.
@@ -39,7 +39,7 @@ class AddTests(KitBase):
         assert set(records.ids[:5].tolist()) <= set(neighbors.ids.ravel().tolist())
 
     def test_order_of_ids_does_not_matter(self, open_store: OpenStore, records: Records) -> None:
-        """Ids may come in any order, within a call and over several.
+        """Ids may come in any order, within one call of `add` and over several calls.
 
         If this fails, check that keys and groups are sorted along with the ids.
         """
@@ -232,14 +232,14 @@ class AddTests(KitBase):
 
 @contextmanager
 def _expect_refusal(error: type[Exception], store: Datastore, records: Records) -> Iterator[None]:
-    """Check that the block raises an error, and that the store still has exactly these records."""
+    """Check that the block raises an error, and that the store has exactly `records` afterwards."""
     with pytest.raises(error):
         yield
     check_holds(store, records)
 
 
 class RemoveAndIterateTests(KitBase):
-    """Deleting, reading and iterating; uses `add`, `count` and `search`."""
+    """Cases of the kit for deleting, reading and iterating; they use `add`, `count` and `search`."""
 
     def test_deleted_records_are_gone(self, store: Datastore, records: Records) -> None:
         """Deleting the ids of documents removes exactly their records from the results of all methods.

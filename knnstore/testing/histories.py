@@ -32,17 +32,21 @@ _GROUPS = st.integers(0, 3)
 
 
 def _record_id(position: int) -> int:
-    """Return the id of the record at a position; its token follows from the position."""
+    """Return the id of the record at a position; its token is computed from the position."""
     return int(record_ids(np.array(position), np.array(position * 7919 % TOKEN_LIMIT)))
 
 
 def _cover_position_runs(runs: list[tuple[int, int]]) -> IdRanges:
-    """Return the ids of all records at positions in half-open ranges (first, after the last)."""
+    """Return ranges that contain the ids of all records at some positions.
+
+    Args:
+        runs: half-open ranges of positions: the first position, and the position after the last.
+    """
     return ranges_of(*np.array(runs, np.int64).reshape(-1, 2).T)
 
 
 class DatastoreStateMachine(RuleBasedStateMachine):
-    """Random changes and searches of a small store with many equal keys, compared with a dict.
+    """Makes random changes and searches in a small store with many equal keys, and compares with a dict.
 
     Args:
         open_store: opens the store; every history begins with deleting all records.
@@ -65,7 +69,7 @@ class DatastoreStateMachine(RuleBasedStateMachine):
 
     @rule(first=_POSITIONS, count=st.integers(0, 15))
     def delete(self, first: int, count: int) -> None:
-        """Delete a run of positions."""
+        """Delete all records at `count` consecutive positions from `first` on."""
         self._store.delete(_cover_position_runs([(first, first + count)]))
         self._live = {
             i: live
@@ -75,23 +79,23 @@ class DatastoreStateMachine(RuleBasedStateMachine):
 
     @rule(key=_KEYS, k=st.integers(1, 50))
     def search(self, key: int, k: int) -> None:
-        """Search all records."""
+        """Search all records near a key, and check the result."""
         self._check_search(key, k, None)
 
     @rule(key=_KEYS, k=st.integers(1, 12), groups=st.sets(_GROUPS))
     def search_groups(self, key: int, k: int, groups: set[int]) -> None:
-        """Search some groups."""
+        """Search the records of some groups near a key, and check the result."""
         self._check_search(key, k, self._as_records(self._live).filter_by_groups(*groups))
 
     @rule(key=_KEYS, k=st.integers(1, 12), runs=st.lists(st.tuples(_POSITIONS, _POSITIONS), max_size=4))
     def search_ids(self, key: int, k: int, runs: list[tuple[int, int]]) -> None:
-        """Search some ranges of positions."""
+        """Search the records in some ranges of positions near a key, and check the result."""
         ranges = _cover_position_runs([(min(run), max(run)) for run in runs])
         self._check_search(key, k, Filter(ids=ranges))
 
     @rule()
     def flush(self) -> None:
-        """Flush, which must not change any answer."""
+        """Flush the store, which must not change any answer."""
         self._store.flush()
 
     @precondition(lambda self: self._store.capabilities.persistent)
@@ -116,9 +120,9 @@ class DatastoreStateMachine(RuleBasedStateMachine):
         All true neighbors must be found only if the store's search is exact.
 
         Args:
-            key: number of the key.
+            key: number of the key in the fixed random table, 0 to 11.
             k: number of neighbors.
-            where: filter of the search.
+            where: filter of the search; None searches all records.
         """
         queries = self._get_keys([key]) + np.float32(0.25)
         neighbors = self._store.search(queries, k, where=where)
@@ -141,7 +145,7 @@ class DatastoreStateMachine(RuleBasedStateMachine):
 
 
 class RandomHistoryTests(KitBase):
-    """Random sequences of changes and searches; run all other cases of one thread first."""
+    """Cases of the kit with random sequences of changes and searches. Run all other cases first."""
 
     def test_random_histories(self, open_store: OpenStore, metric: Metric) -> None:
         """After every step of a random sequence, the store has the same records as a dict.
@@ -161,7 +165,7 @@ class RandomHistoryTests(KitBase):
 
 
 class ConcurrencyTests(KitBase):
-    """Several threads with one handle; run all other cases of one thread first."""
+    """Cases of the kit with several threads and one handle. Run all other cases first."""
 
     def test_searching_beside_a_writer(self, open_store: OpenStore, records: Records) -> None:
         """Four threads search while another thread adds, deletes and flushes.

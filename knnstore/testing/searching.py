@@ -33,7 +33,7 @@ from knnstore.testing.base import (
 
 
 class SearchTests(KitBase):
-    """Searching without a filter; uses `add`."""
+    """Cases of the kit for searching without a filter; they use `add`."""
 
     @pytest.mark.parametrize("k", [1, 10, 100])
     def test_finds_the_nearest(self, store: Datastore, records: Records, k: int) -> None:
@@ -182,7 +182,7 @@ class SearchTests(KitBase):
 
 
 class FilterTests(KitBase):
-    """Searching with a filter; uses `add` and `search` without a filter."""
+    """Cases of the kit for searching with a filter; they use `add` and `search` without a filter."""
 
     @pytest.mark.parametrize("matching", [500, 250, 25, 1, 0])
     def test_by_ids(self, store: Datastore, records: Records, matching: int) -> None:
@@ -277,11 +277,11 @@ _ALL_CELLS = 1 << 16
 
 
 class CellsStore(Datastore, SupportsCells, Protocol):
-    """A datastore with cells."""
+    """A datastore that divides its keys into cells, and has a method `visit`."""
 
 
 def _scatter_distances(visits: list[Visits], records: Records, queries: int) -> NDArray[np.float32]:
-    """Convert the result of `visit` to a matrix of distances, float32, shape (q, n): a column per record.
+    """Convert the result of `visit` to a matrix of distances, float32, shape (q, n), a column per record.
 
     The entry is +inf if the query was not compared with the record. Raises AssertionError if a visit has
     wrong shapes or dtypes or an unknown id, or if a query was compared with a record twice.
@@ -306,7 +306,10 @@ def _scatter_distances(visits: list[Visits], records: Records, queries: int) -> 
 
 
 class VisitTests(KitBase):
-    """Comparing queries with whole cells (`visit`); uses `add`, `delete` and `flush`."""
+    """Cases of the kit for comparing queries with whole cells (`visit`).
+
+    They use `add`, `delete`, `flush`.
+    """
 
     @pytest.fixture
     def cells(self, metric: Metric, request: pytest.FixtureRequest) -> CellsStore:

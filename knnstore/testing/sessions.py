@@ -49,7 +49,7 @@ from knnstore.testing.base import (
 
 
 class LifecycleTests(KitBase):
-    """Signatures, opening, closing and modes; uses `add`, `count` and `iterate`."""
+    """Cases of the kit for signatures, opening, closing and modes; they use `add`, `count` and `iterate`."""
 
     def test_has_the_protocol_s_signatures(self, open_store: OpenStore) -> None:
         """Every method has the parameters of the protocol, with the same names, kinds and defaults.
@@ -248,30 +248,34 @@ _SCRIPT = Path(__file__).with_name("writer_process.py")
 
 
 class WriterProcess:
-    """Handle of a process that has the store open for writing; see `knnstore.testing.writer_process`."""
+    """Handle of another process that has the store open for writing and does steps on command."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
         self._expect_line("opened")
 
     def do(self, step: str, *bounds: int) -> None:
-        """Tell the process to do a step, and wait until the step is done; fails if the process fails.
+        """Tell the process to do a step, and wait until it is done; raise AssertionError if it fails.
 
         Args:
             step: ``add``, ``delete`` or ``flush``.
-            *bounds: first row and the row after the last, of the records that the process adds or deletes.
+            *bounds: first row, and the row after the last, of the records that the process adds or deletes;
+                none for ``flush``.
         """
         assert self._process.stdin is not None
         print(step, *bounds, file=self._process.stdin, flush=True)
         self._expect_line(step)
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL."""
+        """Kill the process with SIGKILL, and wait until it has ended."""
         self._process.kill()
         self._process.wait()
 
     def _expect_line(self, word: str) -> None:
-        """Read a line from the process; raises AssertionError if the line is not `word`."""
+        """Read one line from the process.
+
+        Raise AssertionError with the process's stderr if it is not `word`.
+        """
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         line = self._process.stdout.readline().strip()
@@ -279,17 +283,20 @@ class WriterProcess:
 
 
 StartWriter = Callable[[], AbstractContextManager[WriterProcess]]
-"""Function that starts a process that writes to the test's location."""
+"""Function that starts another process that writes to the test's location; a context manager."""
 
 
 class DurabilityTests(KitBase):
-    """Changes after closing and in other processes; all cases but one need `capabilities.persistent`."""
+    """Cases of the kit for changes that must survive closing and killing, and for several processes.
+
+    All cases but one need `capabilities.persistent`.
+    """
 
     @pytest.fixture
     def start_writer(
         self, open_store: OpenStore, location: str | Path, records: Records, tmp_path: Path
     ) -> StartWriter:
-        """Return a function that starts a process that writes to the test's location."""
+        """Return a function that starts another process, which writes to the test's location."""
         with require_persistent(open_store()) as store:
             datastore_class = type(store)
         file = tmp_path / "records-of-the-kit.npz"
@@ -320,7 +327,7 @@ class DurabilityTests(KitBase):
         return start_writer
 
     def test_persistent_is_true(self, open_store: OpenStore, records: Records) -> None:
-        """If `capabilities.persistent` is False, a new handle finds nothing of an old one.
+        """If `capabilities.persistent` is False, a new handle finds no records of a closed handle.
 
         If this fails, check that no records are shared through the class or module.
         """
@@ -454,7 +461,7 @@ class DurabilityTests(KitBase):
 
     @staticmethod
     def _find_problems(open_store: OpenStore) -> list[str]:
-        """Return the problems that `verify` reports, or the error if the store cannot be opened."""
+        """Return the problems that `verify` reports; or the error message if the store cannot be opened."""
         try:
             with open_store(mode="r") as store:
                 assert isinstance(store, SupportsVerify), "it has no verify"

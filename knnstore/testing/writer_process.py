@@ -14,7 +14,7 @@ from knnstore.datastore import Datastore, IdRanges, Metric
 
 
 def main() -> None:
-    """Open the store, print "opened", and do the steps on stdin until it ends."""
+    """Open the store that the first argument describes, print "opened", and do the steps on stdin."""
     job = json.loads(sys.argv[1])
     datastore_class: type[Datastore] = resolve_name(job["datastore"])
     with np.load(job["records"]) as records:

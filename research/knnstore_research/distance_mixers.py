@@ -23,19 +23,26 @@ _TEMPERATURES = 100
 class NearnessLambda(SimpleMixer):
     """λ = max(0, 1 - d/T) for the nearest distance d, of SK-MT (Dai et al. 2023).
 
-    "Simple and Scalable Nearest Neighbor Machine Translation", https://arxiv.org/abs/2302.12188.
-    Made for squared distances; where they are negative, λ is as near to 1 as it may be.
+    "Simple and Scalable Nearest Neighbor Machine Translation", https://arxiv.org/abs/2302.12188. Made for
+    squared distances. With negative distances (inner products) λ is `MAX_LAMBDA`.
     """
 
     name = "sk-mt"
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ by the nearest distance, and the temperature given."""
+        """Choose λ of each query by its nearest distance; return λ and the unchanged temperature."""
         return Chosen((1 - evidence.distances[:, 0] / temperature).clamp(0, MAX_LAMBDA), temperature)
 
     @classmethod
     def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
-        """Fit T; None with inner products, which are negative."""
+        """Fit T to scored tokens, and return settings with the fitted mixer.
+
+        Returns None for inner products, because these distances are negative.
+
+        Args:
+            evidence: probabilities of the tokens to fit on.
+            scored: the text; only its metric is used.
+        """
         if scored.metric == Metric.IP:
             return None
         mixer, grid = cls(), evidence.temperatures
@@ -55,13 +62,13 @@ class NearnessLambda(SimpleMixer):
 class RelativeConfidence(SimpleMixer):
     """λ by how much nearer the nearest neighbor is than the farthest, of NEST (Li et al. 2024).
 
-    The relative retrieval confidence of https://arxiv.org/abs/2405.19325: the model's own weight is
-    1 - λ = σ((r - alpha) / tau), where r = min|d| / max|d| over the k neighbors found. A single
-    neighbor has r = 1. It does not go with sums over cells, where there are no k neighbors.
+    The relative retrieval confidence of https://arxiv.org/abs/2405.19325: the model's own weight is 1 - λ =
+    σ((r - alpha) / tau), where r = min|d| / max|d| over the k neighbors found. A single neighbor has r = 1.
+    This mixer cannot be used with sums over cells, which have no k neighbors.
     """
 
     alpha: float = 0.4
-    """The ratio at which both weigh the same."""
+    """The ratio r at which the model and the retrieved records have the same weight."""
 
     tau: float = 0.1
     """Scale of the ratio at which λ falls; a negative value makes λ rise."""
@@ -73,13 +80,20 @@ class RelativeConfidence(SimpleMixer):
             raise ConfigError(f"alpha and tau must be finite and tau not 0, got {self.alpha} and {self.tau}")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ by the ratio of distances, and the temperature given."""
+        """Choose λ of each query by the ratio of its distances; return λ and the unchanged temperature."""
         margin = (self.alpha - relative_distance(evidence.distances)) / self.tau
         return Chosen(margin.sigmoid().clamp(max=MAX_LAMBDA), temperature)
 
     @classmethod
     def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
-        """Fit alpha and tau, at the T that is best for a fixed λ; None with sums over cells."""
+        """Fit alpha and tau to scored tokens, at the T that is best for a fixed λ; return settings with them.
+
+        Returns None if the evidence sums over cells, because there are no k neighbors.
+
+        Args:
+            evidence: probabilities of the tokens to fit on.
+            scored: the text, with the distances of the neighbors.
+        """
         if evidence.probes is not None:
             return None
         temperature, lam = best_fixed(evidence)
@@ -110,7 +124,10 @@ class RelativeConfidence(SimpleMixer):
 def relative_distance(distances: Tensor) -> Tensor:
     """Compute min|d| / max|d| over each query's neighbors, float32, shape (n,), between 0 and 1.
 
-    It is 1 where there is no neighbor, or where all are at distance 0. Distances are of shape (n, k).
+    The result is 1 for a query without neighbors, or if all distances are 0.
+
+    Args:
+        distances: distances of k neighbors, shape (n, k); +inf for a missing neighbor.
     """
     sizes, found = distances.abs(), distances.isfinite()
     nearest = sizes.amin(1)

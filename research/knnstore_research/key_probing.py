@@ -53,7 +53,7 @@ _DISTANCES = 1 << 24  # in memory at once
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """One kind of keys, and its held-out perplexity."""
+    """One kind of keys that was tried (place in the model, metric, size), with its held-out perplexity."""
 
     key: str
     """Name of the place in the model, as the option ``--key`` takes it."""
@@ -66,7 +66,7 @@ class Probed:
     states: int
     """Number of hidden states in a key."""
     fitted: Candidate
-    """The best fixed T and λ, at the best k."""
+    """The fitted settings with the best fixed T and λ, at the best k."""
     change: Interval | None = None
     """Perplexity with several states divided by the perplexity with one state; None for one state."""
 
@@ -88,13 +88,19 @@ class Probe:
 
     @property
     def best(self) -> Probed | None:
-        """The kind with the lowest perplexity; None if it does not beat the model alone beyond chance."""
+        """The kind of keys with the lowest perplexity.
+
+        None if it is not better than the model beyond chance.
+        """
         first = self.candidates[0]
         return first if first.fitted.change.high < 1 else None
 
 
 def default_keys(model: PreTrainedModel) -> list[str]:
-    """Return one name for each place in a model's last two layers and after the last layer."""
+    """Return the names of all places to compare: in a model's last two layers, and after the last layer.
+
+    Each place has one name.
+    """
     names = [*LAYER_PLACES, *FINAL_PLACES]
     if layer_count(model) > 1:
         names += [f"{name}@-2" for name in LAYER_PLACES]
@@ -127,9 +133,10 @@ def probe_keys(
         model: a causal language model in evaluation mode.
         tokenizer: the model's tokenizer.
         documents: documents like the documents to be stored; a random sample of them is used.
-        keys: names of places, see `locate`; default `default_keys`.
+        keys: names of places in the model where keys are captured, as `locate` takes them; default
+            `default_keys`.
         metrics: ``l2``, ``ip`` or both.
-        states: numbers of states in a key to try at the best place; see `Joining`.
+        states: numbers of hidden states in a key to try at the best place.
         dims: numbers of components to which the best keys are projected.
         tokens: number of tokens of the sample.
         max_length: largest number of tokens in a window; default is the model's limit.
@@ -199,7 +206,7 @@ def probe_keys(
 
 
 class _Sample(NamedTuple):
-    """Keys of one kind for the whole sample."""
+    """Keys of one kind: of the stored text, and query vectors of the held-out text."""
 
     stored: Keys
     """Keys of the stored text, float16 as in stores, shape (n, d)."""
@@ -207,7 +214,7 @@ class _Sample(NamedTuple):
     """Query vectors of the held-out text, float32, shape (m, d)."""
 
     def project(self, dim: int, metric: str) -> "_Sample":
-        """Return the keys and queries, projected to `dim` components; fitted on the stored keys."""
+        """Project keys and query vectors to `dim` components by PCA, fitted on the stored keys."""
         kept = self.stored.astype(np.float32)
         projection, _ = fit_projection(kept, dim, metric, keys_per_direction=1)  # what it loses is judged
         few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, self.asked))
@@ -215,7 +222,7 @@ class _Sample(NamedTuple):
 
 
 def _keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
-    """Compute the keys of texts with the reader's encoder, in the order of tokens of `_read`."""
+    """Compute the key of every predicted token with the reader's encoder, in the order of `_read`."""
     keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
     return np.concatenate(keys)
 
@@ -282,8 +289,14 @@ def _read(
 def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Tensor, Tensor]:
     """Find the k nearest keys of each query by exhaustive search.
 
+    Args:
+        queries: query vectors, shape (q, d).
+        keys: the keys, shape (n, d), n >= k.
+        k: number of keys.
+        metric: ``l2`` or ``ip``.
+
     Returns:
-        Distances, float32, ascending, and rows of `keys`, int64: shape (q, k), on the CPU.
+        Distances, float32, ascending, and row numbers in `keys`, int64; both of shape (q, k), on the CPU.
     """
     blocks = torch.split(queries, max(1, _DISTANCES // len(keys)))
     found = [pairwise(block, keys, metric).topk(k, largest=False) for block in blocks]
@@ -291,5 +304,5 @@ def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Te
 
 
 def _perplexity(probed: Probed) -> float:
-    """Return the held-out perplexity of a kind of keys, to sort by."""
+    """Return the held-out perplexity of a kind of keys; used as a sort key."""
     return probed.fitted.held_out.ppl

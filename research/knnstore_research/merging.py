@@ -29,16 +29,20 @@ Weights = NDArray[np.float64]
 
 
 def drop_at_random(count: int, left: int, seed: int = 0) -> Weights:
-    """Keep `left` of `count` records, chosen uniformly at random, and return the weights."""
+    """Keep `left` of `count` records, chosen at random, and return the weight of every record.
+
+    Returns:
+        1 for a record that is kept, 0 for a record that is removed, shape (count,).
+    """
     stay = np.random.default_rng(seed).choice(count, left, replace=False, shuffle=False)
     return _weigh_only(stay, count)
 
 
 def drop_highest(scores: NDArray[np.floating], left: int) -> Weights:
-    """Keep the `left` records with the lowest scores, and return the weights.
+    """Keep the `left` records with the lowest scores, and return the weight of every record (1 or 0).
 
     Args:
-        scores: shape (n,); of equal scores the first records are kept.
+        scores: score of each of n records, shape (n,); among equal scores the first records are kept.
         left: number of records to keep.
     """
     return _weigh_only(np.argsort(scores, kind="stable")[:left], len(scores))
@@ -47,11 +51,11 @@ def drop_highest(scores: NDArray[np.floating], left: int) -> Weights:
 def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
     """Merge the two nearest records that predict the same token, repeatedly, until `left` records remain.
 
-    The record with the larger weight remains (of equal weights the first), and represents both. He et al.
-    merge among the k nearest of each record, in random order; merging the nearest pairs first costs far less
-    perplexity and can stop at any number. Distances are Euclidean, also in a store with inner products; so
-    merging equal keys does not change p_kNN. At least one record of each token remains, also if `left` is
-    smaller.
+    The weight of a record is the number of records that it represents. Of two merged records, the one with
+    the larger weight remains (the first if the weights are equal) and represents both. He et al. merge among
+    the k nearest of each record, in random order; merging the nearest pairs first costs far less perplexity
+    and can stop at any number. Distances are Euclidean, also in a store with inner products; so merging equal
+    keys does not change p_kNN. At least one record of each token remains, also if `left` is smaller.
 
     Args:
         tokens: tokens of the records, shape (n,).
@@ -59,7 +63,7 @@ def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
         left: number of records to keep, >= 1.
 
     Returns:
-        The weights, shape (n,).
+        The weight of each record, shape (n,); 0 for a record that was merged into another one.
     """
     weights = np.ones(len(tokens))
     alive = np.arange(len(tokens))
@@ -74,7 +78,16 @@ def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
 
 
 def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDArray[np.float32]:
-    """Compute log p_LM of the token of every record of the selected documents, in their order; shape (n,)."""
+    """Compute the model's log-probability of the token of every stored record of the selected documents.
+
+    Args:
+        store: the store.
+        reader: runs the model.
+        selection: the documents.
+
+    Returns:
+        Float32, shape (n,), in the order of the documents and their tokens.
+    """
     texts = [store.text(number) for number in store.lengths(selection)]
     documents, positions, log_probs = [], [], []
     for batch in reader.batches(texts):
@@ -91,26 +104,30 @@ class WeightedNeighbors(NamedTuple):
     """The k nearest records of n tokens of a text, with their weights."""
 
     distances: Tensor
-    """Float32, shape (n, k), ascending."""
+    """Distances to the neighbors, float32, shape (n, k), ascending."""
     hits: Tensor
     """True for each neighbor that has the target token, bool, shape (n, k)."""
     weights: Tensor
     """Number of records that each neighbor represents, float32, shape (n, k)."""
 
     def knn_probs(self, temperature: float) -> Tensor:
-        """Compute p_kNN of each target token, float32, shape (n,)."""
+        """Compute the probability of each target token by its neighbors (p_kNN), float32, shape (n,).
+
+        Args:
+            temperature: T > 0 of the softmax over distances.
+        """
         shares = ((self.distances[:, :1] - self.distances) / temperature).exp() * self.weights
         return (shares * self.hits).sum(1) / shares.sum(1)
 
 
 def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k: int) -> WeightedNeighbors:
-    """Find the k nearest remaining records for each token of a text, by exhaustive search.
+    """Find the k nearest records with a weight above 0 for each token of a text, by exhaustive search.
 
     Args:
         records: records of the store.
         weights: weights of the n records; at least one is above 0.
         text: documents that were scored once.
-        k: number of neighbors, >= 1; lowered to the number of remaining records.
+        k: number of neighbors, >= 1; lowered to the number of records with a weight above 0.
 
     Raises:
         ConfigError: `text` was scored without keys or targets.
@@ -126,17 +143,18 @@ def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k:
 
 
 def _weigh_only(stay: NDArray[np.int64], count: int) -> Weights:
-    """Return weights of 1 for the records that stay, and 0 for the others."""
+    """Return weights, shape (count,): 1 for the records with indices `stay`, 0 for all other records."""
     weights = np.zeros(count)
     weights[stay] = 1
     return weights
 
 
 def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int64]:
-    """Pair each record with its `_NEAREST` nearest records of the same token.
+    """Pair each record with its `_NEAREST` nearest records among the records of the same token.
 
     Returns:
-        Pairs (lower index, higher index), int64, shape (m, 2), nearest first; a pair may occur twice.
+        Pairs (lower index, higher index) of records, int64, shape (m, 2), nearest first; a pair may occur
+        twice.
     """
     found: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
     lengths: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
@@ -158,7 +176,9 @@ def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int
 def _merge_pairs(
     pairs: NDArray[np.int64], weights: Weights, most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose merges along pairs, nearest first, in which both records still exist.
+    """Choose which pairs of records are merged, the nearest pairs first.
+
+    A pair is left out if one of its records was removed by an earlier merge.
 
     The greedy algorithm always merges two records that are nearest to each other, so all such pairs are
     merged at once.
@@ -169,7 +189,8 @@ def _merge_pairs(
         most: largest number of merges.
 
     Returns:
-        The records that are removed, and the record that each is merged into, nearest pairs first.
+        For each merge the record that is removed, and the record that it is merged into; two arrays, nearest
+        pairs first.
     """
     weights = weights.copy()
     ranks = np.arange(len(pairs))

@@ -8,15 +8,16 @@ from torch import Tensor
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas
 
 _LEAST_LAMBDA = 1e-6
-"""Least λ that a fit returns, so that its logarithm is finite."""
+"""Smallest λ that a fit returns, so that its logarithm is finite."""
 
 
 def fit_one_weight(without: Tensor, only: Tensor) -> float:
-    """Find the λ between two distributions that makes a text likeliest.
+    """Find the mixture weight λ of two distributions that gives a text the largest likelihood.
 
     Args:
         without: log-probability of each token with λ = 0, float32, shape (n,).
-        only: log-probability of each token with λ = 1, float32, shape (n,); -inf where it is impossible.
+        only: log-probability of each token with λ = 1, float32, shape (n,); -inf for a token with the
+            probability 0.
 
     Returns:
         λ, at least `_LEAST_LAMBDA` and below 1.
@@ -27,7 +28,7 @@ def fit_one_weight(without: Tensor, only: Tensor) -> float:
 
 
 def mix_log_probs(below: Tensor, above: Tensor, lam: float) -> Tensor:
-    """Mix the log-probabilities of two distributions.
+    """Mix two distributions with the weights 1 - λ and λ, given and returned as log-probabilities.
 
     Args:
         below: log-probabilities with the weight 1 - λ, float32, any shape.

@@ -21,12 +21,14 @@ from knnstore.lm.calibration import ScoredText
 from knnstore_research.stored_records import StoredRecords
 
 _SAMPLED = 64
-"""Keys for each center, which becomes their mean."""
+"""Number of sampled keys for each center of a cluster; a center becomes the mean of its keys."""
 _MOST_CENTERS = 4096
-"""Larger stores have larger clusters: to assign n records takes 2 n c dim operations."""
+"""Largest number of clusters. Larger stores have larger clusters: to assign n records takes 2 n c dim
+operations."""
 _ROUNDS = 2
 _MOST_MEMBERS = 1 << 14
-"""Records of the clusters that one query is compared with, but one cluster at least."""
+"""Largest number of records with which a query is compared in whole clusters; at least one cluster is
+compared."""
 
 Rows = NDArray[np.int64]
 _NO_ROWS = np.empty(0, np.int64)
@@ -57,7 +59,7 @@ class Clusters:
         self._members = np.split(order, np.cumsum(np.bincount(self._labels, minlength=count))[:-1])
 
     def around(self, rows: Rows) -> Rows:
-        """Return the rows of all records in the clusters of the given rows, cluster by cluster.
+        """Return the row numbers of all records in the clusters of given records, cluster by cluster.
 
         The clusters are in the order of `rows`. Whole clusters are left out so that at most `_MOST_MEMBERS`
         rows are returned, but the first cluster is always returned. No rows give no rows.
@@ -70,10 +72,11 @@ class Clusters:
 
 
 class Followed(NamedTuple):
-    """The result of `follow_pointers` for n tokens: p_kNN, and which tokens needed a search."""
+    """The result of `follow_pointers` for n tokens: their probabilities, and which tokens needed a search."""
 
     knn_probs: Tensor
-    """p_kNN of each token, float32, shape (n,); NaN if nothing was retrieved."""
+    """Probability of each token by the retrieved records (p_kNN), float32, shape (n,); NaN if nothing was
+    retrieved."""
     is_searched: Tensor
     """True for tokens for which a search was made, bool, shape (n,)."""
 
@@ -83,7 +86,14 @@ class Followed(NamedTuple):
         return 1 - float(self.is_searched.double().mean())
 
     def log_probs(self, lm_log_probs: Tensor, lam: float) -> Tensor:
-        """Return log p of each token: (1 - λ) p_LM + λ p_kNN, or p_LM if nothing was retrieved."""
+        """Mix the retrieved probabilities with the model's, and return log p of each token, shape (n,).
+
+        A token for which nothing was retrieved keeps the model's log-probability.
+
+        Args:
+            lm_log_probs: log p of each token by the model alone, shape (n,).
+            lam: weight λ of the retrieved probabilities.
+        """
         lm_probs = lm_log_probs.exp()
         mixed = (1 - lam) * lm_probs + lam * self.knn_probs
         return torch.where(self.knn_probs.isnan(), lm_log_probs, mixed.log())
@@ -99,7 +109,10 @@ def follow_pointers(
     max_pointers: int = 1024,
     clusters: Clusters | None = None,
 ) -> Followed:
-    """Compute p_kNN of each token of a text, with pointers in place of searches where possible.
+    """Compute the probability of each token of a text from retrieved records, with few searches.
+
+    A pointer leads from a record to the next record of the same document. The pointers of the records that
+    were retrieved for the last token replace a search if there are enough of them.
 
     Args:
         records: records of the store, with the selection that was searched.
@@ -107,7 +120,7 @@ def follow_pointers(
         found: the k nearest records of each of the n tokens, from `KNNStore.search` with
             ``text.evidence.keys``. They are used only for tokens that need a search, together with the
             targets of pointers.
-        temperature: T of p_kNN.
+        temperature: T of the softmax over distances.
         min_pointers: least number of pointers that replace a search; None searches for every token, and adds
             the targets of pointers.
         max_pointers: largest number of pointers that are followed, from the nearest records.

@@ -19,19 +19,19 @@ from knnstore.lm.calibration import ScoredText
 from knnstore.lm.mixing import NeighborSums
 
 _CODES_PER_NEIGHBOR = 8
-"""Codes that are compared for each neighbor wanted, about."""
+"""About this number of codes is compared for each neighbor that is asked for."""
 _LEAST_PROBES = 8
 
 Rows = NDArray[np.int64]
-"""Rows of keys for each query, shape (q, k); -1 where one is missing."""
+"""Row numbers of keys for each query, shape (q, k); -1 for a missing key."""
 
 
 class RoughIndex:
-    """An inverted file of FAISS over keys.
+    """An approximate index of FAISS (an inverted file with codes) over keys.
 
     Args:
-        keys: float32, shape (n, d).
-        metric: of distances.
+        keys: the keys to index, float32, shape (n, d).
+        metric: metric of the distances.
         factory: FAISS's name of an inverted file, for example ``IVF64,PQ32``.
     """
 
@@ -46,10 +46,19 @@ class RoughIndex:
         self._index.add(keys)
         self._index.make_direct_map()
         self.decoded: Keys = self._index.reconstruct_n(0, len(keys))
-        """The keys as the index has them: its distances are those to these. Float32, shape (n, d)."""
+        """The keys as the index has stored them (decoded), float32, shape (n, d). The index computes
+        distances to the decoded keys."""
 
     def find_rows(self, queries: Keys, k: int) -> Rows:
-        """Find about the k nearest of the decoded keys; fewer where the lists visited hold fewer."""
+        """Find about the k nearest keys of each query, by the distances to the decoded keys.
+
+        Args:
+            queries: query vectors, float32, shape (q, d).
+            k: number of keys.
+
+        Returns:
+            Row numbers of the keys, int64, shape (q, k); -1 if the probed lists have fewer keys.
+        """
         lists = self._index.nlist
         probes = math.ceil(_CODES_PER_NEIGHBOR * k * lists / len(self.decoded)) + _LEAST_PROBES
         self._index.nprobe = min(lists, probes)
@@ -59,15 +68,15 @@ class RoughIndex:
 def replace_neighbors(
     scored: ScoredText, rows: Tensor, tokens: Tensor, keys: Keys, metric: Metric
 ) -> ScoredText:
-    """Return a text as if a search had found other neighbors.
+    """Return a copy of a scored text in which a search seems to have found other neighbors.
 
     Args:
         scored: the text, of n tokens.
-        rows: the neighbors of each token as rows of `keys`, in any order, int64, shape (n, k); -1 where one
-            is missing.
-        tokens: the token of each row, int64.
-        keys: the keys to which distances are measured, float32.
-        metric: measure of distances.
+        rows: the neighbors of each token as row numbers of `keys`, in any order, int64, shape (n, k); -1 for
+            a missing neighbor.
+        tokens: the token of each key, int64.
+        keys: the keys to which distances are computed, float32.
+        metric: metric of the distances.
     """
     reading = scored.reading
     assert reading is not None

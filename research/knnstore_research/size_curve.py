@@ -36,22 +36,22 @@ def measure_size_curve(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> list[SizePoint]:
-    """Evaluate with parts of the store, from a 64th to the whole, each twice as large as the part before.
+    """Measure perplexity with parts of the store, from a 64th to the whole, each twice as large.
 
     A part has whole documents, in a fixed random order. The settings are the same for all parts, without
     components that were trained on the whole store. The documents are scored once for each part.
 
     Args:
         lm: the model.
-        documents: held-out text, as in `add`.
+        documents: held-out text, in any form that `add` takes.
         knn: settings of this call; default ``lm.knn``.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
         progress: receives the number of scored tokens.
 
     Returns:
-        The model alone, then a 64th of the selected documents, and so on to all of them. Parts with the same
-        number of documents are evaluated once.
+        The perplexity of the model alone, then with a 64th of the selected documents, and so on to all
+        selected documents. Parts with the same number of documents are evaluated once.
 
     Raises:
         InputError: a document is in the store, or there is no token to predict.
@@ -71,7 +71,7 @@ def measure_size_curve(
 
 
 def _divide(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
-    """Divide the selected documents into parts, each about twice as large as the part before.
+    """Choose parts of the selected documents, each about twice as large as the part before and containing it.
 
     Returns:
         The selection and the number of documents of each part, from a 64th of the tokens to all; empty if no

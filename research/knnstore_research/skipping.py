@@ -19,17 +19,17 @@ class ExpectedGains(NamedTuple):
     """A fitted network that estimates how much a search will raise log p; `fit_gains` creates it."""
 
     network: Callable[[Tensor], Tensor]
-    """Returns the gain in units of `scale`, shape (n, 1), from features of shape (n, d + 2)."""
+    """Returns the gain in units of `scale`, shape (n, 1), from features of n tokens, shape (n, d + 2)."""
     scale: float
     """Standard deviation, in nats, of the gains that the network was fitted to."""
 
     def __call__(self, scored: ScoredText) -> Tensor:
-        """Return the expected gain of each token in nats, float32, shape (n,)."""
+        """Estimate by how many nats a search will raise log p of each token, float32, shape (n,)."""
         return self.network(_known_before(scored))[:, 0] * self.scale
 
 
 def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
-    """Fit the network on the tokens of a text.
+    """Fit a network that estimates from what is known before a search how much the search raises log p.
 
     Args:
         scored: the text, with n tokens and their keys.
@@ -48,7 +48,10 @@ def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
 
 
 def _known_before(scored: ScoredText) -> Tensor:
-    """Return the confidence, the entropy and the query of each token, float32, shape (n, d + 2)."""
+    """Return what is known of each token before a search, float32, shape (n, d + 2).
+
+    The columns are the model's confidence, its entropy, and the query vector.
+    """
     evidence = scored.evidence
     assert evidence.keys is not None
     assert evidence.lm_entropy is not None

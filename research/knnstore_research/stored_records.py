@@ -27,11 +27,14 @@ class StoredRecords:
         has_successor = (np.diff(reader.holders(self.ids)) == 0) & (np.diff(positions_of(self.ids)) == 1)
         rows = np.arange(1, len(self.ids))
         self.successors: NDArray[np.int64] = np.append(np.where(has_successor, rows, -1), -1)
-        """The row of the next record of the same document; -1 after the last. Int64, shape (n,)."""
+        """Row number of the next record of the same document; -1 for the last record. Int64, shape (n,)."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def rows_of(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the row of each record id, in the shape of `ids`; all ids must be in these records."""
+        """Return the row number of each record id in these arrays, in the shape of `ids`.
+
+        All ids must be among these records.
+        """
         return np.searchsorted(self.ids, ids)

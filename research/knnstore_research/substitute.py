@@ -69,7 +69,7 @@ _CHUNK_VALUES = 1 << 24
 _BLOCK_VALUES = 1 << 26
 """Number of key values that are in memory at once and shuffled together: 128 MiB of float16."""
 _CACHED_HEADS = 2
-"""Heads of one store that stay in memory."""
+"""Number of substitutes (their rows) of one store that stay in memory."""
 _ROUNDS = 2
 """Rounds of fitting the store's settings and the substitute's λ in turn."""
 _MADE_FOR = ("model_fingerprint", "key", "projection", "dim", "vocab_size")
@@ -79,12 +79,12 @@ _MADE_FOR = ("model_fingerprint", "key", "projection", "dim", "vocab_size")
 
 
 class SubstituteHead:
-    """The rows of a substitute in memory.
+    """The trained output layer of a substitute: n weight vectors ("rows") for each token that has any.
 
     Args:
-        rows: n rows of each of s tokens, float32, shape (n, s, d).
+        rows: n rows (vectors) of each of s tokens, float32, shape (n, s, d).
         tokens: the s tokens, each once, int64, shape (s,).
-        vocab_size: number of tokens of the vocabulary, v; tokens without rows have p_sub = 0.
+        vocab_size: number of tokens of the vocabulary, v; tokens without rows have the probability 0.
     """
 
     def __init__(self, rows: Tensor, tokens: Tensor, vocab_size: int) -> None:
@@ -95,17 +95,17 @@ class SubstituteHead:
         self._columns[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def find_columns(self, tokens: Tensor) -> Tensor:
-        """Return the index of each token in the head's `tokens`, int64, in the shape of the argument.
+        """Return the index of each token in ``self.tokens``, int64, in the shape of the argument.
 
-        -1 for a token without rows.
+        The index is -1 for a token without rows.
         """
         return self._columns[tokens.to(self._columns.device)]
 
     def token_log_probs(self, keys: Tensor) -> Tensor:
-        """Compute log p_sub of the tokens that have rows.
+        """Compute the log-probability of every token that has rows, by the substitute.
 
         Args:
-            keys: the queries, float32, shape (m, d), on any device.
+            keys: query vectors, float32, shape (m, d), on any device.
 
         Returns:
             float32, shape (m, s), on the device of the rows.
@@ -117,34 +117,40 @@ class SubstituteHead:
         return log_probs
 
     def log_probs(self, keys: Tensor) -> Tensor:
-        """Compute log p_sub of the whole vocabulary.
+        """Compute the log-probability of every token of the vocabulary, by the substitute.
 
         Args:
-            keys: the queries, float32, shape (m, d), on any device.
+            keys: query vectors, float32, shape (m, d), on any device.
 
         Returns:
-            float32, shape (m, v), -inf where p_sub is 0; on the device of the rows.
+            Float32, shape (m, v), on the device of the rows; -inf for a token without rows.
         """
         log_probs = torch.full((len(keys), self.vocab_size), -torch.inf, device=self.rows.device)
         log_probs[:, self.tokens] = self.token_log_probs(keys)
         return log_probs
 
     def gold_log_probs(self, keys: Tensor, gold: Tensor) -> Tensor:
-        """Compute log p_sub of one token for each query.
+        """Compute the log-probability of one given token for each query, by the substitute.
 
         Args:
-            keys: the queries, float32, shape (m, d), on any device.
+            keys: query vectors, float32, shape (m, d), on any device.
             gold: the tokens, int64, shape (m,).
 
         Returns:
-            float32, shape (m,), -inf where p_sub is 0; on the device of the queries.
+            Float32, shape (m,), on the device of `keys`; -inf for a token without rows.
         """
         return self.gold_and_largest(keys, gold)[0]
 
     def gold_and_largest(self, keys: Tensor, gold: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log p_sub of one token and of the most probable token for each query.
+        """Compute the log-probabilities of one given token and of the most probable token for each query.
 
-        The arguments, shapes and devices are those of `gold_log_probs`.
+        Args:
+            keys: query vectors, float32, shape (m, d), on any device.
+            gold: the given tokens, int64, shape (m,).
+
+        Returns:
+            Two float32 tensors of shape (m,), on the device of `keys`. The first is -inf for a token without
+            rows.
         """
         columns = self.find_columns(gold)
         found, largest = torch.empty(len(keys)), torch.empty(len(keys))
@@ -157,25 +163,35 @@ class SubstituteHead:
         return found.to(keys.device), largest.to(keys.device)
 
     def save(self, store: KNNStore) -> str:
-        """Save the rows in a store that is opened for writing, and return the name of their file."""
+        """Save the rows in a store that is opened for writing, and return the name of the new file."""
         tensors = {"rows": self.rows.cpu().numpy(), "tokens": self.tokens.cpu().numpy()}
         return store.save_weights(tensors, _select_made_for(store.identity))
 
     def _chunks(self, count: int) -> Iterator[slice]:
-        """Yield slices of `count` queries whose probabilities fit into memory."""
+        """Yield slices that together cover `count` queries; the probabilities of one slice fit in memory."""
         step = max(1, _CHUNK_VALUES // max(1, len(self.tokens)))
         return (slice(start, start + step) for start in range(0, count, step))
 
 
 def score_tokens(keys: Tensor, rows: Tensor) -> Tensor:
-    """Compute the logit of each token, shape (m, s), from keys, shape (m, d), and rows, shape (n, s, d)."""
+    """Compute the logit of each of s tokens for m query vectors.
+
+    With several rows of a token, the logit is the logarithm of the sum of exp over its rows.
+
+    Args:
+        keys: query vectors, shape (m, d).
+        rows: n rows of each token, shape (n, s, d).
+
+    Returns:
+        Shape (m, s).
+    """
     return torch.stack([keys @ row.T for row in rows]).logsumexp(0) if len(rows) > 1 else keys @ rows[0].T
 
 
 def load_head(
     store: Reader, settings: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> SubstituteHead:
-    """Load the rows whose file the settings of the component name.
+    """Load the rows (trained vectors) of a substitute from the file that its settings name.
 
     Args:
         store: the store.
@@ -201,7 +217,11 @@ def load_head(
 
 
 def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
-    """Raise OutdatedWeightsError if a document that a substitute was trained on was removed or replaced."""
+    """Check that no document that a substitute was trained on was removed or replaced.
+
+    Raises:
+        OutdatedWeightsError: a document was removed or replaced.
+    """
     if is_outdated(store, settings):
         where = ", ".join(settings["traces"]["domains"]) or "the whole store"
         raise OutdatedWeightsError(
@@ -211,7 +231,7 @@ def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
 
 
 def _select_made_for(identity: Identity) -> dict[str, Any]:
-    """Return the fields of a store's identity that rows are trained for."""
+    """Return the fields of a store's identity, by name, for which rows of a substitute are trained."""
     return {name: getattr(identity, name) for name in _MADE_FOR}
 
 
@@ -219,7 +239,7 @@ def _select_made_for(identity: Identity) -> dict[str, Any]:
 
 
 class TargetProbability(NamedTuple):
-    """p_sub of the target token at n positions."""
+    """The substitute's probability of the target token at n positions."""
 
     probs: Tensor
     """Probability of the target token, float32, shape (n,); NaN at padding."""
@@ -228,7 +248,7 @@ class TargetProbability(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of values of each position, always 2."""
+        """Number of values that are kept for each position: always 2."""
         return 2
 
     def rows(self, rows: slice | Tensor) -> "TargetProbability":
@@ -248,8 +268,9 @@ class TargetProbability(NamedTuple):
 class Substitute(OneWeightComponent):
     """The component ``substitute``: a trained output layer that predicts the next token from the query.
 
-    Its settings are λ (``lam``), the file of the rows in the store's home (``weights``), and the documents
-    that they were trained on (``traces``, a `Lineage` as a dict); `train_substitute` returns them.
+    Its settings are λ (``lam``), the file with the trained vectors in the store's home (``weights``), and the
+    documents that the vectors were trained on (``traces``, a `Lineage` as a dict). `train_substitute` returns
+    the settings.
     """
 
     name = "substitute"
@@ -261,13 +282,14 @@ class Substitute(OneWeightComponent):
     def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:
         """Return the settings of the substitute that was trained on exactly the selected domains.
 
-        None if no substitute was trained on them, or if a document of its training was removed.
+        None if no substitute was trained on these domains, or if a document of its training was removed or
+        replaced.
         """
         settings = find_trained_settings(reader, selection, self.name)
         return None if settings is None or is_outdated(reader, settings) else settings
 
     def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings if they are valid; λ is between 0 and 1.
+        """Check the settings, and return a copy; λ must be between 0 and 1.
 
         Raises:
             ConfigError: a name is unknown or missing, or a value is out of range.
@@ -283,10 +305,20 @@ class Substitute(OneWeightComponent):
         return {**super().check_settings(rest), "weights": apart["weights"], "traces": asdict(lineage)}
 
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places | TargetProbability:
-        """Predict from the queries; see `TextComponent.look_up`.
+        """Predict the next token at n positions from their query vectors.
+
+        Args:
+            question: the positions with their query vectors, the store and the settings.
+            form: how much of the result is kept.
+
+        Returns:
+            `Places` (all tokens with rows) if `form` is `Form.DISTRIBUTION`, else a `TargetProbability` (the
+            target token only).
 
         Raises:
-            OutdatedWeightsError, FingerprintMismatchError, CorruptWeightsError: as `load_head`.
+            OutdatedWeightsError: a document that the substitute was trained on was removed or replaced.
+            FingerprintMismatchError: the substitute was trained for another model or other keys.
+            CorruptWeightsError: the file of the substitute is missing or damaged.
         """
         assert question.keys is not None
         keys, contexts = question.keys.float(), question.contexts
@@ -305,7 +337,12 @@ class Substitute(OneWeightComponent):
         return found
 
     def weigh(self, found: Places | TargetProbability, settings: Mapping[str, Any]) -> Contribution:
-        """Return the predictions as a contribution with λ of the settings, the same for all positions."""
+        """Return the predictions as a contribution to the mixture, with the same λ for all positions.
+
+        Args:
+            found: the result of `look_up`.
+            settings: the component's settings, which contain λ as ``lam``.
+        """
         if isinstance(found, Places):
             lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
             return Contribution(found.weights, lam, found.tokens, name=self.name)
@@ -317,11 +354,17 @@ class Substitute(OneWeightComponent):
         )
 
     def features(self, found: Places | TargetProbability, unit: float) -> Tensor:
-        """Return the probability of the most probable token, float32, shape (n, 1)."""
+        """Return the probability of the most probable token, as input of a gate, float32, shape (n, 1)."""
         return found.weights.amax(1, keepdim=True) if isinstance(found, Places) else found.largest[:, None]
 
     def _load(self, store: Reader, settings: Mapping[str, Any], device: torch.device) -> SubstituteHead:
-        """Return the rows that settings name, cached; see `load_head` for the errors."""
+        """Return the rows that settings name, from memory if they were loaded before.
+
+        Raises:
+            OutdatedWeightsError: a document that the substitute was trained on was removed or replaced.
+            FingerprintMismatchError: the substitute was trained for another model or other keys.
+            CorruptWeightsError: the file of the substitute is missing or damaged.
+        """
         _refuse_outdated(store, settings)
         heads = self._heads.setdefault(store, OrderedDict())
         key = settings["weights"], str(device)
@@ -354,10 +397,11 @@ class TrainedSubstitute:
     held_out_base_ppl: float
     """Perplexity of the model alone on the held-out documents."""
     held_out_ppl: float
-    """Perplexity of model and substitute together."""
+    """Perplexity of model and substitute together on the held-out documents."""
     date: str
-    """ISO 8601, UTC."""
+    """Date and time of the end of the training, ISO 8601, UTC."""
     seconds: float
+    """Duration of the training in seconds."""
 
 
 @in_full_precision
@@ -371,7 +415,7 @@ def train_substitute(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TrainedSubstitute:
-    """Train a substitute of the store, and save it in the store for these domains.
+    """Train a substitute (an output layer that predicts what a store predicts), and save it in the store.
 
     The loss is the cross-entropy of a full softmax over the tokens that occur in the documents. Adam
     minimizes it with a falling learning rate, on the model's device. The keys are read from the store, so the
@@ -386,7 +430,7 @@ def train_substitute(
         epochs: largest number of epochs, >= 1.
         learning_rate: learning rate of the first step; it falls linearly to 0.
         seed: seed of the order of records, of the choice of held-out documents and of random first rows.
-        progress: is told of each batch.
+        progress: receives the number of records of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
@@ -450,9 +494,9 @@ def train_substitute(
 
 
 def _save_trained(store: KNNStore, domains: tuple[str, ...], trained: TrainedSubstitute) -> None:
-    """Save a trained substitute for a selection of domains.
+    """Save a trained substitute in the store for exactly these domains.
 
-    If the settings saved for these domains use a substitute, it gets the new rows and keeps its λ.
+    If the settings saved for these domains use a substitute, the settings get the new rows and keep their λ.
     """
     name = Substitute.name
     saved = store.settings(domains) or SavedSettings()
@@ -475,11 +519,11 @@ def fit_rows(
     generator: torch.Generator,
     progress: Progress,
 ) -> tuple[SubstituteHead, int]:
-    """Train rows until the loss on other records does not fall; see `train_substitute`.
+    """Train rows of a substitute with Adam until the loss on other records no longer falls.
 
     Args:
         head: the rows to begin with.
-        blocks: the records, read once an epoch; each block is shuffled.
+        blocks: the training records, read once in each epoch; each block is shuffled.
         judge: computes the loss of rows on other records.
         records: number of records in all blocks.
         epochs: largest number of epochs.
@@ -532,12 +576,17 @@ class _Judge:
         self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
 
     def loss(self, head: SubstituteHead) -> float:
-        """Compute the mean of -log p_sub over the held-out tokens that have rows."""
+        """Return the mean negative log-probability, by the rows, of the held-out tokens that have rows."""
         found = head.gold_log_probs(self.keys, self.gold)
         return float(-found[found.isfinite()].double().mean())
 
     def fit_lambda(self, head: SubstituteHead) -> tuple[float, float]:
-        """Return the λ with the largest likelihood, and the perplexity of the mixture with it."""
+        """Fit the weight λ of a substitute on the held-out tokens.
+
+        Returns:
+            The λ with the largest likelihood, and the perplexity of the mixture of model and substitute with
+            this λ.
+        """
         found = head.gold_log_probs(self.keys, self.gold)
         lam = fit_one_weight(self.lm, found)
         mixed = mix_log_probs(self.lm, found, lam)
@@ -549,8 +598,8 @@ def make_first_rows(
 ) -> Tensor:
     """Create the rows at the start of training, float32, shape (rows, len(tokens), dim).
 
-    If the model's output layer has the keys as input, its rows are used, with small random differences if
-    `rows` is above 1. Otherwise the rows are small random vectors.
+    If the keys are the input of the model's output layer, the vectors of this layer are used, with small
+    random differences if `rows` is above 1. Otherwise the rows are small random vectors.
 
     Args:
         encoder: the encoder of the store's keys.
@@ -571,16 +620,18 @@ def make_first_rows(
 
 
 class Records(NamedTuple):
-    """Keys and the tokens that they predict."""
+    """Keys of m stored records, and the token that each key predicts."""
 
     keys: Tensor
-    """float16, shape (m, d)."""
+    """Keys, float16, shape (m, d)."""
     tokens: Tensor
-    """int64, shape (m,)."""
+    """Tokens, int64, shape (m,)."""
 
 
 class RecordBlocks:
-    """The records of the selected documents in blocks of bounded size. A single block stays in memory.
+    """Iterates over the records of selected documents in blocks of bounded size.
+
+    If there is only one block, it stays in memory.
 
     Args:
         store: the store.
@@ -604,7 +655,7 @@ class RecordBlocks:
         yield from chain(read, blocks)
 
     def _read(self) -> Iterator[Records]:
-        """Yield the blocks, read from the store."""
+        """Read the records from the store, and yield them in blocks."""
         parts: list[Records] = []
         room = 0
         for ids, keys in self._store.records(self._selection, without=self._without):
@@ -620,12 +671,12 @@ class RecordBlocks:
 
 
 def _join_records(parts: list[Records]) -> Records:
-    """Concatenate records."""
+    """Concatenate several groups of records to one, at least one group."""
     return Records(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def choose_held_out(store: Reader, selection: Selection, generator: torch.Generator) -> list[int]:
-    """Choose documents that are held out of training, and return their numbers in random order.
+    """Choose documents to hold out of training at random, and return their numbers.
 
     The documents have at most `HELD_OUT_SHARE` of all tokens, and at most `HELD_OUT_TOKENS` tokens. If every
     document is longer, only the shortest document is held out.
@@ -676,7 +727,7 @@ def add_substitute(
 
 
 def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
-    """Fit λ of the substitute mixed with the model alone, without retrieval, and return settings with it.
+    """Fit λ of the substitute mixed with the model alone, without retrieval, and return the settings.
 
     Args:
         tokens: indices of the tokens to fit on, int64, shape (n,).
@@ -690,10 +741,10 @@ def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
 def fit_beside(
     evidence: GridEvidence, scored: ScoredText, fit: Callable[[GridEvidence], KNNSettings]
 ) -> KNNSettings:
-    """Fit the settings of the keys and λ of the substitute in turn, and return settings with both.
+    """Fit the settings of the keys and λ of the substitute alternately, and return settings with both.
 
     Args:
-        evidence: evidence of the tokens to fit on.
+        evidence: probabilities of the tokens to fit on.
         scored: the text, scored with a substitute.
         fit: fits the settings of the keys.
     """
@@ -712,7 +763,12 @@ def fit_beside(
 
 
 def _make_fitting(scored: ScoredText, tokens: Tensor) -> DistributionFitting:
-    """Return the fitting of the substitute for the tokens with these indices, int64, shape (n,)."""
+    """Return the object that fits λ of the substitute to some tokens of a text.
+
+    Args:
+        scored: the text, scored with a substitute.
+        tokens: indices of the tokens, int64, shape (n,).
+    """
     name = Substitute.name
     found = scored.evidence.found[name].rows(tokens)
     return DistributionFitting(Substitute(), found, scored.targets_for(tokens), scored.others[name])
@@ -730,7 +786,8 @@ class SubstituteEvaluation(NamedTuple):
     store_ppl: float
     """Perplexity of the model with the store's keys."""
     share: float | None
-    """The substitute's gain divided by the store's, in log perplexity; None if the store gains nothing."""
+    """The substitute's gain in log perplexity divided by the store's gain; None if the store gains
+    nothing."""
 
 
 def evaluate_substitute(
@@ -741,13 +798,15 @@ def evaluate_substitute(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> SubstituteEvaluation:
-    """Measure how much of the store's gain the substitute recovers. The documents are scored twice.
+    """Measure how much of the store's gain (in log perplexity) the substitute recovers.
+
+    The documents are scored twice: with the store's keys, and with the substitute.
 
     Args:
         lm: the model.
         documents: held-out text, in any form that `add` takes.
-        knn: settings of the store; default ``lm.knn``. Only their keys are used. The substitute must be
-            trained on exactly the domains of their selection.
+        knn: settings of this call; default ``lm.knn``. Only the component of the keys is used. The substitute
+            must be trained on exactly the selected domains.
         on_bad: called for each document that cannot be used; the document is left out. With None the first
             bad document raises an error.
         progress: receives the number of scored tokens.

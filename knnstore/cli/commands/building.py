@@ -339,11 +339,14 @@ def sync(
 
 
 def _drop_left_out_names(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a result without the field `left_out`, whose names `Documents.report` prints."""
+    """Return a copy of a result without the field `left_out`; `Documents.report` prints its names."""
     return {name: value for name, value in result.items() if name != "left_out"}
 
 
 def _shorten_ids(ids: Sequence[str]) -> list[str]:
-    """Return the ids to print: the first `_MAX_LISTED_IDS` and the number of all others; all with ``-v``."""
+    """Return the ids to print: the first `_MAX_LISTED_IDS`, then a text with the number of all others.
+
+    With ``--verbose`` all ids are returned.
+    """
     limit = len(ids) if LOG.verbose else _MAX_LISTED_IDS
     return [*ids[:limit], *([f"{len(ids) - limit:,} more (-v names them)"] if len(ids) > limit else [])]

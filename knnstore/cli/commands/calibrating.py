@@ -203,7 +203,7 @@ def _describe_generation(scoring_only: Sequence[str], written: Sequence[Mapping[
 
 
 def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
-    """Return the table's rows: the model alone, the current settings if any, and each candidate."""
+    """Return the rows of the candidates' table: model alone, current settings if any, each candidate."""
     from knnstore.lm import Interval
 
     model_row = build_fit_row(None, 0.0, comparison.base, Interval(1.0, 1.0, 1.0))
@@ -323,7 +323,11 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 
 
 def _shorten_value(value: Any) -> Any:
-    """Shorten a value of the settings for one line: a list of numbers becomes the count of its values."""
+    """Shorten a value of the settings to fit in one line.
+
+    A list of numbers becomes the count of its values, a mapping becomes pairs of name and value, and a float
+    has four significant digits.
+    """
     if isinstance(value, Mapping):
         entries = {"lambda" if name == "lam" else name: entry for name, entry in value.items()}
         return ", ".join(

@@ -40,11 +40,14 @@ _LAMBDA_OF_TEXT = 0.8
 
 
 class Corpus(NamedTuple):
-    """The documents of a domain: those to store, and those held out for evaluation."""
+    """The documents of one domain of the demonstration: documents to store, and held-out documents."""
 
     domain: str
+    """Name of the domain."""
     stored: "list[TextDocument]"
+    """Documents that are added to the store."""
     held_out: "list[TextDocument]"
+    """Documents for evaluation, which are not stored."""
 
 
 def demo(
@@ -89,8 +92,8 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
         bar: shows the progress.
 
     Returns:
-        The perplexities by state and domain, a flag that removing restored them exactly, speeds, and a
-        continuation with its sources.
+        A dict: the perplexities by state and domain, a flag that removing the second domain restored the
+        perplexities exactly, speeds, and a generated continuation with its sources.
     """
     first, second = corpora
     states: list[dict[str, Any]] = []
@@ -138,7 +141,7 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
 
 
 def _format_demo(result: dict[str, Any]) -> str:
-    """Format the result of `demonstrate` for people."""
+    """Format the result of `demonstrate` as text for people."""
     perplexities = [{"": state["state"], **state} for state in result["perplexity"]]
     return f"""\
 Perplexity on documents that were held out (lower is better):
@@ -158,7 +161,11 @@ with the store   {result["continuation"]!r}, from:
 
 
 def _find_default_model() -> str:
-    """Return the folder ``examples/tiny-lm`` of a checkout. Raises ConfigError if it does not exist."""
+    """Return the folder ``examples/tiny-lm`` of a checkout of the repository.
+
+    Raises:
+        ConfigError: the folder does not exist, as in an installed package.
+    """
     folder = Path(knnstore.__file__).parent.parent / "examples" / "tiny-lm"
     if not (folder / "config.json").is_file():
         raise ConfigError("examples/tiny-lm is only in a checkout of the repository; give --model")
@@ -166,14 +173,14 @@ def _find_default_model() -> str:
 
 
 def reference() -> Corpus:
-    """Return Python's language reference, as `help()` shows it. Each topic is a document."""
+    """Return Python's language reference as a corpus; each topic of `help()` is a document."""
     from pydoc_data.topics import topics
 
     return _split_corpus(REFERENCE, sorted(topics.items()))
 
 
 def library() -> Corpus:
-    """Return docstrings of numpy's functions and classes, evenly sampled from the alphabetic order."""
+    """Return docstrings of numpy's functions and classes as a corpus, sampled evenly by name."""
     documented: dict[str, str] = {}
     for name in _MODULES:
         module = import_module(name)
@@ -186,7 +193,12 @@ def library() -> Corpus:
 
 
 def _split_corpus(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
-    """Make documents of pairs of id and text, and hold out every 14th document."""
+    """Create documents from pairs of id and text, and hold out every 14th document.
+
+    Args:
+        domain: name of the corpus's domain.
+        texts: the pairs. Repeated paragraphs are removed, and long texts are cut.
+    """
     from knnstore import TextDocument
 
     documents = [TextDocument(id, text[:_MAX_CHARACTERS]) for id, text in _remove_repeated_paragraphs(texts)]
@@ -195,10 +207,11 @@ def _split_corpus(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
 
 
 def _remove_repeated_paragraphs(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield texts with one line for each paragraph, without ruled lines and repeated paragraphs.
+    """Yield pairs of id and text, with one line for each paragraph, without repeated paragraphs.
 
-    A paragraph stays only in the first text that contains it, so that no held-out paragraph is stored.
-    Joining the lines removes the indentation, so that it is not predicted. Short texts are left out.
+    A paragraph stays only in the first text that contains it, so that no held-out paragraph is stored. The
+    lines of a paragraph are joined, which removes the indentation; words of only ruling characters (``---``)
+    are removed. Texts that are short afterwards are left out.
     """
     seen: set[str] = set()
     for id, text in texts:

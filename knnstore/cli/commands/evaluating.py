@@ -141,7 +141,11 @@ def evaluate(
 
 
 def format_summary(result: Mapping[str, Any]) -> str:
-    """Format the main figures of an evaluation in about ten lines."""
+    """Format the main figures of an evaluation as text of about ten lines.
+
+    Args:
+        result: the fields of an `Evaluation`, with ``lam`` as ``lambda``.
+    """
     columns = {"model alone": "base", "with the store": "knn"}
     perplexities = [
         {"": name, **{title: result[f"{side}_{unit}ppl"] for title, side in columns.items()}}
@@ -165,7 +169,7 @@ def format_summary(result: Mapping[str, Any]) -> str:
 
 
 def format_details(result: Mapping[str, Any]) -> str:
-    """Format the figures that `format_summary` leaves out, and tables of perplexities by groups of tokens."""
+    """Format the figures that `format_summary` leaves out, and perplexities by groups of tokens, as text."""
     summarized = {
         "documents",
         "tokens",
@@ -197,7 +201,12 @@ def format_details(result: Mapping[str, Any]) -> str:
 
 
 def _format_groups(name: str, rows: Any) -> str:
-    """Format a table of perplexities by groups of tokens; `name` heads the column of the ranges."""
+    """Format perplexities by groups of tokens as a table.
+
+    Args:
+        name: heading of the column with the range of each group.
+        rows: the fields of each `Slice`.
+    """
     columns = ["tokens", "base_ppl", "knn_ppl", "helped"]
     shown = [
         {**row, name: f"{row['low']:g} - {row['high']:g}", "helped": f"{row['helped']:.1%}"} for row in rows
@@ -206,10 +215,10 @@ def _format_groups(name: str, rows: Any) -> str:
 
 
 def check_writable(file: Path) -> None:
-    """Check before the work that a file can be created.
+    """Check before a long operation that a file can be created.
 
     Raises:
-        ConfigError: if its folder is missing or cannot be written to.
+        ConfigError: the file's folder is missing, or cannot be written to.
     """
     folder = file.resolve().parent
     if not os.access(folder, os.W_OK):
@@ -217,5 +226,5 @@ def check_writable(file: Path) -> None:
 
 
 def convert_intervals(found: "Evaluation") -> dict[str, dict[str, float]]:
-    """Return the confidence intervals of an evaluation by name, as dicts."""
+    """Return the confidence intervals of an evaluation as dicts, by name (``base``, ``knn``, ``change``)."""
     return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}

@@ -144,7 +144,11 @@ class PromptAndContinuation:
         self._printed_text = ""
 
     def put(self, tokens: "Tensor") -> None:
-        """Print new text. The first call gets the tokens of the prompt, later calls the generated tokens."""
+        """Print the text of new tokens.
+
+        Args:
+            tokens: at the first call the tokens of the prompt, at later calls generated tokens.
+        """
         from knnstore.lm import Detokenizer, TokenTexts
 
         ids = tokens.flatten().tolist()
@@ -157,7 +161,7 @@ class PromptAndContinuation:
         self._printed_text += text
 
     def end(self) -> None:
-        """Do nothing; `print_rest` prints the rest of the text."""
+        """Do nothing, because `print_rest` prints the rest of the text."""
 
     def print_rest(self, continuation: str) -> None:
         """Print the part of the continuation that is not printed yet, and a line break.
@@ -230,7 +234,7 @@ def search(
 
 
 def _format_passage_lines(passage: "Passage") -> Iterator[str]:
-    """Yield the output lines of a passage: its share and place, then its wrapped text."""
+    """Yield the output lines of a passage: one line with its share and place, then its text, wrapped."""
     yield f"{passage.share:6.1%}  {printable(f'{passage.domain}/{passage.document}:{passage.position}')}"
     text = printable(" ".join(passage.text.split()))
     yield from textwrap.wrap(text, 79, initial_indent=" " * 8, subsequent_indent=" " * 8)
@@ -252,22 +256,26 @@ def _format_token_lines(token: "TokenExplanation") -> Iterator[str]:
 
 
 def _format_probability(p: float) -> str:
-    """Format a probability with four decimals; one below 0.001 in scientific notation."""
+    """Format a probability with four decimals; below 0.001 (except 0) in scientific notation."""
     return f"{p:.4f}" if p >= 0.001 or p == 0 else f"{p:.1e}"
 
 
 def format_sources_table(sources: Sequence[Mapping[str, Any]]) -> str:
-    """Format the first sources of `credit_documents`, which have the largest shares, as a table."""
+    """Format the sources with the largest shares as a table.
+
+    Args:
+        sources: the result of `credit_documents`, of which at most `_SOURCES_SHOWN` are shown.
+    """
     rows = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
     return format_table(rows, ["share", "domain", "document", "passage"])
 
 
 def credit_documents(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
-    """Sum for each document the share of the text's probability that comes from its records.
+    """Compute for each document the share of the text's probability that comes from its records.
 
     Returns:
-        Objects with share (averaged over all tokens), domain, document and passage (the text around the
-        record with the largest part), sorted by share, largest first.
+        One dict for each document, with ``share`` (averaged over all tokens), ``domain``, ``document`` and
+        ``passage`` (the text around the record with the largest part), the largest share first.
     """
     credits: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for token in tokens:

@@ -145,7 +145,10 @@ def adapters(as_json: JsonOption = False) -> None:
 
 
 def _describe_capabilities(capabilities: "Capabilities | None") -> list[str]:
-    """Return the properties of an engine as words; empty if the engine cannot be used."""
+    """Return the properties of a vector engine as words such as "exact" or "durable".
+
+    Returns an empty list for None, if the engine cannot be used.
+    """
     if capabilities is None:
         return []
     return [

@@ -301,7 +301,11 @@ def _parse_upstream(url: str) -> str:
 
 
 def _parse_duration(text: str) -> timedelta:
-    """Parse a duration such as 30m, 12h, 90d or 4w. Raises typer.BadParameter for any other text."""
+    """Parse a duration such as 30m, 12h, 90d or 4w.
+
+    Raises:
+        typer.BadParameter: the text has another form.
+    """
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
     if match is None:
         raise typer.BadParameter(
@@ -311,7 +315,7 @@ def _parse_duration(text: str) -> timedelta:
 
 
 def _key_fields(key: "AccessKey") -> dict[str, Any]:
-    """Return the printed fields of an API key."""
+    """Return the fields of an API key to print, as a dict; the key's secret is not among them."""
     return {
         "id": key.id,
         "name": key.name,
@@ -325,7 +329,7 @@ def _key_fields(key: "AccessKey") -> dict[str, Any]:
 
 
 def _configure_logging() -> None:
-    """Print the log records of knnstore, from INFO, and of uvicorn, from WARNING, as the server's log."""
+    """Print log records of knnstore (from level INFO) and of uvicorn (from WARNING) on stderr."""
     for name in ("knnstore", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [MessageHandler(timed=True)]

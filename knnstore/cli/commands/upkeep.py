@@ -147,9 +147,16 @@ def remove(
 def _select_for_removal(
     store: "KNNStore", ids: Sequence[str], domain: str | None, tag: str | None, where: str | None
 ) -> "Selection":
-    """Return the selection of documents to remove.
+    """Return the selection of documents to remove, from the options of the command.
 
-    A condition that no document meets prints a note.
+    If no document meets the condition `where`, a note is printed.
+
+    Args:
+        store: the store.
+        ids: ids of documents; if there are any, `tag` and `where` are ignored.
+        domain: name of the domain; None for all domains.
+        tag: tag of the documents; None for any.
+        where: condition on the metadata; None for any.
 
     Raises:
         DocumentNotFoundError, DomainNotFoundError: if an id, a tag or a domain does not exist.
@@ -295,10 +302,10 @@ def repair(
 
 
 def _print_check_result(records: int, problems: list[str], outcome: str, *, as_json: bool) -> None:
-    """Print the number of records and the problems that a check has found.
+    """Print the result of a check of the store: the number of records, and the problems found.
 
     Raises:
-        KnnstoreError: if there are problems. Its message is their number and `outcome`.
+        KnnstoreError: there are problems. Its message is the number of problems and `outcome`.
     """
     sentence = "\n".join(problems) or f"sound: {records:,} records"
     print_result({"records": records, "problems": problems}, sentence, as_json=as_json)
