@@ -289,7 +289,7 @@ class Substitute(OneWeightComponent):
         return None if settings is None or is_outdated(reader, settings) else settings
 
     def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Check the settings, and return a copy; λ must be between 0 and 1.
+        """Check the settings, and return a copy; the weight λ must be between 0 and 1.
 
         Raises:
             ConfigError: a name is unknown or missing, or a value is out of range.
@@ -337,7 +337,7 @@ class Substitute(OneWeightComponent):
         return found
 
     def weigh(self, found: Places | TargetProbability, settings: Mapping[str, Any]) -> Contribution:
-        """Return the predictions as a contribution to the mixture, with the same λ for all positions.
+        """Return the predictions as a contribution to the mixture, with one weight λ for all positions.
 
         Args:
             found: the result of `look_up`.
@@ -354,7 +354,10 @@ class Substitute(OneWeightComponent):
         )
 
     def features(self, found: Places | TargetProbability, unit: float) -> Tensor:
-        """Return the probability of the most probable token, as input of a gate, float32, shape (n, 1)."""
+        """Return the probability of the most probable token, float32, shape (n, 1), as input of a gate.
+
+        A gate is a network that weighs all components. `unit` is ignored.
+        """
         return found.weights.amax(1, keepdim=True) if isinstance(found, Places) else found.largest[:, None]
 
     def _load(self, store: Reader, settings: Mapping[str, Any], device: torch.device) -> SubstituteHead:
@@ -420,8 +423,8 @@ def train_substitute(
     The loss is the cross-entropy of a full softmax over the tokens that occur in the documents. Adam
     minimizes it with a falling learning rate, on the model's device. The keys are read from the store, so the
     model runs only on documents that are held out. The loss on these documents decides when training stops,
-    and λ is fitted on them. Afterwards `calibrate` tries the saved substitute. If the settings saved for
-    these domains use a substitute, the new substitute replaces it with the same λ.
+    and the weight λ is fitted on them. Afterwards `calibrate` tries the saved substitute. If the settings
+    saved for these domains use a substitute, the new substitute replaces it with the same λ.
 
     Args:
         lm: the model; its store is opened for writing, so that no document is removed meanwhile.
@@ -496,7 +499,8 @@ def train_substitute(
 def _save_trained(store: KNNStore, domains: tuple[str, ...], trained: TrainedSubstitute) -> None:
     """Save a trained substitute in the store for exactly these domains.
 
-    If the settings saved for these domains use a substitute, the settings get the new rows and keep their λ.
+    If the settings saved for these domains use a substitute, the settings get the new rows and keep their
+    weight λ.
     """
     name = Substitute.name
     saved = store.settings(domains) or SavedSettings()
@@ -727,7 +731,7 @@ def add_substitute(
 
 
 def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
-    """Fit λ of the substitute mixed with the model alone, without retrieval, and return the settings.
+    """Fit the weight λ of the substitute over the model alone, without retrieval; return settings.
 
     Args:
         tokens: indices of the tokens to fit on, int64, shape (n,).
@@ -741,7 +745,7 @@ def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
 def fit_beside(
     evidence: GridEvidence, scored: ScoredText, fit: Callable[[GridEvidence], KNNSettings]
 ) -> KNNSettings:
-    """Fit the settings of the keys and λ of the substitute alternately, and return settings with both.
+    """Fit the keys' settings and the weight λ of the substitute alternately; return settings with both.
 
     Args:
         evidence: probabilities of the tokens to fit on.
@@ -763,7 +767,7 @@ def fit_beside(
 
 
 def _make_fitting(scored: ScoredText, tokens: Tensor) -> DistributionFitting:
-    """Return the object that fits λ of the substitute to some tokens of a text.
+    """Return the object that fits the weight λ of the substitute to some tokens of a text.
 
     Args:
         scored: the text, scored with a substitute.

@@ -63,7 +63,7 @@ class FittableMixer(Protocol):
 
     @classmethod
     def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
-        """Fit the mixer to some tokens, and return settings with the fitted mixer.
+        """Fit the mixer (a rule that chooses the weight λ) to some tokens; return settings with it.
 
         Args:
             evidence: probabilities of the tokens to fit on: by the model (p_LM) and by the retrieved records
@@ -116,7 +116,10 @@ class Comparison:
 
     @property
     def chosen_probes(self) -> int | None:
-        """Number of cells that all candidates probe for each query; None in a store without cells."""
+        """Number of cells (groups of records with near keys) that all candidates search for each query.
+
+        None in a store without cells.
+        """
         return choose_probes(self.probes) if self.probes else None
 
     @property
@@ -146,7 +149,8 @@ def compare(
         scored: held-out text that was scored once.
         current: settings to compare the candidates with; None for no comparison.
         fits: functions that fit settings of the keys, by name, tried with the k that is best for a fixed λ.
-            None tries bins, and the mixers of other packages (see `FittableMixer`).
+            None tries bins, and the mixers of other packages (classes with a method ``fit``, see
+            `FittableMixer`).
         wide: search results for larger k. A fixed λ is fitted for each larger k; bins are fitted too if the
             best larger k is better than every k of the first search.
         domains: search results for each domain alone, to fit one weight for each domain; None tries no such
@@ -218,8 +222,9 @@ def _fit_key_candidates(
 ) -> _KeyCandidates:
     """Fit and judge every candidate that uses only the keys.
 
-    In a store with cells, the number of probed cells is chosen first. Otherwise a fixed λ is fitted for each
-    k. The other mixers are then fitted with the best k or the chosen number of probes.
+    In a store with cells (groups of records with near keys), the number of cells to search is chosen first.
+    Otherwise a fixed weight λ is fitted for each number of neighbors k. The other mixers (rules that choose
+    λ) are then fitted with the best k or the chosen number of cells.
 
     Args:
         trial: fits and judges candidates.
@@ -259,7 +264,7 @@ def _fit_key_candidates(
 def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
     """Return functions that fit other packages' mixers, by name, for mixers that can use the text.
 
-    Runs each function once, to find out whether it returns None.
+    A mixer is a rule that chooses the weight λ. Runs each function once, to find out whether it returns None.
 
     Args:
         scored: the text.
@@ -288,7 +293,7 @@ def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list
 def choose_probes(perplexities: Mapping[int, float]) -> int:
     """Return the smallest number of probes whose perplexity is at most `WORTH_PROBES` times the lowest.
 
-    A probe is a cell that is searched for a query.
+    A probe is a cell (group of records with near keys) that is searched for a query.
 
     Args:
         perplexities: the perplexity for each tried number of probes; at least one number.

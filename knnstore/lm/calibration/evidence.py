@@ -47,7 +47,12 @@ class GridEvidence:
     """Number of probed cells over whose records p_kNN sums; None if p_kNN sums over k neighbors."""
 
     def settings(self, temperature: float, mixer: Mixer) -> KNNSettings:
-        """Return settings with this temperature and mixer, and with `k` and `probes` of this object."""
+        """Return settings with the given temperature and mixer, and with `k` and `probes` of this object.
+
+        Args:
+            temperature: T > 0 of the softmax over distances.
+            mixer: the rule that chooses the weight λ.
+        """
         return KNNSettings(self.k, temperature, mixer, probes=self.probes)
 
     def only(self, wanted: Tensor) -> "GridEvidence":
@@ -67,7 +72,9 @@ class GridEvidence:
 
 
 def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
-    """Return the probabilities of a text's tokens for each number of probed cells that was tried, ascending.
+    """Return the probabilities of a text's tokens for each number of cells that was tried, ascending.
+
+    A cell is a group of stored records with near keys; a query searches the nearest cells.
 
     Args:
         scored: the text, with p_kNN for each number of probed cells in `visited`.

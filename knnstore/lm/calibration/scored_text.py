@@ -190,7 +190,7 @@ class ScoredText:
 
         Args:
             settings: settings whose `k` is at most the text's k, or whose `probes` is a key of `visited`, and
-                whose mixer asks for one search. Their selection is ignored.
+                whose mixer (the rule that chooses λ) asks for one search. Their selection is ignored.
             tokens: indices of the tokens, int64, shape (m,); default all tokens.
         """
         parts = []
@@ -222,7 +222,8 @@ def score_once(
         k: number of neighbors to keep for each token. If `probes` is not None, `DISTINCT_AMONG` neighbors are
             kept instead.
         selection: the documents to search.
-        probes: number of cells that are searched for each query; None searches for the k nearest records.
+        probes: number of cells (groups of records with near keys) that are searched for each query; None
+            searches for the k nearest records.
         ngrams: settings of n-grams; only their order is used. None scores without n-grams.
         left_out: for the content hash of a document, the content hashes of stored documents that are left out
             of its search.

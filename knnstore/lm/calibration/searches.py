@@ -77,7 +77,8 @@ class FurtherSearches:
             probes: numbers of probed cells for each query, ascending.
 
         Returns:
-            The probabilities at each temperature of a grid, for each number of probed cells.
+            The probabilities at each temperature of a grid, for each number of probed cells. A cell is a
+            group of stored records with near keys.
         """
         title = f"searching {probes[-1]:,} cells"
         found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
@@ -89,7 +90,8 @@ class FurtherSearches:
         Args:
             domains: names of the domains, all in the selection.
             k: number of neighbors.
-            probes: number of probed cells; None searches for k neighbors.
+            probes: number of cells (groups of records with near keys) that are searched in place of k
+                neighbors; None searches for k neighbors.
         """
         scored, temperatures = self.scored, choose_temperatures(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
@@ -114,7 +116,7 @@ class FurtherSearches:
     def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
-        """Sum the weights of all records in the cells that are nearest to each token's key.
+        """Sum the weights of all records in the cells (groups of records) nearest to each token's key.
 
         Args:
             probes: numbers of probed cells, ascending.
@@ -144,11 +146,11 @@ class FurtherSearches:
         return found
 
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
-        """Sum the weights of all records in the probed cells, apart for the target token of each query.
+        """Sum the weights of all records in the cells nearest to each query, apart for its target token.
 
         Args:
             tokens: indices of q tokens of the text; their keys are the queries. int64, shape (q,).
-            probes: number of probed cells for each query.
+            probes: number of cells (groups of records with near keys) for each query.
             selection: the documents to search.
         """
         keys, targets = self._document_keys.keys[tokens].numpy(), self._document_keys.targets[tokens]
@@ -223,7 +225,7 @@ class WideEvidence:
         """Compute log-probabilities of tokens in the mixture of settings that have this k.
 
         The probability by the neighbors is interpolated between the two nearest temperatures of the grid. A
-        token without a neighbor has the model's probability and λ = 0.
+        token without a neighbor has the model's probability, and the weight λ = 0.
 
         Args:
             settings: settings with the k of the evidence.

@@ -127,7 +127,7 @@ class Component(Protocol):
     def factors(self) -> tuple[float, ...]:
         """Factors by which a gate multiplies the component's temperature.
 
-        The gate weighs the component at each one.
+        A gate is a network that weighs all components. It weighs the component once with each factor.
         """
         ...
 
@@ -184,7 +184,9 @@ class Fitting(Protocol):
     """Fits the settings of one component on the results of its look-ups for n scored tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> Any:
-        """Return the settings that give the tokens the largest likelihood; λ is 0 if nothing was found.
+        """Return the settings that give the tokens the largest likelihood.
+
+        The weight λ is 0 if nothing was found.
 
         Args:
             log_probs: log p of each token in the mixture without the component, float32, shape (n,).

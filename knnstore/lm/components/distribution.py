@@ -144,7 +144,7 @@ class OneWeightComponent(ABC):
         return self.weigh(found, settings)
 
     def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:
-        """Return the settings of the look-up on whose result `calibrate` fits λ.
+        """Return the settings with which `calibrate` looks up predictions, to fit the weight λ on them.
 
         This implementation returns `default_settings`. A component that must be trained first returns its
         trained settings; see `knnstore.lm.settings.find_trained_settings`.
@@ -198,8 +198,8 @@ class OneWeightComponent(ABC):
             wanted: True for the tokens to fit on, bool, shape (n,).
 
         Returns:
-            The fitted values. This implementation returns ``lam``, the λ with the largest likelihood, or 0 if
-            nothing was found.
+            The fitted values. This implementation returns ``lam``, the weight λ with the largest likelihood,
+            or 0 if nothing was found.
         """
         contribution = self.weigh(found, self.default_settings)
         rows = wanted & contribution.is_found
@@ -249,7 +249,7 @@ class DistributionComponent(OneWeightComponent):
         )
 
     def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
-        """Return the distributions as a contribution to the mixture, with the same λ for all positions.
+        """Return the distributions as a contribution to the mixture, with one weight λ for all positions.
 
         Args:
             found: the result of `look_up` at n positions.
@@ -261,6 +261,6 @@ class DistributionComponent(OneWeightComponent):
     def features(self, found: Places, unit: float) -> Tensor:
         """Return the largest probability of each distribution, shape (n, 1), as input of a gate.
 
-        `unit` is ignored.
+        A gate is a network that weighs all components. `unit` is ignored.
         """
         return found.weights.amax(1, keepdim=True)

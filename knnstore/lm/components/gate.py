@@ -60,9 +60,9 @@ def collect_experts(
     factors: Factors,
     unit: float,
 ) -> Experts:
-    """Collect the distributions of a gate's experts, and the features that are the gate's input.
+    """Collect the distributions of a gate's experts, and compute the features that are the gate's input.
 
-    An expert is one component at one temperature.
+    A gate is a network that weighs the experts. An expert is one component at one temperature.
 
     Args:
         components: all available components.
@@ -200,6 +200,8 @@ def fit_gate_over(
 
 def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
     """Fit one constant mixture weight for the model and for each expert, by expectation maximization.
+
+    An expert is one component at one temperature.
 
     Args:
         probs: probability of each token by the model and by each expert, float32, shape (n, 1 + e).

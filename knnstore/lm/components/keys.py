@@ -50,9 +50,9 @@ class KeySettings(Protocol):
 
     @property
     def probes(self) -> int | None:
-        """Number of cells that are probed for each query; None searches for the k nearest records.
+        """Number of cells that are searched for each query; None searches for the k nearest records.
 
-        Ignored in a store without cells.
+        A cell is a group of records with near keys. Ignored in a store without cells.
         """
         ...
 
@@ -63,7 +63,7 @@ class KeySettings(Protocol):
 
     @property
     def mixer(self) -> Mixer:
-        """Chooses λ for each query, and the documents that are searched."""
+        """The rule that chooses the weight λ for each query, and the documents that are searched."""
         ...
 
     @property
@@ -73,12 +73,15 @@ class KeySettings(Protocol):
 
     @property
     def gate(self) -> Any:
-        """Gate that chooses the weights of all components in place of the mixer; None without a gate."""
+        """Network that chooses the weights of all components in place of the mixer.
+
+        None without such a network.
+        """
         ...
 
     @property
     def retrieves(self) -> bool:
-        """True if λ can be above 0, so that a search can change a prediction."""
+        """True if the weight λ of the keys can be above 0, so that a search can change a prediction."""
         ...
 
     @property
@@ -97,8 +100,8 @@ class Keys:
     def look_up(self, reader: Reader, settings: KeySettings, batch: Batch, form: Form) -> list[TokenSums]:
         """Search the store near each position's query vector, and return the found tokens and distances.
 
-        The mixer (the rule that chooses λ) decides which searches are needed, for example one for each
-        domain.
+        The mixer (the rule that chooses the weight λ) decides which searches are needed, for example one for
+        each domain.
 
         Args:
             reader: the store.
@@ -130,7 +133,9 @@ class Keys:
         return [_convert_to_sums(neighbors, batch, settings, form) for neighbors in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
-        """Return each position's token distribution from the retrieved records, with λ and T of the mixer.
+        """Return each position's token distribution from the retrieved records, with a weight λ.
+
+        The mixer of the settings chooses λ and the temperature T.
 
         Args:
             settings: the settings in force.
@@ -162,7 +167,10 @@ class Keys:
         return Citations(*(_list_places(ids, distances, weights, selected) for selected in columns))
 
     def features(self, found: Evidence, unit: float) -> Tensor:
-        """Return the gate's inputs: distances of the nearest 1, 2, 4, … records, and their distinct tokens.
+        """Compute inputs for the gate network: distances to the nearest records, and numbers of tokens.
+
+        The columns are asinh(distance / `unit`) of the records with rank 1, 2, 4, …; then log(1 + number of
+        different tokens) among the nearest 1, 2, 4, … records.
 
         Args:
             found: the search results at n positions.
@@ -188,8 +196,8 @@ def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
 
     Returns:
         At most the settings' k, and at least `DISTINCT_AMONG` (or k, if k is smaller), which is the number of
-        records that mixers and gates look at, so that their choices do not change. The unchanged k if cells
-        are probed.
+        records from which the weights are chosen, so that the weights do not change. The unchanged k if whole
+        cells (groups of records) are searched.
 
     Raises:
         DomainNotFoundError: a selected domain does not exist.
@@ -204,8 +212,8 @@ def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
 def bound_record_count(reader: Reader, settings: KeySettings) -> int:
     """Return an upper bound of the number of records that are retrieved for one query, over all its searches.
 
-    The bound is k times the number of searches. If whole cells are retrieved, each cell is assumed to have at
-    most `_ASSUMED_CELL_RECORDS` records.
+    The bound is k times the number of searches. If whole cells (groups of records with near keys) are
+    retrieved, each cell is assumed to have at most `_ASSUMED_CELL_RECORDS` records.
     """
     columns = settings.k
     if probes_cells(reader, settings):
@@ -216,12 +224,15 @@ def bound_record_count(reader: Reader, settings: KeySettings) -> int:
 
 
 def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> list[Neighbors]:
-    """Run every search that the settings' mixer asks for, and return the ids and distances of the records.
+    """Run every search that the settings ask for, and return the ids and distances of the records.
+
+    The mixer of the settings (the rule that chooses the weight λ) decides which searches are needed.
 
     Args:
         reader: the store.
         queries: float32, shape (q, d).
-        settings: give k or the number of probed cells, the mixer and the selection of documents.
+        settings: give k or the number of cells (groups of records with near keys) to search, the mixer and
+            the selection of documents.
 
     Returns:
         The records of each search, with the same number of columns for all searches: the k nearest records,
@@ -251,8 +262,8 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeyS
         reader: a store with cells (groups of records with near keys).
         queries: query vectors, float32, shape (q, d).
         targets: the target token of each query, int64, shape (q,).
-        settings: give the number of probed cells, the selection, and a mixer that asks for exactly one
-            search.
+        settings: give the number of probed cells, the selection, and a mixer (rule that chooses λ) that asks
+            for exactly one search.
     """
     (found,) = _sum_cells(reader, queries, targets, settings, 0, Form.TARGET)
     return found
@@ -261,7 +272,10 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeyS
 def _sum_cells(
     reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings, vocabulary: int, form: Form
 ) -> list[CellSums]:
-    """Run every search that the settings' mixer asks for, and sum over all records of the probed cells.
+    """Run every search that the settings ask for, and sum over all records of the probed cells.
+
+    The mixer of the settings (the rule that chooses the weight λ) decides which searches are needed. A cell
+    is a group of records with near keys.
 
     Args:
         reader: a store with cells.
@@ -370,7 +384,9 @@ def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int
 def _search_within_selection(
     reader: Reader, settings: KeySettings, part: Selection, search: Callable[[Selection], T]
 ) -> T | None:
-    """Call `search` with a selection that the mixer asked for, limited to what the user selected.
+    """Call `search` with one of the mixer's selections, limited to what the user selected.
+
+    The mixer is the rule that chooses the weight λ; it may ask for one search in each domain.
 
     Args:
         reader: the store.

@@ -127,7 +127,7 @@ class Continuation(NamedTuple):
         """Return the distributions as a contribution to the mixture.
 
         Args:
-            settings: give λ for each length of the longest found suffix.
+            settings: give the weight λ for each length of the longest found suffix.
             name: name of the component.
         """
         lam = select_ngram_lambdas(settings, self.suffixes[:, 0])
@@ -190,7 +190,7 @@ class TargetContinuation(NamedTuple):
         Both columns are 0 for a context without a prediction.
 
         Args:
-            settings: give λ for each length of the longest found suffix.
+            settings: give the weight λ for each length of the longest found suffix.
             name: name of the component.
         """
         known = self.probs.isfinite()
@@ -206,7 +206,9 @@ class NGramFitting(NamedTuple):
     """The n-grams' predictions of the n target tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
-        """Return n-gram settings whose λ for each suffix length gives the tokens the largest likelihood.
+        """Return settings with the weight λ for each suffix length that gives the largest likelihood.
+
+        A suffix is the end of a context that occurs in the counted text.
 
         A prior of `PRIOR_TOKENS` tokens draws each λ towards the best λ for all lengths together. λ is 0 if
         n-grams predict none of the wanted tokens.
@@ -234,11 +236,14 @@ class NGramFitting(NamedTuple):
         return mix_target_log_probs(log_probs, self.found.probs.nan_to_num(), self.lambdas(fitted))
 
     def lambdas(self, fitted: NGramSettings) -> Tensor:
-        """Return the λ of each token under fitted settings, float32, shape (n,); 0 without a prediction."""
+        """Return the weight λ of each token under fitted settings, float32, shape (n,).
+
+        0 for a token without a prediction.
+        """
         return select_ngram_lambdas(fitted, self.found.lengths) * self.found.probs.isfinite()
 
     def lam(self, fitted: NGramSettings) -> float:
-        """Return the mean λ of fitted settings, for reports."""
+        """Return the mean weight λ of fitted settings, for reports."""
         return fitted.lam
 
 
@@ -266,9 +271,10 @@ class CountedNGrams:
         return found.contribution(settings, self.name)
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
-        """Return the gate's inputs from the longest found suffix of each context, float32, shape (n, 3).
+        """Compute inputs for the gate network from the longest found suffix of each context.
 
-        The columns are the suffix's length, log(1 + its count) and log(1 + number of different next tokens).
+        Returns float32, shape (n, 3). The columns are the suffix's length, log(1 + its count) and log(1 +
+        number of different next tokens).
 
         Args:
             found: the result of the look-up at n positions.

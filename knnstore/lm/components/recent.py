@@ -207,10 +207,10 @@ class RecentText:
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
     ) -> Contribution:
-        """Return each position's distribution, the softmax over distances, with the λ of the settings.
+        """Return each position's distribution, the softmax over distances, with its weight λ.
 
         Args:
-            settings: temperature and λ of the cache.
+            settings: temperature and weight λ of the cache.
             found: the result of the look-up at n positions.
             factor: multiplies the temperature of the settings.
         """
@@ -248,7 +248,7 @@ class RecentText:
         )
 
     def features(self, found: Recent | TargetRecent, unit: float) -> Tensor:
-        """Return the gate's inputs from the preceding keys, shape (n, 2).
+        """Compute inputs for the gate network from the preceding keys, shape (n, 2).
 
         The columns are asinh(nearest distance / `unit`) and log(1 + number of keys).
         """
@@ -489,7 +489,9 @@ class RecentFitting:
         )
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
-        """Return the size, T and λ that give the tokens the largest likelihood, then λ of the own n-grams.
+        """Return the cache's size, temperature and weight λ with the largest likelihood of the tokens.
+
+        Then fits the weight λ of the n-grams of the text itself, if the object has them.
 
         λ of the cache is 0, and n-grams are left out, if no token in `wanted` has preceding keys.
 

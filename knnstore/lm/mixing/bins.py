@@ -56,7 +56,9 @@ class BinnedLambda(SimpleMixer):
             raise ConfigError("every temperature factor of bins must be above 0 and finite")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T of each query by the bin of its nearest distance and of the model's confidence.
+        """Choose the weight λ and the temperature T of each query by its bin.
+
+        The bin depends on the distance to the nearest record, and on the model's confidence.
 
         Args:
             evidence: the search result and the model's confidence for n queries.

@@ -43,7 +43,10 @@ class ProbedCells(NamedTuple):
     unknown."""
 
     def on(self, device: torch.device) -> "ProbedCells":
-        """Return the cells with all tensors on a device; on the CPU the same object, without a copy."""
+        """Return the cells and their queries with all tensors on a device.
+
+        On the CPU the same object is returned.
+        """
         if device.type == "cpu":
             return self
         ranks = None if self.ranks is None else self.ranks.to(device)
@@ -102,7 +105,7 @@ class CellSums:
 
     @property
     def size(self) -> int:
-        """Number of distances between queries and records, in all cells."""
+        """Number of distances between queries and records that were computed, in all cells."""
         return sum(some.distances.numel() for some in self._cells)
 
     @property
@@ -143,7 +146,10 @@ class CellSums:
         return CellSums(cells, targets, self._vocabulary, self._features)
 
     def nearest_only(self) -> NeighborSums:
-        """Return only the `features` nearest records, as `NeighborSums` with `hits` in place of tokens."""
+        """Return only the `features` nearest records, as `NeighborSums`.
+
+        The result has no tokens, but `hits`: whether a record has the query's target token.
+        """
         distances, tokens = self._nearest_records
         hits = tokens == self._targets[:-1, None].to(tokens.device)
         return NeighborSums(distances, hits=hits, known_distinct=self.distinct)
@@ -194,20 +200,20 @@ class CellSums:
         """Compute the probability of each target token by the records, at m temperatures.
 
         Returns:
-            Float32, shape (n, m); 0 for a query that probes no cell.
+            Float32, shape (n, m); 0 for a query that searched no cell (group of records).
         """
         self.prepare(temperatures.tolist())
         return torch.stack([self._weights[one][:, 0] for one in temperatures.tolist()], 1)
 
     @property
     def is_ranked(self) -> bool:
-        """True if the ranks of all cells are known."""
+        """True if for every cell and query it is known how many cells are nearer to the query."""
         return all(some.ranks is not None for some in self._cells)
 
     def target_weights_within(self, probes: Sequence[int], temperatures: Tensor) -> Tensor:
-        """Compute the probability of each target token as if fewer cells were probed, in one pass.
+        """Compute the probability of each target token as if fewer cells had been searched, in one pass.
 
-        The ranks of all cells must be known (`is_ranked`).
+        A cell is a group of records with near keys. The ranks of all cells must be known (`is_ranked`).
 
         Args:
             probes: c numbers of cells that each query would probe, ascending.
@@ -243,7 +249,11 @@ class CellSums:
         return sums.div_(sums.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).to(self._device)
 
     def _iterate_sums(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
-        """Yield each temperature with its sums of exp(-d/T) over all records and hits, shape (2, pairs)."""
+        """Yield each temperature with sums of exp(-d/T) for each pair of a query and a cell.
+
+        The sums have shape (2, pairs): over all records of the cell, and over the hits (records with the
+        query's target token).
+        """
         chains = group_into_halving_chains(temperatures)
         sums = self._sum_chains([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
@@ -253,6 +263,8 @@ class CellSums:
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
         """Sum exp(-d/T) for each pair of query and cell, over all records and over the hits.
+
+        A cell is a group of records; a hit is a record with the query's target token.
 
         Distances are relative to the nearest record of the pair, so that no sum overflows or becomes 0.
 
@@ -327,7 +339,8 @@ class CellSums:
         """Compute the smallest distance of each query, shape (n + 1,).
 
         Args:
-            distances: distance of each pair of query and cell, shape (pairs,).
+            distances: for each pair of a query and a cell (group of records), the distance to the nearest
+                record of the cell, shape (pairs,).
         """
         nearest = distances.new_full((len(self._targets),), torch.inf)
         return nearest.scatter_reduce_(0, self._query_of_pair, distances, "amin")
@@ -379,10 +392,10 @@ def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]
 
 
 def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
-    """Find the hits: the records with the target token of a query that probes their cell.
+    """Find the hits: the records that have a query's target token and are in a cell that it probes.
 
-    A pair is a cell with a query that probes it. This function sorts the records of each cell by token and
-    finds the target tokens by bisection.
+    A cell is a group of records with near keys. A pair is a cell with a query that probes (searches) it. This
+    function sorts the records of each cell by token and finds the target tokens by bisection.
 
     Args:
         cells: the cells, on one device.
@@ -426,7 +439,7 @@ def _compute_starts(sizes: Tensor) -> Tensor:
 
 
 def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k nearest records of each query in the cells that it probes.
+    """Find the k nearest records of each query in the cells (groups of records) that it probes.
 
     Args:
         cells: the cells, on one device.
@@ -462,11 +475,11 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
 
 
 def _bound_kth_distances(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
-    """Compute a close upper bound of the distance of each query's k-th nearest record, shape (n + 1,).
+    """Compute a close upper bound of the distance from each query to its k-th nearest record.
 
-    The records of each cell, except at most k - 1, are divided into k groups, and the nearest of each group
-    is taken. The k-th nearest of the taken records, over all cells of a query, is at least as far as the k-th
-    nearest of all records.
+    Returns shape (n + 1,). The records of each cell that the query probes, except at most k - 1, are divided
+    into k groups, and the nearest of each group is taken. The k-th nearest of the taken records, over all
+    cells of a query, is at least as far as the k-th nearest of all records.
     """
     leasts = [torch.empty(0, k, device=asked.device)]
     for some in cells:

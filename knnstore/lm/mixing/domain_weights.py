@@ -48,11 +48,14 @@ class DomainWeights:
 
     @property
     def searched(self) -> tuple[int, ...]:
-        """Indices into `domains` of the domains with λ_j > 0, which are searched."""
+        """Indices into `domains` of the domains with a weight λ_j above 0.
+
+        Only these domains are searched.
+        """
         return tuple(number for number, lam in enumerate(self.lambdas) if lam > 0)
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return one selection for each domain with λ_j > 0: `selection` with only this domain."""
+        """Return one selection for each domain with a weight above 0: `selection` with only this domain."""
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:

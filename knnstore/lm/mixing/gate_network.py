@@ -205,7 +205,7 @@ class GateLambda(SimpleMixer):
         object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T of each query with the network.
+        """Choose the weight λ and the temperature T of each query with the network.
 
         Args:
             evidence: the search result, query vectors, and the model's confidence and entropy for n queries.
@@ -225,7 +225,7 @@ class GateLambda(SimpleMixer):
 
 
 def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
-    """Compute λ and T of each token from the outputs of the network that chooses both.
+    """Compute the weight λ and the temperature T of each token from the outputs of a gate network.
 
     Args:
         outputs: the logit of λ, and the binary logarithm of T / `temperature`, shape (n, 2).
@@ -238,7 +238,7 @@ def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
 
 
 def make_gate_start(lam: float) -> list[float]:
-    """Return the two network outputs for which `decode_gate` returns about this λ, and an unchanged T.
+    """Return the two gate outputs for which `decode_gate` returns about this weight, and an unchanged T.
 
     λ / `MAX_LAMBDA` is limited to the range from 0.001 to 0.999.
     """
@@ -247,7 +247,7 @@ def make_gate_start(lam: float) -> list[float]:
 
 
 def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
-    """Compute the input features of the network that chooses λ and T of the keys.
+    """Compute the input features of the network that chooses weight λ and temperature T of the keys.
 
     Args:
         evidence: the search result for n queries, with the query vectors (`keys`) and the model's entropy.
@@ -264,7 +264,7 @@ def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
 
 
 def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tensor:
-    """Compute a gate's input features from the distances and tokens of the k nearest neighbors.
+    """Compute input features of a gate network from distances and tokens of the k nearest neighbors.
 
     Args:
         evidence: the search result for n queries.
@@ -314,7 +314,7 @@ class JointGate:
 
     @property
     def name(self) -> str:
-        """Name of the gate in reports, in which mixers have names too."""
+        """Name of this network in reports, in which mixers (rules that choose λ) have names too."""
         return "gate over all"
 
     @property
@@ -333,6 +333,8 @@ class JointGate:
     def shares(self, features: Tensor, found: Tensor) -> Tensor:
         """Compute the weights of the model and of all experts in the mixture at n positions.
 
+        An expert is one component at one temperature.
+
         Args:
             features: float32, shape (n, f); nan where a feature is unknown.
             found: True for an expert that has a prediction, bool, shape (n, e).
@@ -341,7 +343,7 @@ class JointGate:
             Weight of the model, then of each expert; float32, shape (n, 1 + e). Each row sums to 1.
 
         Raises:
-            ConfigError: the gate was fitted with other features.
+            ConfigError: the network was fitted with another number of features.
         """
         network = self._network.on(features.device)
         if features.shape[1] != len(network.mean):
@@ -363,7 +365,9 @@ def fill_unknown_features(features: Tensor, mean: Tensor) -> Tensor:
 
 
 def compute_mixture_shares(outputs: Tensor, found: Tensor) -> Tensor:
-    """Convert a gate's outputs to weights of the model and all experts in the mixture, by a softmax.
+    """Convert outputs of a gate network to mixture weights of the model and all experts, by a softmax.
+
+    An expert is one component at one temperature.
 
     The weights of the experts sum to at most `MAX_LAMBDA`, so that no token gets the probability 0.
 

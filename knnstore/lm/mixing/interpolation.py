@@ -121,7 +121,8 @@ class Contribution(NamedTuple):
         """Compute the probability of one token at each position, float32, shape (n,).
 
         Args:
-            gold: the token of each position, int64, shape (n,); not used if `hits` is set.
+            gold: the token of each position, int64, shape (n,); not used if `hits` marks the places with the
+                target token.
         """
         hits = self.hits
         if hits is None:
@@ -236,7 +237,8 @@ class Mixture:
             gold: the token, int64, shape (n,).
 
         Returns:
-            log p of the token, float32, shape (n,); λ = 0 returns `lm_log_probs` exactly.
+            log p of the token, float32, shape (n,); exactly `lm_log_probs` where the weight λ of all
+            components is 0.
         """
         mixed_in = sum(
             share * one.probs(gold) for share, one in zip(self.shares, self.components, strict=True)
@@ -250,7 +252,8 @@ class Mixture:
             lm_log_probs: log p_LM, float32, shape (n, v).
 
         Returns:
-            log p, float32, shape (n, v). A row with λ = 0 equals that of `lm_log_probs` exactly.
+            log p, float32, shape (n, v). A row in which the weight λ of all components is 0 equals the row of
+            `lm_log_probs` exactly.
         """
         left, mixed_in = 1 - self.lam[:, None], self._sum_component_probs(lm_log_probs)
         mixed = torch.addcmul(mixed_in, left, lm_log_probs.exp()).log()
@@ -312,7 +315,7 @@ def mix_target_log_probs(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Te
     Args:
         lm_log_probs: log-probability of each token without the component, float32, shape (n,).
         probs: probability of each token by the component, float32, shape (n,).
-        lam: λ of the component, float32, shape (n,); must be 0 where the component has no prediction.
+        lam: weight λ of the component, float32, shape (n,); must be 0 where the component has no prediction.
 
     Returns:
         Log-probability, float32, shape (n,); λ = 0 returns `lm_log_probs` exactly.
@@ -325,7 +328,7 @@ def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
 
     Args:
         below: p, probabilities of target tokens without the components, float32, any shape.
-        parts: (λ_i, p_i) of each component, with shapes that broadcast.
+        parts: for each component its weight λ_i and its probabilities p_i, with shapes that broadcast.
 
     Returns:
         Probabilities of the shape of `below`, at least `LEAST_PROBABILITY`.
@@ -342,7 +345,7 @@ def _mix_log_probs(lm_log_probs: Tensor, mixed_in: Tensor, lam: Tensor) -> Tenso
     Args:
         lm_log_probs: log p_LM.
         mixed_in: λ times the probability by the components.
-        lam: λ.
+        lam: weight λ of the components.
     """
     return torch.logaddexp(lm_log_probs + torch.log1p(-lam), mixed_in.log())
 

@@ -64,7 +64,8 @@ class Evidence:
     def tokens(self) -> Tensor | None:
         """Token of each column of `weights`, int64, shape (n, columns).
 
-        None if `hits` is kept instead, or if the columns are the whole vocabulary.
+        None if only `hits` (which columns have the target token) is kept, or if the columns are the whole
+        vocabulary.
         """
         every = [search.tokens for search in self.searches if search.tokens is not None]
         return _concatenate_columns(every) if every else None
@@ -83,7 +84,7 @@ class Evidence:
         """Record ids of the neighbors, int64, shape (n, s * k), -1 if missing.
 
         Raises:
-            ValueError: the evidence was looked up without sources, so no ids were kept.
+            ValueError: the look-up did not keep ids, because it was not made with `Form.SOURCES`.
         """
         neighbors = [search for search in self.searches if isinstance(search, NeighborSums)]
         return np.concatenate([sums.ids for sums in neighbors if sums.ids is not None], 1)
@@ -107,7 +108,7 @@ class Evidence:
         return torch.stack([search.weights(temperature) for search, temperature in pairs], 1)
 
     def select_rows(self, rows: slice | Tensor) -> Self:
-        """Return the evidence for some of the positions.
+        """Return what the model and all components found at some of the positions.
 
         Args:
             rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
@@ -200,7 +201,7 @@ class Mixer(Protocol):
 
         Returns:
             `selection` itself, or one selection for each domain. A search of a domain that was removed or is
-            not selected finds nothing. Empty if λ is always 0, so that no search is needed.
+            not selected finds nothing. Empty if the weight λ is always 0, so that no search is needed.
         """
         ...
 
@@ -225,7 +226,7 @@ class SimpleMixer(ABC):
         return (selection,)
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Compute the records' distribution (p_kNN) at the T that ``__call__`` chooses; return it with λ.
+        """Compute the distribution of the records, and its weight λ; ``__call__`` chooses λ and T.
 
         Args:
             evidence: the result of one search for n queries.
@@ -236,7 +237,7 @@ class SimpleMixer(ABC):
 
     @abstractmethod
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T for each query.
+        """Choose the weight λ and the temperature T for each query.
 
         Args:
             evidence: the result of one search for n queries, and the model's confidence.
@@ -259,11 +260,14 @@ class FixedLambda(SimpleMixer):
             raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return a tuple with `selection` alone; an empty tuple if λ is 0, because no search is needed."""
+        """Return a tuple with `selection` alone.
+
+        An empty tuple if the weight λ is 0, so nothing is searched.
+        """
         return (selection,) if self.lam > 0 else ()
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Return the fixed λ for all queries, float32, shape (n,), and `temperature` unchanged."""
+        """Return the fixed weight λ for all queries, float32, shape (n,), and `temperature` unchanged."""
         lam = torch.full((len(evidence.distances),), self.lam, device=evidence.distances.device)
         return Chosen(lam, temperature)
 

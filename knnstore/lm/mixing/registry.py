@@ -29,7 +29,8 @@ _registered: dict[str, Callable[..., Mixer]] = {}
 def register_mixer(mixer: M) -> M:
     """Register a mixer class, so that settings with it can be saved and loaded, and return the class.
 
-    Can be used as a decorator. A registered mixer of the same name is replaced.
+    A mixer is a rule that chooses the weight λ and the temperature of each token. Can be used as a decorator.
+    A registered mixer of the same name is replaced.
 
     A process that loads settings with this mixer must register the class too.
 
@@ -58,12 +59,17 @@ def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
 
 
 def is_registered(mixer: Mixer) -> bool:
-    """Check whether a mixer's name is known, so that settings with this mixer can be saved and loaded."""
+    """Check whether the name of a mixer is known, so that settings with the mixer can be saved and loaded.
+
+    A mixer is a rule that chooses the weight λ and the temperature of each token.
+    """
     return mixer.name in _BUILT_IN or mixer.name in other_mixers()
 
 
 def load_mixer(values: Mapping[str, Any]) -> Mixer:
-    """Create a mixer from saved values: its class's ``name``, and the fields of the class.
+    """Create a mixer (a rule that chooses the weight λ of each token) from saved values.
+
+    The values are the ``name`` of the mixer's class, and the fields of the class.
 
     Raises:
         ConfigError: no mixer has this name, the mixer has other fields, or a value is out of range.
@@ -85,7 +91,9 @@ def load_mixer(values: Mapping[str, Any]) -> Mixer:
 
 @cache
 def _load_installed_mixers() -> dict[str, Callable[..., Mixer]]:
-    """Load the mixer classes that installed packages offer, and return them by name. The result is cached.
+    """Load the mixer classes that installed packages offer, and return them by name.
+
+    A mixer is a rule that chooses the weight λ of each token. The result is cached.
 
     Raises:
         ConfigError: an entry point cannot be loaded, or two mixers have the same name.

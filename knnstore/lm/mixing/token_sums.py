@@ -53,7 +53,8 @@ class TokenSums(Protocol):
     def tokens(self) -> Tensor | None:
         """Token of each column of `weights`, int64, shape (n, columns).
 
-        None if `hits` has values instead, or if the columns are the whole vocabulary.
+        None if only `hits` (which columns have the target token) is kept, or if the columns are the whole
+        vocabulary.
         """
         ...
 
@@ -144,6 +145,8 @@ class NeighborSums:
 
     def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
         """Return the results with `hits` in place of `tokens`: 5 bytes for each neighbor, not 12.
+
+        `hits` says whether a neighbor has the target token.
 
         Args:
             targets: target token of each query, int64, shape (n,).

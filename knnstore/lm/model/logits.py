@@ -27,6 +27,8 @@ class LogitMixer:
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
         """Return the log-probabilities of the mixture at the kept positions of a forward pass.
 
+        The kept positions are those whose logits were computed.
+
         Args:
             read: the forward pass of b texts.
             each: one element, the settings for all texts; or b elements, the settings of each text.
@@ -74,5 +76,8 @@ class LogitMixer:
 
 
 def _get_contexts(read: ForwardPass) -> Contexts | None:
-    """Return the contexts (earlier text) of the kept positions of a pass; None if a token is not known."""
+    """Return the contexts (earlier text) of the positions of a pass whose logits were computed.
+
+    None if a token of the earlier text is not known.
+    """
     return None if read.batch is None or not read.batch.has_all_tokens else read.contexts

@@ -349,8 +349,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Run the base model, and mix the predictions of the store into its predictions.
 
-        The store is not searched for positions with attention mask 0. If λ is 0, or if nothing is found at
-        any position, the base model's logits are returned unchanged and not normalized.
+        The store is not searched for positions with attention mask 0. If the weight λ is 0, or if nothing is
+        found at any position, the base model's logits are returned unchanged and not normalized.
 
         Args:
             input_ids: int64, shape (b, t).

@@ -35,19 +35,22 @@ class ForwardPass:
 
     @cached_property
     def kept(self) -> Tensor:
-        """Indices of the kept positions among the b * t positions, int64, shape (b, kept)."""
+        """Indices, among the b * t positions, of those whose logits were computed, int64, shape (b, kept)."""
         batch, length = self.keys.shape[:2]
         at = torch.arange(batch * length, device=self.keys.device).reshape(batch, length, 1)
         return keep_positions(at, self.logits_to_keep)[..., 0]
 
     @property
     def kept_keys(self) -> Tensor:
-        """Keys of the kept positions, shape (n, d), n = b * kept."""
+        """Keys of the positions whose logits were computed, shape (n, d), n = b * kept."""
         return self.keys.flatten(0, 1)[self.kept.flatten()]
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
-        """False at kept positions that are padding, shape (n,); None if no kept position is padding."""
+        """For each position whose logits were computed: False if it is padding; shape (n,).
+
+        None if none of these positions is padding.
+        """
         if self.is_text is None:
             return None
         attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept.flatten().cpu().numpy()]
@@ -55,6 +58,9 @@ class ForwardPass:
 
     @property
     def contexts(self) -> Contexts:
-        """Contexts of the kept positions: the texts before them. `batch` must not be None."""
+        """Contexts (the texts before) of the positions whose logits were computed.
+
+        `batch` must not be None.
+        """
         assert self.batch is not None
         return Contexts.of_pass(self.batch, self.prefix, self.kept.flatten())

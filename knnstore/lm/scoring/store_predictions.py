@@ -85,7 +85,7 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
         lm: the model.
         text: the text.
         knn: settings of this call; default ``lm.knn``. If the settings have `probes`, all records of the
-            probed cells are returned.
+            nearest cells (groups of records with near keys) are returned.
     """
     settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
     parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))

@@ -212,7 +212,7 @@ def score_held_out(
     left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """Run the model on held-out documents, and look up the evidence for every target token.
+    """Run the model on held-out documents, and look up what the store predicts for every token.
 
     Args:
         store: the store that is searched.
@@ -259,7 +259,7 @@ def score_documents(
     settings: KNNSettings,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """Run the model on documents, and look up the evidence for every target token.
+    """Run the model on documents, and look up what the store predicts for every target token.
 
     The documents are iterated once, and a few are in memory at a time.
 
@@ -290,7 +290,7 @@ def score_texts(
     *,
     with_sources: bool = False,
 ) -> Iterator[TokenScores]:
-    """Run the model on texts given by their tokens, and look up the evidence for every target token.
+    """Run the model on texts given by their tokens, and look up what the store predicts for each token.
 
     Args:
         store: the store that is searched.
@@ -455,7 +455,7 @@ class EvidenceLookup:
             self._adapt(scores)
 
     def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
-        """Look up the evidence of some of the tokens, and return their scores.
+        """Look up what the components find for some of the tokens, and return the tokens' scores.
 
         Args:
             read: the model's predictions of all tokens.
@@ -467,7 +467,7 @@ class EvidenceLookup:
         return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
 
     def _adapt(self, scores: TokenScores) -> None:
-        """Set the number of tokens of the next group from the size of the evidence of the last group.
+        """Set the number of tokens of the next group from the number of records found for the last group.
 
         Nothing changes if only the k nearest records are kept, without their ids.
         """

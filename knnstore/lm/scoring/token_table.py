@@ -56,7 +56,7 @@ class TokenTable:
         Args:
             scores: the tokens.
             p_knn: probability of each target token by the retrieved records, shape (n,).
-            lam: λ of each token, shape (n,).
+            lam: weight λ of the retrieved predictions for each token, shape (n,).
             log_p: log-probability of each target token in the mixture, shape (n,).
         """
         columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.evidence.distances.amin(1))

@@ -69,7 +69,7 @@ def overridden(
     temperature: float | None = None,
     lam: float | None = None,
 ) -> KNNSettings:
-    """Return a copy of `settings` in which the values that are not None replace k, probes, T or λ.
+    """Return a copy of `settings` with another k, probes, temperature or weight λ; None keeps a value.
 
     If λ is set, all components other than the keys are switched off.
     """

@@ -200,7 +200,7 @@ def find_saved_settings(
 ) -> SavedSettings | None:
     """Return the settings saved for exactly the selected domains, else the settings of the whole store.
 
-    Settings whose mixer only an earlier version had are ignored.
+    Settings are ignored if only an earlier version had their mixer (the rule that chooses λ).
 
     Args:
         store: the store.
@@ -257,9 +257,9 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
 
     The best temperature grows with the scale of the distances, which differs between models by orders of
     magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the variance
-    is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. λ falls with the distance in
-    the same unit, so that retrieval hardly hurts on text unlike the stored text. Calibration on held-out text
-    is better.
+    is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. The weight λ falls with the
+    distance in the same unit, so that retrieval hardly hurts on text unlike the stored text. Calibration on
+    held-out text is better.
 
     Returns:
         Settings whose selection is all documents. In a store without keys they use only n-grams.
@@ -281,7 +281,7 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
 
 
 def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
-    """Return a copy of complete settings in which k, probes, T and λ have the values that `asked` sets.
+    """Return a copy of complete settings with the k, probes, T and weight λ that `asked` sets.
 
     If λ is set, all components other than the keys are switched off. Values of `asked` that are None change
     nothing.

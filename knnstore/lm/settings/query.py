@@ -138,7 +138,8 @@ class KNNSettings:
     def _choose_unset_fields(self, unset: set[str]) -> set[str]:
         """Return the names of the fields that stay unset, given the fields that the caller set.
 
-        A field is no longer unset if a set field decides it: for example the cache is off if a mixer is set.
+        A field is no longer unset if a set field decides it: for example the cache is off if a mixer (rule
+        that chooses λ) is set.
 
         Args:
             unset: names of the fields that the caller omitted; the set is changed.
@@ -171,7 +172,7 @@ class KNNSettings:
 
     @property
     def retrieves(self) -> bool:
-        """True if λ of the keys can be above 0, so that a search can change a prediction."""
+        """True if the weight λ of the keys can be above 0, so that a search can change a prediction."""
         return bool(self.mixer.searches(self.selection))
 
     @property

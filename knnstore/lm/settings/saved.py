@@ -165,6 +165,8 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
 def is_mixer_removed(query: Mapping[str, Any]) -> bool:
     """Check whether saved settings use a mixer of an earlier version that no installed package has.
 
+    A mixer is a rule that chooses the weight λ of each token.
+
     If True, a warning is logged, once in a process for each mixer.
 
     Args:
@@ -249,7 +251,7 @@ def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> 
     Values without ``weights`` are returned unchanged.
 
     Args:
-        values: the saved values of a mixer or a gate.
+        values: the saved values of a part of the settings that may have a network.
         load: loads weights by name; None if weights cannot be loaded.
 
     Raises:

@@ -54,7 +54,7 @@ class DomainEvidence:
         return replace(self, knn=self.knn[:, wanted], found=self.found[:, wanted], lm=self.lm[wanted])
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Compute log-probabilities of tokens in the mixture of settings that weigh domains.
+        """Compute log-probabilities of tokens in a mixture with one weight for each domain.
 
         The probability by a domain's records is interpolated between the two nearest temperatures of the
         grid.

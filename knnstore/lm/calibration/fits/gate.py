@@ -20,7 +20,7 @@ from knnstore.lm.settings import KNNSettings
 
 
 def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
-    """Fit a network that chooses λ and T of each token, and return settings with the network as mixer.
+    """Train a network that chooses the weight λ and the temperature T of each token; return settings with it.
 
     The fit starts from the best fixed λ and T. The loss is the negative log-likelihood of the mixture. The
     probability by the neighbors (p_kNN) is interpolated linearly between two temperatures of the grid, so

@@ -23,7 +23,9 @@ def fit_together(
     others: Mapping[str, Fitting],
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the keys, then each other component over the earlier components, then one gate over all components.
+    """Fit the keys, then each other component over the earlier ones, then a gate over all of them.
+
+    The gate is a network that weighs all components for each token.
 
     Args:
         evidence: probabilities of the tokens to fit on.

@@ -50,7 +50,7 @@ def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
 def fit_bins(
     evidence: GridEvidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
 ) -> KNNSettings:
-    """Fit one λ (and one T, if `temperatures` is True) for each bin of tokens; return settings with them.
+    """Fit one weight λ (and one temperature T, if asked for) for each bin of tokens; return settings.
 
     Bins have about equal numbers of tokens, by the distance to the nearest neighbor and the model's
     confidence.
@@ -85,7 +85,7 @@ def fit_bins(
 
 
 def _fit_all_tokens(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
-    """Return the best λ for all tokens at each of m temperatures, and its loss, each of shape (1, m)."""
+    """Return the best weight λ for all tokens at each of m temperatures, and its loss, both shape (1, m)."""
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
 
 

@@ -19,7 +19,9 @@ def fit_with_ngrams(
     ngrams: NGramFitting,
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the keys and λ of n-grams alternately, twice, and return settings with both.
+    """Fit the settings of the keys and the weight λ of n-grams alternately; return settings with both.
+
+    Each is fitted twice.
 
     Args:
         evidence: probabilities of the tokens to fit on.
