@@ -162,7 +162,7 @@ class Documents:
     def report(self) -> None:
         """Print counts, names and reasons of the left-out documents on stderr.
 
-        Print nothing if none was left out.
+        Prints nothing if no document was left out.
         """
         counts = []
         if self.skipped:

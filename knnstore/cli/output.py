@@ -287,7 +287,13 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         self._started_at = self._last_line_at = time.monotonic()
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
-        """Close the current bar and show a new one."""
+        """Close the current bar, if there is one, and show a new bar.
+
+        Args:
+            title: text before the bar.
+            total: expected amount of work; None if it is not known.
+            unit: name of a unit of work.
+        """
         self.finish()
         self._title, self._unit, self._done, self._total = title, unit, 0, total
         self._started_at = self._last_line_at = time.monotonic()

@@ -79,17 +79,34 @@ class DatastoreStateMachine(RuleBasedStateMachine):
 
     @rule(key=_KEYS, k=st.integers(1, 50))
     def search(self, key: int, k: int) -> None:
-        """Search all records near a key, and check the result."""
+        """Search all records near a key, and check the result.
+
+        Args:
+            key: number of the key in the fixed random table.
+            k: number of neighbors.
+        """
         self._check_search(key, k, None)
 
     @rule(key=_KEYS, k=st.integers(1, 12), groups=st.sets(_GROUPS))
     def search_groups(self, key: int, k: int, groups: set[int]) -> None:
-        """Search the records of some groups near a key, and check the result."""
+        """Search the records of some groups near a key, and check the result.
+
+        Args:
+            key: number of the key in the fixed random table.
+            k: number of neighbors.
+            groups: numbers of the groups; may be empty.
+        """
         self._check_search(key, k, self._as_records(self._live).filter_by_groups(*groups))
 
     @rule(key=_KEYS, k=st.integers(1, 12), runs=st.lists(st.tuples(_POSITIONS, _POSITIONS), max_size=4))
     def search_ids(self, key: int, k: int, runs: list[tuple[int, int]]) -> None:
-        """Search the records in some ranges of positions near a key, and check the result."""
+        """Search the records in some ranges of positions near a key, and check the result.
+
+        Args:
+            key: number of the key in the fixed random table.
+            k: number of neighbors.
+            runs: two positions for each range, in any order.
+        """
         ranges = _cover_position_runs([(min(run), max(run)) for run in runs])
         self._check_search(key, k, Filter(ids=ranges))
 

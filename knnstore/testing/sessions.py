@@ -272,9 +272,10 @@ class WriterProcess:
         self._process.wait()
 
     def _expect_line(self, word: str) -> None:
-        """Read one line from the process.
+        """Read one line from the process, and check that it is `word`.
 
-        Raise AssertionError with the process's stderr if it is not `word`.
+        Raises:
+            AssertionError: the line is another one; the message has the process's stderr.
         """
         assert self._process.stdout is not None
         assert self._process.stderr is not None

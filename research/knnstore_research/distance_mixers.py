@@ -30,10 +30,7 @@ class NearnessLambda(SimpleMixer):
     name = "sk-mt"
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose the weight λ of each query by its nearest distance.
-
-        Return it with the unchanged temperature.
-        """
+        """Choose the weight λ of each query by its nearest distance; the temperature stays unchanged."""
         return Chosen((1 - evidence.distances[:, 0] / temperature).clamp(0, MAX_LAMBDA), temperature)
 
     @classmethod
@@ -83,17 +80,19 @@ class RelativeConfidence(SimpleMixer):
             raise ConfigError(f"alpha and tau must be finite and tau not 0, got {self.alpha} and {self.tau}")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose the weight λ of each query by the ratio of its distances; return it with the temperature."""
+        """Choose the weight λ of each query by the ratio of its distances.
+
+        The temperature stays unchanged.
+        """
         margin = (self.alpha - relative_distance(evidence.distances)) / self.tau
         return Chosen(margin.sigmoid().clamp(max=MAX_LAMBDA), temperature)
 
     @classmethod
     def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
-        """Fit alpha and tau to scored tokens, at the T that is best for a fixed weight λ.
+        """Fit alpha and tau to scored tokens, and return settings with this mixer.
 
-        Return settings with them.
-
-        Returns None if the probabilities are sums over whole cells, because there are no k neighbors then.
+        The temperature is the one that is best for a fixed weight λ. Returns None if the probabilities are
+        sums over whole cells, because there are no k neighbors then.
 
         Args:
             evidence: probabilities of the tokens to fit on.

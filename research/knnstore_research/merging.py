@@ -152,6 +152,10 @@ def _weigh_only(stay: NDArray[np.int64], count: int) -> Weights:
 def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int64]:
     """Pair each record with its `_NEAREST` nearest records among the records of the same token.
 
+    Args:
+        tokens: token of each record, shape (n,).
+        keys: key of each record, shape (n, d).
+
     Returns:
         Pairs (lower index, higher index) of records, int64, shape (m, 2), nearest first; a pair may occur
         twice.

@@ -363,6 +363,11 @@ class Substitute(OneWeightComponent):
     def _load(self, store: Reader, settings: Mapping[str, Any], device: torch.device) -> SubstituteHead:
         """Return the rows that settings name, from memory if they were loaded before.
 
+        Args:
+            store: the store.
+            settings: settings of the component, which name the file of the rows.
+            device: device of the rows.
+
         Raises:
             OutdatedWeightsError: a document that the substitute was trained on was removed or replaced.
             FingerprintMismatchError: the substitute was trained for another model or other keys.
@@ -684,6 +689,11 @@ def choose_held_out(store: Reader, selection: Selection, generator: torch.Genera
 
     The documents have at most `HELD_OUT_SHARE` of all tokens, and at most `HELD_OUT_TOKENS` tokens. If every
     document is longer, only the shortest document is held out.
+
+    Args:
+        store: the store.
+        selection: the documents to choose from.
+        generator: random generator.
 
     Raises:
         InputError: there are fewer than two documents.

@@ -242,7 +242,16 @@ def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: boo
 
 
 def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
-    """Print the settings that are saved for these domains or, if none are, for the whole store."""
+    """Print the settings that are saved for exactly these domains, else those saved for the whole store.
+
+    Args:
+        home: folder of the store.
+        domains: names of the domains; None or empty for the whole store.
+        as_json: True to print JSON.
+
+    Raises:
+        DomainNotFoundError: a domain does not exist.
+    """
     import knnstore
 
     with knnstore.open(home) as store:
@@ -301,8 +310,13 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
     """Delete the settings that are saved for exactly these domains, and print the result.
 
-    Derived defaults do not count as saved. What was trained for components of other packages stays.
-    Damaged settings are deleted too.
+    Derived defaults do not count as saved. What was trained for components of other packages stays. Damaged
+    settings are deleted too.
+
+    Args:
+        home: folder of the store.
+        domains: names of the domains; None or empty for the settings of the whole store.
+        as_json: True to print JSON.
     """
     import knnstore
     from knnstore.errors import CatalogError

@@ -304,6 +304,12 @@ def repair(
 def _print_check_result(records: int, problems: list[str], outcome: str, *, as_json: bool) -> None:
     """Print the result of a check of the store: the number of records, and the problems found.
 
+    Args:
+        records: number of records.
+        problems: one line for each problem; empty if there are none.
+        outcome: text that follows the number of problems in the error message.
+        as_json: True to print JSON.
+
     Raises:
         KnnstoreError: there are problems. Its message is the number of problems and `outcome`.
     """

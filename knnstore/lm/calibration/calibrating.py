@@ -220,9 +220,10 @@ def calibrate(
 
 
 def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None:
-    """Return the settings in force for a selection; None if their network of weights cannot be used.
+    """Return the settings in force for a selection of documents.
 
-    In the second case a warning is logged.
+    If a network that the saved settings use is damaged or was fitted for other keys, a warning is logged, and
+    None is returned.
     """
     try:
         return resolve(store, KNNSettings(selection=selection))

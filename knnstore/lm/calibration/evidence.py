@@ -90,7 +90,8 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
 def evidence_without_keys(scored: ScoredText) -> GridEvidence:
     """Return probabilities for a text for which no neighbor was found.
 
-    The result has p_LM of all tokens, k = 1 and an empty temperature grid, so no p_kNN.
+    The result has the model's probability (p_LM) of all tokens, k = 1 and an empty temperature grid, so no
+    probabilities by neighbors.
     """
     tokens = torch.arange(len(scored))
     nothing = torch.zeros(len(scored), 0)

@@ -100,6 +100,10 @@ class Beginnings:
 
         The beginnings of the documents come first, then later parts of long documents. Documents that are
         shorter than a prompt are left out.
+
+        Args:
+            reader: tokenizes the documents; the sizes of prompts and continuations depend on its window.
+            documents: the documents.
         """
         length = min(PROMPT_TOKENS, reader.max_length // 4)
         new = min(NEW_TOKENS, reader.max_length - length - 1)

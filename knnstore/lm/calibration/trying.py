@@ -250,6 +250,9 @@ class Trial:
             candidates: the candidates so far; if empty, the component is tried with the model alone only.
             part_name: name of the component.
             component: the object that fits the component.
+
+        Returns:
+            One new candidate, or two if there are candidates so far.
         """
 
         def fit_over(name: str, below: Candidate | None) -> Candidate:

@@ -140,7 +140,10 @@ class OneWeightComponent(ABC):
         """
 
     def contribute(self, settings: Mapping[str, Any], found: Any, factor: float = 1.0) -> Contribution:
-        """Return the result of `weigh`; `factor` is ignored, because there is no temperature."""
+        """Return the distributions and weights from `weigh`.
+
+        `factor` is ignored, because there is no temperature.
+        """
         return self.weigh(found, settings)
 
     def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:

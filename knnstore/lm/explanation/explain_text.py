@@ -502,7 +502,12 @@ class _SourceDescriber:
         return Provenance(THIS_TEXT, "", index, int(self._tokens[index]), context, continuation)
 
     def _make_source(self, origin: Provenance, place: Place) -> Source:
-        """Create a `Source` from a place and the document that contains it; decode the texts around it."""
+        """Create a `Source` (document, share and texts around it) from a place that was cited.
+
+        Args:
+            origin: document, position and tokens around the place.
+            place: the place, with its share.
+        """
         texts = self._texts.get(place.id)
         if texts is None:
             texts = self._decode_around(origin)

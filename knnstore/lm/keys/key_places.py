@@ -104,7 +104,7 @@ def _locate_default(model: PreTrainedModel) -> KeyLocation:
 
 
 def _locate_module(model: PreTrainedModel, key: str) -> KeyLocation:
-    """Find a location by the path of its module, ``PATH``, ``PATH:input`` or ``PATH:output``.
+    """Find a location by the path of its module: ``PATH`` (the input), ``PATH:input`` or ``PATH:output``.
 
     Raises:
         ConfigError: the model has no module of this path, or the side is neither input nor output.
@@ -164,6 +164,11 @@ def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int)
 
 def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
     """Find the input of the normalization whose output is the tensor at a location.
+
+    Args:
+        model: the model.
+        key: the key that was asked for, for the error message.
+        location: the location of the normalization's output.
 
     Runs the model once on two tokens, and looks for a normalization whose output has the same memory as the
     tensor at the location.
@@ -260,6 +265,6 @@ def _describe_candidates(layer: nn.Module, model: PreTrainedModel) -> str:
 
 
 def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
-    """Return the dotted path of a module in a model."""
+    """Return the dotted path of the module `wanted` inside a model, e.g. ``transformer.h.0.mlp``."""
     paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
     return paths[wanted]

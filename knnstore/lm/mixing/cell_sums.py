@@ -234,7 +234,12 @@ class CellSums:
         return found
 
     def _compute_token_probs(self, temperature: PerQuery, vocabulary: int) -> Tensor:
-        """Compute the probability of each token of the vocabulary by the records, float32, shape (n, v)."""
+        """Compute the probability of each token of the vocabulary by the records, float32, shape (n, v).
+
+        Args:
+            temperature: T > 0: one value for all queries, or one for each query, shape (n,).
+            vocabulary: number of tokens, v. Records with larger tokens count for the last token.
+        """
         temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
         temperatures = pad(temperatures, (0, 1), value=1.0).to(self._finite_nearest.device)
         sums = self._finite_nearest.new_zeros(len(self._finite_nearest), vocabulary)
@@ -366,7 +371,12 @@ class CellSums:
 
 
 def _flatten_pairs(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Concatenate tensors of shapes (b, m) into one of shape (pairs,)."""
+    """Concatenate tensors of shapes (b, m) into one tensor of shape (pairs,), row after row.
+
+    Args:
+        parts: the tensors; none gives an empty tensor.
+        device: device of an empty result.
+    """
     if not parts:
         return torch.empty(0, device=device)
     if all(len(part) == 1 for part in parts):  # faster for a thousand small tensors, as on a CPU

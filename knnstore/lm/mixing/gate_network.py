@@ -166,9 +166,13 @@ def fit_network(
 
 
 def _mean_loss(network: Network, features: Tensor, loss: Loss, rows: Tensor) -> float:
-    """Return the mean loss of the tokens with indices `rows`, shape (m,).
+    """Return the mean loss of some tokens; set the network to evaluation mode.
 
-    Sets the network to evaluation mode.
+    Args:
+        network: the network.
+        features: input features of all tokens, shape (n, f).
+        loss: computes the loss.
+        rows: indices of the tokens, shape (m,).
     """
     with torch.inference_mode():
         return float(loss(network.eval()(features[rows]), rows))

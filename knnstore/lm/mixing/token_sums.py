@@ -112,7 +112,12 @@ class NeighborSums:
 
     @classmethod
     def nothing(cls, queries: int, device: torch.device | None = None) -> "NeighborSums":
-        """Return the results of an empty search: one missing neighbor for each query."""
+        """Return the results of a search that found nothing: one missing neighbor for each query.
+
+        Args:
+            queries: number of queries.
+            device: device of the tensors; None for the default device.
+        """
         distances = torch.full((queries, 1), torch.inf, device=device)
         return cls(distances, torch.zeros_like(distances, dtype=torch.int64))
 
@@ -342,7 +347,7 @@ class TargetSums:
 
     @classmethod
     def nothing(cls, count: int, temperatures: Tensor) -> "TargetSums":
-        """Return the results of `count` queries that found no record."""
+        """Return the results of `count` queries that found no record; all probabilities are 0."""
         return cls(temperatures, torch.zeros(count, len(temperatures)), torch.zeros(count, dtype=torch.bool))
 
     @property

@@ -173,9 +173,9 @@ class StoreGeneration(GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self: Any, *, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Create the object that guesses tokens in assisted decoding.
+        """Create the object that guesses tokens in assisted decoding; the settings ``knn`` are left out.
 
-        Do not pass ``knn`` to the assistant.
+        The assistant model, which makes the guesses, does not accept ``knn``.
         """
         others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
         return super()._get_candidate_generator(model_kwargs=others, **kwargs)  # type: ignore[misc]

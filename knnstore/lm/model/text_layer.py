@@ -229,9 +229,13 @@ _ROWS = (
 
 
 def _are_consecutive(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bool:
-    """Check whether positions increase by 1 along each row, except at padding, so that a row is one text.
+    """Check whether positions increase by 1 along each row, so that a row is one text.
 
-    True for positions that do not have shape (b, t), or with t < 2.
+    Padding is ignored. True for positions that do not have shape (b, t), or with t < 2.
+
+    Args:
+        positions: ``position_ids`` of a forward pass.
+        is_text: False at padding, shape (b, t); None means no padding.
     """
     if positions.ndim != 2 or positions.shape[1] < 2:
         return True

@@ -332,6 +332,11 @@ def _find_problem(
 def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
     """Compute the keys of documents and store them, batch by batch; yield each batch's number of keys.
 
+    Args:
+        reader: runs the model.
+        documents: the documents of a group.
+        ingest: the open transaction that stores the keys.
+
     Raises:
         ModelOutputError: a key is NaN or infinite; the message names the document.
         InvalidVectorError: the adapter refuses a finite key, e.g. because it is out of range.

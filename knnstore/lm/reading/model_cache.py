@@ -55,10 +55,14 @@ else:
         supports_early_init = False
 
         def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-            """Do nothing."""
+            """Do nothing, because the layer holds no keys and values."""
 
         def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[None, None]:
-            """Accept None in place of keys and values, and nothing else."""
+            """Return (None, None), because the layer holds nothing.
+
+            Raises:
+                NotImplementedError: keys or values are not None.
+            """
             if key_states is not None or value_states is not None:
                 raise NotImplementedError("this layer holds no keys and values")
             return None, None
@@ -68,7 +72,7 @@ else:
             return query_length, 0
 
         def get_seq_length(self) -> int:
-            """Return 0."""
+            """Return 0, because the layer holds no tokens."""
             return 0
 
         def get_max_length(self) -> int:
@@ -76,7 +80,7 @@ else:
             return -1
 
         def offload(self) -> None:
-            """Do nothing."""
+            """Do nothing, because the layer holds nothing to move."""
 
         def prefetch(self) -> None:
-            """Do nothing."""
+            """Do nothing, because the layer holds nothing to move."""

@@ -241,6 +241,10 @@ def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
 def _check_sizes(name: str, config: Any) -> None:
     """Check that the sizes in a model's configuration are possible, before the layers are built.
 
+    Args:
+        name: name of the model, for the error message.
+        config: the configuration of transformers.
+
     Raises:
         ConfigError: a size is larger than in `_MAX_SIZES`, or the number of layers is below 1.
     """

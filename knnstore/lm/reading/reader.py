@@ -140,7 +140,12 @@ def usable_documents(
 
 
 def unusable_document_error(document: TextDocument, reason: InputError) -> UnusableDocumentError:
-    """Create the error for a document that cannot be used; the error has the document's id and origin."""
+    """Create the error for a document that cannot be used; the error has the document's id and origin.
+
+    Args:
+        document: the document.
+        reason: the error that says what is wrong with the document.
+    """
     origin = document.origin or Origin("")
     return UnusableDocumentError(
         f"{document.place}: {reason}", in_folder=origin.in_folder, id=document.id, where=origin.where

@@ -185,7 +185,14 @@ def _check_distributions(
 
 
 def _check_base(lm: ReadingModel, sample: Texts, scored: Sequence[_Scored], settings: KNNSettings) -> Check:
-    """Check that model and mixture are compared on the same tokens, each token once."""
+    """Check that model and mixture are compared on the same tokens, each token once.
+
+    Args:
+        lm: the model.
+        sample: the tokens of each sampled text.
+        scored: the scores of each sampled text.
+        settings: the settings in force.
+    """
     model_alone = KNNSettings(lam=0, selection=settings.selection)
     first = 0 if lm.reader.prefix is not None else 1
     same = all(

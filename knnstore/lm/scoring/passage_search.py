@@ -122,12 +122,18 @@ def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> 
 
 
 def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
-    """Find each token of a text in stored text after the longest match, and return the records' shares.
+    """Find each token of a text in stored text, after the longest match, and return shares of records.
+
+    Each token but the first has the same share, which is divided among its places with the longest match of
+    the preceding tokens.
 
     Args:
         store: a store, with or without keys.
         tokens: the text.
         selection: the stored documents that are searched.
+
+    Returns:
+        The share of each found record, by record id.
     """
     matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
     places = matches.occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
@@ -142,7 +148,11 @@ def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Sel
 def _compute_shares(distances: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
     """Return exp(-d / T) of each distance, normalized to a sum of 1 in each row.
 
-    0 for an infinite distance; a row of infinite distances is 0.
+    The share of an infinite distance is 0; a row of infinite distances has only zeros.
+
+    Args:
+        distances: shape (n, k), ascending in each row.
+        temperature: T > 0.
     """
     nearest = distances[:, :1].astype(np.float64)
     nearest[~np.isfinite(nearest)] = 0.0

@@ -489,6 +489,10 @@ class EvidenceLookup:
 def _join_batches(predictions: Iterable[ReadTokens], min_tokens: int) -> Iterator[ReadTokens]:
     """Concatenate consecutive batches until each result has at least `min_tokens` tokens.
 
+    Args:
+        predictions: the batches.
+        min_tokens: least number of tokens of a result.
+
     Yields:
         The results; the last one may have fewer tokens.
     """

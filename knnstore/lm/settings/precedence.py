@@ -182,7 +182,12 @@ class Resolver:
         self._latest = OrderedDict()
 
     def __call__(self, asked: KNNSettings, purpose: Purpose) -> KNNSettings:
-        """Return ``resolve(store, asked, purpose)``, cached for the same object `asked`."""
+        """Return the settings in force for a call; the same object for the same object `asked`.
+
+        Args:
+            asked: the settings of the call; unset fields are filled in from the store.
+            purpose: scoring or generation; some components count in scoring only.
+        """
         is_complete = isinstance(asked, KNNSettings) and not asked.unset
         if is_complete and (purpose is Purpose.SCORING or not asked.scoring_only):
             return asked
@@ -253,7 +258,7 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
-    """Compute default settings from the variance of the first keys of a selection.
+    """Compute default settings from the variance of keys: of the first records of selected documents.
 
     The best temperature grows with the scale of the distances, which differs between models by orders of
     magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the variance
@@ -343,6 +348,15 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
 
     Another process may replace the settings and remove their network while they are loaded. Then the new
     settings are loaded.
+
+    Args:
+        store: the store.
+        selection: the selection; only its domains matter.
+        exact: True to ignore the settings of the whole store if domains are selected.
+
+    Raises:
+        CorruptWeightsError: the file of a network is missing or damaged.
+        FingerprintMismatchError: a network was fitted for other keys.
     """
     saved = find_saved_settings(store, selection, exact=exact)
     if saved is None:
@@ -369,6 +383,11 @@ def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
 
 def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
     """Return a copy of the store's settings with the values that `asked` sets (step 1 of the module).
+
+    Args:
+        stored: the store's settings.
+        asked: the values that the caller sets; None keeps a value.
+        is_keyless: True if the store has no keys.
 
     Raises:
         ConfigError: a cache is switched on in a store without keys and without a saved cache, and no
