@@ -159,7 +159,8 @@ class HeldOut(NamedTuple):
     """All held-out documents, in their order."""
     stored: Mapping[str, frozenset[str]]
     """For the content hash of each held-out document that is in the store: the content hashes of the stored
-    documents that contain the same text, or together at least the share `KNOWN` (half) of the text."""
+    documents that count as the same text. Two documents count as the same text if at least half (`KNOWN`) of
+    the shorter one is in the other."""
 
     @classmethod
     def compare_with_store(
