@@ -38,15 +38,15 @@ class Batch:
     def select_rows(self, rows: slice) -> Self:
         """Return a new batch with only the positions in the slice `rows`; a field that is None stays None."""
 
-        def select(column: Tensor | None) -> Tensor | None:
+        def select_from_column(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows]
 
         return replace(
             self,
             keys=self.keys[rows],
             lm_max=self.lm_max[rows],
-            lm_entropy=select(self.lm_entropy),
+            lm_entropy=select_from_column(self.lm_entropy),
             contexts=None if self.contexts is None else self.contexts.select_rows(rows),
-            targets=select(self.targets),
-            is_text=select(self.is_text),
+            targets=select_from_column(self.targets),
+            is_text=select_from_column(self.is_text),
         )

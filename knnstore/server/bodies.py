@@ -39,7 +39,8 @@ class BodyRoute(APIRoute):
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return handler
 
-        async def handle(request: Request) -> Response:
+        async def parse_and_handle(request: Request) -> Response:
+            """Check the rights, parse the body, and call the endpoint."""
             # Check the rights first: the body of a client without the right is not read.
             for needed in self.dependencies:
                 assert needed.dependency is not None
@@ -52,7 +53,7 @@ class BodyRoute(APIRoute):
                     raise
                 raise parsed.error from error
 
-        return handle
+        return parse_and_handle
 
 
 class _ParsedRequest(Request):

@@ -129,13 +129,14 @@ class _TurnEncoder:
     def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64]) -> Tensor:
         """Return the same keys as `Encoder.keys`. Waits for the engine, so call it in another thread only."""
 
-        def turns() -> Turns[Tensor]:
+        def compute_in_turns() -> Turns[Tensor]:
+            """Compute the keys in the engine's thread; a long window takes several turns."""
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS:
                 return self._encoder.keys(input_ids, at)
             encoded = yield from self._encoder.encode_in_parts(input_ids, at, _TURN_TOKENS)
             return encoded.keys
 
-        return self._engine.call_in_turns(turns, is_part=True).result()
+        return self._engine.call_in_turns(compute_in_turns, is_part=True).result()
 
 
 class _TokenCounter(Progress):

@@ -78,12 +78,12 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         """Return the tokens of a text."""
         serving.lm  # noqa: B018
 
-        def answer() -> Response:
+        def build_answer() -> Response:
             serving.check_length(len(body.prompt), serving.most_tokens, "prompt")
             tokens = serving.tokenize(body.prompt, special=body.add_special_tokens)
             return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": serving.window})
 
-        return await serving.run_tokenizing(answer)
+        return await serving.run_tokenizing(build_answer)
 
     @routes.add("POST", "/detokenize", Right.PREDICT)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -93,11 +93,11 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
             most = serving.most_tokens
             raise refused(f"tokens: {len(body.tokens):,} are more than the {most:,} read at once", "tokens")
 
-        def answer() -> Response:
+        def build_answer() -> Response:
             serving.check_tokens(body.tokens, "tokens")
             return JSONResponse({"prompt": serving.detokenize(body.tokens) if body.tokens else ""})
 
-        return await serving.run_tokenizing(answer)
+        return await serving.run_tokenizing(build_answer)
 
     @routes.add("GET", "/tokenizer_info", Right.PREDICT)
     def tokenizer_info() -> dict[str, Any]:
@@ -133,7 +133,8 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         scope, start, tokens = await serving.run_tokenizing(make_plan)
         access(request).quota.check_and_spend(len(tokens))
 
-        def work() -> Turns[bytes]:
+        def explain_in_engine() -> Turns[bytes]:
+            """Explain the text in turns of the engine's thread, and return the JSON answer."""
             settings, explanation_json = (
                 serving.scopes.resolve_settings(scope),
                 _ExplanationJson(serving.limits.answer_bytes),
@@ -156,7 +157,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
                 }
             )
 
-        answer = await cancel_on_disconnect(request, serving.call_in_turns(work))
+        answer = await cancel_on_disconnect(request, serving.call_in_turns(explain_in_engine))
         return Response(answer, media_type="application/json")
 
 
@@ -178,14 +179,15 @@ async def explain_generated_tokens(
     prompt_tokens = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
     tokens = np.array([*prompt_tokens, *written], np.uint32)
 
-    def work() -> Turns[list[dict[str, Any]]]:
+    def explain_in_engine() -> Turns[list[dict[str, Any]]]:
+        """Explain the tokens in turns of the engine's thread."""
         shown = list[dict[str, Any]]()
         settings = serving.lm.resolve_settings(serving.scopes.resolve_settings(scope), Purpose.GENERATION)
         turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(prompt_tokens))
         yield from _run_explanation(turns, lambda part: shown.extend(map(_token_fields, part)))
         return shown
 
-    return await serving.call_in_turns(work)
+    return await serving.call_in_turns(explain_in_engine)
 
 
 def describe_second_pass(serving: Serving) -> dict[str, Any]:

@@ -188,11 +188,11 @@ def fit_gate_over(
     inputs = fill_unknown_features(inputs, inputs.nanmean(0).nan_to_num())
 
     # 2) Fit the network to the likelihood of the mixture.
-    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
+    def compute_loss(outputs: Tensor, rows: Tensor) -> Tensor:
         return -(compute_mixture_shares(outputs, present[rows]) * token_probs[rows]).sum(1).log().mean()
 
     start = _fit_constant_shares(token_probs, present).clamp(min=_LEAST_SHARE).log().tolist()
-    network = fit_network(inputs, loss, blocks, start, query)
+    network = fit_network(inputs, compute_loss, blocks, start, query)
     experts_of_gate = [[name, list(of_component)] for name, of_component in factors.items()]
     metadata = {**purpose, "of": "all components", "unit": unit, "experts": experts_of_gate}
     return JointGate(network.weights(metadata))

@@ -241,7 +241,8 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
         without records.
     """
 
-    def search(selection: Selection) -> Neighbors:
+    def search_selection(selection: Selection) -> Neighbors:
+        """Return the nearest records of one selection, or those in the probed cells, for each query."""
         if not probes_cells(reader, settings):
             return reader.search(queries, limit_k_to_store(reader, settings), selection)
         assert settings.probes is not None
@@ -249,7 +250,9 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
         return found.nearest_first(1 if settings.needs_nearest_only else DISTINCT_AMONG)
 
     searches = settings.mixer.searches(settings.selection)
-    found = [_search_within_selection(reader, settings, part, search) for part in searches] or [None]
+    found = [_search_within_selection(reader, settings, part, search_selection) for part in searches] or [
+        None
+    ]
     every = [Neighbors.nothing(len(queries), 1) if hits is None else hits for hits in found]
     width = max(hits.ids.shape[1] for hits in every)
     return [hits.padded(width) for hits in every]
@@ -290,7 +293,8 @@ def _sum_cells(
     """
     assert settings.probes is not None
 
-    def probe(selection: Selection) -> list[ProbedCells]:
+    def probe_selection(selection: Selection) -> list[ProbedCells]:
+        """Return the records in the probed cells of one selection, as tensors."""
         assert settings.probes is not None
         return [
             ProbedCells(
@@ -305,7 +309,7 @@ def _sum_cells(
     places = None if form is Form.TARGET else vocabulary
     features = 0 if settings.needs_nearest_only else DISTINCT_AMONG
     searches = settings.mixer.searches(settings.selection)
-    every = [_search_within_selection(reader, settings, part, probe) or [] for part in searches]
+    every = [_search_within_selection(reader, settings, part, probe_selection) or [] for part in searches]
     return [CellSums(cells, targets, places, features) for cells in every]
 
 

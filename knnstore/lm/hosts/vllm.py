@@ -165,13 +165,13 @@ def _wrap(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> 
 def _refuse_to_start(error: KnnstoreError) -> None:
     """Make the next creation of an engine raise an error."""
 
-    def raising(_: Any) -> Any:
+    def replace_by_error(_: Any) -> Any:
         def create_engine_config(*_: Any, **__: Any) -> Any:
             _raise_or_exit(error)
 
         return create_engine_config
 
-    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", raising)
+    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", replace_by_error)
 
 
 def _raise_or_exit(error: KnnstoreError) -> None:
@@ -185,7 +185,7 @@ def _checking_config(create_engine_config: Any) -> Any:
     """Wrap the creation of vLLM's configuration: check that the store fits the model."""
 
     @functools.wraps(create_engine_config)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_checked_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = create_engine_config(self, *args, **kwargs)
         try:
             check_config(config)
@@ -193,7 +193,7 @@ def _checking_config(create_engine_config: Any) -> Any:
             _raise_or_exit(error)
         return config
 
-    return wrapped
+    return create_checked_config
 
 
 def check_config(config: Any) -> None:
@@ -235,17 +235,17 @@ def _checking_options(build_validator: Any) -> Any:
     """Wrap the validator of sampling parameters: check the ``knn_*`` options."""
 
     @functools.wraps(build_validator)
-    def wrapped(self: Any) -> Callable[[Any], None]:
+    def build_checking_validator(self: Any) -> Callable[[Any], None]:
         validate = build_validator(self)
         checker = OptionChecker()
 
-        def validate_all(params: Any) -> None:
+        def validate_all_params(params: Any) -> None:
             validate(params)
             checker.check(params)
 
-        return validate_all
+        return validate_all_params
 
-    return wrapped
+    return build_checking_validator
 
 
 class OptionChecker:
@@ -311,7 +311,7 @@ def _attaching_store(load_model: Any) -> Any:
     """Wrap the loading of a model: attach the store to the loaded model."""
 
     @functools.wraps(load_model)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.distributed import get_pp_group
 
         result = load_model(self, *args, **kwargs)
@@ -322,7 +322,7 @@ def _attaching_store(load_model: Any) -> Any:
         self.knnstore = attachment(self)
         return result
 
-    return wrapped
+    return load_and_attach
 
 
 class StateTap:
@@ -711,7 +711,7 @@ def _ending_failed(update_from_output: Any) -> Any:
     """Wrap the scheduler's use of a step's output: end failed requests, or mark them at their end."""
 
     @functools.wraps(update_from_output)
-    def wrapped(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_and_end_failed(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
         from vllm.v1.request import RequestStatus
 
@@ -742,7 +742,7 @@ def _ending_failed(update_from_output: Any) -> Any:
                     output.stop_reason = output.stop_reason or _FELL_BACK
         return outputs
 
-    return wrapped
+    return update_and_end_failed
 
 
 def _counting_failures(process_outputs: Any) -> Any:
@@ -759,13 +759,13 @@ def _counting_failures(process_outputs: Any) -> Any:
         counter.labels(action)
 
     @functools.wraps(process_outputs)
-    def wrapped(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_and_count(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
             if output.stop_reason in actions:
                 counter.labels(actions[output.stop_reason]).inc()
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 
-    return wrapped
+    return process_and_count
 
 
 def _is_head_input(model: nn.Module, place: str) -> bool:

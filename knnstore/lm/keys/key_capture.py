@@ -261,8 +261,8 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that autocast is disabled while it runs. Not for generator functions."""
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_in_full_precision(*args: P.args, **kwargs: P.kwargs) -> R:
         with full_precision():
             return function(*args, **kwargs)
 
-    return run
+    return call_in_full_precision

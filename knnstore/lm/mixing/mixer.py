@@ -114,15 +114,15 @@ class Evidence:
             rows: a slice; or indices, int64, shape (m,); or a mask, bool, shape (n,).
         """
 
-        def select(column: Tensor | None) -> Tensor | None:
+        def select_from_column(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows]
 
         return replace(
             self,
             lm_max=self.lm_max[rows],
             searches=[search.select_rows(rows) for search in self.searches],
-            keys=select(self.keys),
-            lm_entropy=select(self.lm_entropy),
+            keys=select_from_column(self.keys),
+            lm_entropy=select_from_column(self.lm_entropy),
             found={name: result.rows(rows) for name, result in self.found.items()},
         )
 
@@ -135,7 +135,7 @@ class Evidence:
             k: least number of columns of neighbors in the result; missing neighbors are filled in.
         """
 
-        def concatenate(name: str) -> Any:
+        def concatenate_field(name: str) -> Any:
             columns = [getattr(part, name) for part in parts]
             return None if columns[0] is None else torch.cat(columns)
 
@@ -145,10 +145,10 @@ class Evidence:
             for name, result in parts[0].found.items()
         }
         return cls(
-            concatenate("lm_max"),
+            concatenate_field("lm_max"),
             [NeighborSums.joined(neighbors, k)],
-            concatenate("keys"),
-            concatenate("lm_entropy"),
+            concatenate_field("keys"),
+            concatenate_field("lm_entropy"),
             found,
         )
 

@@ -192,7 +192,8 @@ class NeighborSums:
         """
         width = max(k, *(part.distances.shape[1] for part in parts))
 
-        def column(name: str, missing: float) -> Any:
+        def concatenate_field(name: str, missing: float) -> Any:
+            """Concatenate a field of all parts, padded to the same width; None if no part has it."""
             values = [getattr(part, name) for part in parts]
             if all(value is None for value in values):
                 return None
@@ -204,9 +205,9 @@ class NeighborSums:
 
         counts = [part.known_distinct for part in parts if part.known_distinct is not None]
         return cls(
-            column("distances", torch.inf),
-            column("tokens", 0),
-            column("hits", False),
+            concatenate_field("distances", torch.inf),
+            concatenate_field("tokens", 0),
+            concatenate_field("hits", False),
             known_distinct=torch.cat(counts) if counts else None,
         )
 

@@ -315,7 +315,8 @@ def _load_stored(
             network of the saved settings cannot be used.
     """
 
-    def derive() -> KNNSettings:
+    def derive_settings() -> KNNSettings:
+        """Derive the default from the keys that the settings may depend on."""
         return derive_default(store, Selection(domains=selection.domains) if only_selected else EVERYTHING)
 
     # Steps 2 and 3: what is saved.
@@ -328,7 +329,7 @@ def _load_stored(
         settings = None
     # Step 4: the default.
     if settings is None:
-        return replace(derive(), selection=selection)
+        return replace(derive_settings(), selection=selection)
     # Step 5: leave out components that were trained on other documents, or on removed ones.
     lineages = {name: find_traces(values) for name, values in settings.others.items()}
     left_out = [
@@ -339,7 +340,7 @@ def _load_stored(
     if left_out:
         settings = settings.without(*left_out)
         if settings.is_model_alone:
-            settings = derive()
+            settings = derive_settings()
     return replace(settings, selection=selection)
 
 

@@ -148,7 +148,8 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
         `FingerprintMismatchError` if the weights are for another model, place in it, metric or dimension.
     """
 
-    def load(name: str) -> Weights:
+    def load_checked_weights(name: str) -> Weights:
+        """Load a file of weights. Raises FingerprintMismatchError if they were fitted for other keys."""
         found = store.load_weights(name) if folder is None else load_weights(folder, name)
         expected = described(store.identity)
         known = {key: found.metadata.get(key) for key in expected}
@@ -159,7 +160,7 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
             )
         return found
 
-    return load
+    return load_checked_weights
 
 
 def is_mixer_removed(query: Mapping[str, Any]) -> bool:

@@ -167,11 +167,11 @@ def _wrap_as_json_response(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a synchronous endpoint so that the worker thread, not the event loop, makes JSON of its result."""
 
     @wraps(function)
-    def answer(*args: Any, **kwargs: Any) -> Response:
+    def convert_to_response(*args: Any, **kwargs: Any) -> Response:
         result = function(*args, **kwargs)
         return result if isinstance(result, Response) else JSONResponse(result)
 
-    return answer
+    return convert_to_response
 
 
 class _RightCheck:

@@ -144,11 +144,12 @@ class Engine:
             EngineStoppedError: if the engine is stopped or was not started.
         """
 
-        def turns() -> Turns[Found]:
+        def run_in_one_turn() -> Turns[Found]:
+            """Run the work in a single turn; the unreachable `yield` makes this a generator."""
             return work()
             yield
 
-        return self._submit_job(turns, is_part=is_part)
+        return self._submit_job(run_in_one_turn, is_part=is_part)
 
     def call_in_turns(self, work: Callable[[], Turns[Found]], *, is_part: bool = False) -> "Future[Found]":
         """Run long work in the engine's thread, in turns with decoding steps between them.

@@ -45,7 +45,7 @@ def declare_page(routes: Endpoints) -> None:
 def _make_file_endpoint(content: bytes, kind: str) -> Callable[[], Response]:
     """Return an endpoint function that answers with `content` and the content type `kind`."""
 
-    def answer() -> Response:
+    def answer_with_file() -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
 
-    return answer
+    return answer_with_file

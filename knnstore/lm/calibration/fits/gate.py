@@ -38,14 +38,14 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     features = torch.cat([compute_gate_features(some, evidence.k, scale) for some in found])
     lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
-    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
+    def compute_loss(outputs: Tensor, rows: Tensor) -> Tensor:
         lam, temperature = decode_gate(outputs, fixed_temperature)
         assert isinstance(temperature, Tensor)
         knn = interpolate_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
     network = fit_network(
-        features, loss, assign_document_blocks(scored, evidence.tokens), make_gate_start(fixed_lam)
+        features, compute_loss, assign_document_blocks(scored, evidence.tokens), make_gate_start(fixed_lam)
     )
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
