@@ -69,30 +69,66 @@ def serve(
     side: str, options: argparse.Namespace, model: str, domains: list[str]
 ) -> Iterator[tuple[str, str, psutil.Process]]:
     """Start the server of a side; yields its URL, the name of the model to ask for, and its process."""
+    port = choose_port()
+    if side == "knnstore serve":
+        command = [
+            sys.executable,
+            "-m",
+            "knnstore",
+            "--home",
+            str(options.home),
+            "serve",
+            "--port",
+            str(port),
+        ]
+        command += ["--read-only"]
+        name, variables = (
+            "+".join([Path(model).name, *domains]),
+            {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        )
+    else:
+        command = make_vllm_command(options.vllm_python, model, port)
+        name, variables = "model", {}
+        if side == "vllm with store":
+            variables = {"KNNSTORE_HOME": str(options.home)}
+    with run_server(command, port, options.threads, variables) as (url, process):
+        yield url, name, process
+
+
+def choose_port() -> int:
+    """Return a port that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "KNNSTORE_HOME")
-    }
-    variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_KVCACHE_SPACE": "2"}
-    if side == "knnstore serve":
-        command = [sys.executable, "-m", "knnstore", "--home", str(options.home), "serve", "--port", port]
-        command += ["--read-only"]
-        name = "+".join([Path(model).name, *domains])
-        variables |= {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    else:
-        command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += ["--port", port, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-        command += ["--no-enable-prefix-caching", "--served-model-name", "model"]
-        name = "model"
-        if side == "vllm with store":
-            variables |= {"KNNSTORE_HOME": str(options.home)}
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return int(free.getsockname()[1])
+
+
+def make_vllm_command(python: str, model: str, port: int, *more: str) -> list[str]:
+    """Return the command that serves a model with vLLM under the name ``model``, and with further options."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    return [*command, "--no-enable-prefix-caching", "--served-model-name", "model", *more]
+
+
+@contextmanager
+def run_server(
+    command: list[str], port: int, threads: int, variables: dict[str, str]
+) -> Iterator[tuple[str, psutil.Process]]:
+    """Run a server until the context ends; yields its URL and its process once it answers.
+
+    Args:
+        command: the command.
+        port: the port that it listens at.
+        threads: number of threads of its operations.
+        variables: environment variables beside those of this process.
+    """
+    dropped = ("PYTHONPATH", "KNNSTORE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "2", **variables}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process)
-        yield url, name, psutil.Process(process.pid)
+        yield url, psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)

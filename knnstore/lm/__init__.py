@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         explain_in_turns,
         explain_tokens,
     )
+    from knnstore.lm.hosts import RequestOptions
     from knnstore.lm.mixing import (
         BinnedLambda,
         Chosen,
@@ -138,6 +139,7 @@ __all__ = [
     "Passage",
     "Purpose",
     "Repetition",
+    "RequestOptions",
     "Resolver",
     "Retrieved",
     "SimpleMixer",

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from knnstore.errors import ConfigError, KnnstoreError
-from knnstore.lm import KNNSettings, Overrides, resolve
-from knnstore.lm.hosts.request_options import RequestOptions
+from knnstore.lm import KNNSettings, Overrides, RequestOptions, resolve
 from knnstore.server.access import Access
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import Retrieval
