@@ -1,7 +1,8 @@
 """Erasure of deleted rows from the database's files: free pages, dead rows, statistics and logs.
 
-A database only marks rows as deleted; their bytes stay in its pages and logs. SQLite overwrites them with
-zeros (``secure_delete``), but not in its log. PostgreSQL keeps them until it needs the space.
+A database only marks rows as deleted; the bytes of deleted rows stay in its pages and logs. SQLite overwrites
+these bytes with zeros in its pages (``secure_delete``), but not in its log. PostgreSQL keeps the bytes until
+it needs the space.
 """
 
 import os
@@ -27,10 +28,14 @@ _FRAME = 24
 
 
 def vacuum(sql: Engine) -> list[str]:
-    """Rewrite the tables without deleted rows and empty the logs.
+    """Erase the bytes of deleted rows: rewrite all tables without them, and empty the database's logs.
+
+    Args:
+        sql: SQLAlchemy engine of the catalog's database.
 
     Returns:
-        One message for each place that still holds deleted rows, with the reason; empty if all are erased.
+        One message for each place that still has bytes of deleted rows, with the reason; empty if no bytes
+        are left.
 
     Raises:
         StoreUnavailableError: other connections used the database during `SECONDS_TO_WAIT`.
@@ -43,11 +48,13 @@ def vacuum(sql: Engine) -> list[str]:
 
 
 def check_room(sql: Engine) -> None:
-    """Check that the disks have enough free space to `vacuum` a SQLite file.
+    """Check that the disks have enough free space for `vacuum` to rewrite a SQLite file.
 
-    Does nothing on PostgreSQL and for a database in memory.
+    Does nothing on PostgreSQL and for a database in memory. SQLite builds the new database in its temporary
+    folder, and then copies it through the log to the database file, so two disks can be concerned.
 
-    SQLite builds the new database in its temporary folder, and copies it to the file through the log.
+    Args:
+        sql: SQLAlchemy engine of the catalog's database.
 
     Raises:
         DiskFullError: the free space is too small.
@@ -71,8 +78,8 @@ def check_room(sql: Engine) -> None:
 def _temporary_folder() -> Path:
     """Return the folder where SQLite creates its temporary files.
 
-    This is the first writable folder among SQLITE_TMPDIR, TMPDIR, /var/tmp, /usr/tmp and /tmp, else the
-    current folder.
+    This is the first writable folder of: the environment variables SQLITE_TMPDIR and TMPDIR, /var/tmp,
+    /usr/tmp, /tmp. If none is writable, it is the current folder.
     """
     configured = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
     for path in map(Path, filter(None, [*configured, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
@@ -82,7 +89,12 @@ def _temporary_folder() -> Path:
 
 
 def _vacuum_sqlite(sql: Engine) -> None:
-    """Rewrite a SQLite database without deleted rows, and empty its log; see `vacuum`."""
+    """Rewrite a SQLite database without the bytes of deleted rows, and empty its log.
+
+    Raises:
+        StoreUnavailableError: another connection used the database for too long.
+        DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
+    """
     with translate_errors(sql), sql.connect() as connection:
         driver: Any = connection.connection.driver_connection  # VACUUM cannot run in SQLAlchemy's transaction
         try:
@@ -103,9 +115,10 @@ def _vacuum_sqlite(sql: Engine) -> None:
 
 
 def _vacuum_postgresql(sql: Engine) -> list[str]:
-    """Rewrite all tables and the planner's statistics, and switch PostgreSQL's log; see `vacuum`.
+    """Rewrite all tables and statistics of a PostgreSQL database, and let the server drop old log files.
 
-    Returns one message for each place that still holds deleted rows.
+    Returns one message for each place that still has bytes of deleted rows, with the reason; empty if no
+    bytes are left.
     """
     remainders = []
     with translate_errors(sql), sql.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -121,15 +134,15 @@ def _vacuum_postgresql(sql: Engine) -> list[str]:
 
 
 def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANALYZE") -> list[str]:
-    """Rewrite a table on PostgreSQL, again and again until no deleted rows remain.
+    """Rewrite a table of a PostgreSQL database again and again, until no deleted rows remain in it.
 
-    Deleted rows remain while an older transaction can see them. After `SECONDS_TO_WAIT` the function gives
-    up.
+    PostgreSQL keeps a deleted row while an older transaction can see it. After `SECONDS_TO_WAIT` the function
+    gives up.
 
     Args:
-        connection: connection without a transaction, because VACUUM cannot run in one.
+        connection: connection without a transaction, because VACUUM cannot run in a transaction.
         table: name of the table.
-        options: options of VACUUM.
+        options: options of the statement VACUUM.
 
     Returns:
         A list with one message if deleted rows remain at the end, else an empty list.
@@ -159,10 +172,11 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Switch PostgreSQL's log and run a checkpoint, so that the server drops log files with deleted rows.
+    """Let PostgreSQL begin a new log file, so that it can remove log files with deleted rows.
 
-    Returns one message for each reason why log files remain; empty if none remains. A user without the
-    necessary rights gets a message too, not an error.
+    Returns:
+        One message for each reason why old log files remain; empty if none remain. If the user lacks a
+        necessary right, this is a message too, not an error.
     """
     try:
         connection.execute(text("SELECT pg_switch_wal()"))
@@ -182,5 +196,5 @@ def _empty_log(connection: Connection) -> list[str]:
 
 
 def _first_line(error: DBAPIError) -> str:
-    """Return the first line of the driver's message; the other lines may quote stored values."""
+    """Return the first line of a database error's message. Other lines may quote stored values."""
     return str(error.orig).strip().splitlines()[0]
