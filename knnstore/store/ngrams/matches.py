@@ -1,4 +1,8 @@
-"""Look-up of the n-grams of texts: probabilities of the next tokens, and their places in the store."""
+"""Look-up of the n-grams of texts in the stored documents.
+
+`Matches` computes probabilities of next tokens, and finds the places in the store where the last symbols of a
+text occur. A symbol is a token id plus 1, or the start of a document.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,83 +16,96 @@ from knnstore.store.ngrams.ranked_bits import Places
 from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_texts
 
 _PLACES_AT_ONCE = 1 << 13
-"""Number of places that are looked up at once, so that the data fit into a CPU's cache."""
+"""Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
 _MAX_FEW = 32
-"""Largest number of symbols that plain Python looks up faster than numpy."""
+"""Largest number of symbols for which plain Python is faster than numpy."""
 
 
 class Suffixes(NamedTuple):
-    """For each of q contexts: its longest suffix that occurs in the store with a token after it."""
+    """For each of q contexts: the longest suffix that the store has with a token after it.
+
+    A suffix is a series of the context's last symbols. A symbol is a token, or the start of a document.
+    """
 
     lengths: NDArray[np.int64]
-    """Number of symbols of the suffix, the start symbol included; 0 if none was found; shape (q,)."""
+    """Number of symbols of the suffix, the start symbol included, shape (q,); 0 if no suffix was found."""
     counts: Places
-    """Number of occurrences of the suffix with a next token, shape (q,)."""
+    """Number of times that the suffix occurs in the store with a next token, shape (q,)."""
     successors: Places
-    """Number of different tokens after the suffix, shape (q,)."""
+    """Number of different tokens that follow the suffix in the store, shape (q,)."""
 
 
 class Distribution(NamedTuple):
-    """Sparse distributions of the next token in q contexts, with e entries, plus a rest of unigrams."""
+    """Kneser-Ney distributions of the next token in q contexts, as a list of e entries plus a common rest.
+
+    The probability of a token in a context is the sum of its entries, plus `rest` times its unigram
+    probability.
+    """
 
     rows: Places
     """Index of the context of each entry, ascending, shape (e,)."""
     tokens: Places
-    """Token of each entry, shape (e,). A token may have several entries in a context; their probabilities add
-    up."""
+    """Token id of each entry, shape (e,). A token may have several entries in a context; their probabilities
+    add up."""
     probs: NDArray[np.float32]
     """Probability of each entry, shape (e,)."""
     rest: NDArray[np.float32]
     """Weight of the distribution `NGramCounts.unigrams` in each context, shape (q,)."""
     suffixes: Suffixes
+    """The longest suffix of each context that the store has with a token after it."""
 
 
 class Occurrence(NamedTuple):
-    """One place of the stored text where a token follows the last symbols of a context."""
+    """A place in the stored text where the token in question follows the last symbols of a context."""
 
     position: int
     """Position of the token in the store."""
     matched: int
-    """Number of symbols of the context that precede the token there."""
+    """Number of symbols before the token there that equal the last symbols of the context."""
     share: float
-    """Part of the token's probability that comes from this place."""
+    """The part of the token's probability that comes from this place."""
 
 
 class _ContextLevels(NamedTuple):
-    """Suffixes of q contexts, of l lengths from the longest to a single symbol."""
+    """The last symbols of q contexts, for l lengths: from the longest suffix down to a single symbol.
+
+    Column j of the arrays belongs to the suffix with lengths[j] symbols.
+    """
 
     lengths: Places
-    """Number of symbols of each length, descending, shape (l,)."""
+    """Number of symbols of the suffix, descending, shape (l,)."""
     there: NDArray[np.bool_]
-    """True if a context has a suffix of this length that occurs with a next token, shape (q, l)."""
+    """True if the store has the suffix with a token after it, shape (q, l)."""
     ranges: Places
-    """Start and stop of each suffix's range in the suffix array, shape (2, q, l)."""
+    """Start and stop of the suffix's range in the suffix array of the stored text, shape (2, q, l)."""
     successors: Places
-    """Number of different next tokens, shape (q, l)."""
+    """Number of different tokens that follow the suffix in the store, shape (q, l)."""
     total: Places
-    """Sum of the counts of all next tokens; 1 if the suffix was not found; shape (q, l)."""
+    """Sum of the counts of all tokens that follow the suffix, shape (q, l); 1 if `there` is False."""
     discounts: NDArray[np.float64]
-    """Discount of each length, shape (l,)."""
+    """Kneser-Ney discount for each length, shape (l,)."""
     left: NDArray[np.float64]
-    """Weight of all shorter suffixes in the mixture; 1 if this suffix was not found; shape (q, l)."""
+    """Weight that the mixture gives to all shorter suffixes together, when it reaches this suffix, shape
+    (q, l); 1 if `there` is False."""
 
     @property
     def above(self) -> NDArray[np.float64]:
-        """Total weight of each length together with all shorter suffixes, shape (q, l)."""
+        """Weight that the mixture gives to each suffix and all shorter suffixes together, shape (q, l)."""
         return np.concatenate([np.ones_like(self.left[:, :1]), self.left[:, :-1]], 1).cumprod(1)
 
 
 class Matches:
-    """The ranges of all n-grams of some texts in the suffix array of the stored text.
+    """Some texts, with the places of all their n-grams in the stored text.
 
-    `of` makes it from texts. A context is given by the index of its last symbol in the joined symbols of the
-    texts (`firsts` has the first tokens). The argument `order` of the methods is the length of the longest
-    n-grams that are used, 2 to `DEPTH`.
+    The class method `of` looks up texts. Their symbols (tokens plus 1, and starts of documents) are joined to
+    one array. A *context* is a text up to some symbol; it is given as the index of this last symbol in the
+    joined array. `firsts` has the indices of the texts' first tokens. The argument `order` of the methods is
+    the length of the longest n-grams that are used, 2 to `DEPTH`, the predicted token included.
 
     Args:
-        counts: counts of the stored text.
-        symbols: joined symbols of the texts, as `lay_out_texts` returns.
-        firsts: index of each text's first token in the symbols.
+        counts: n-gram counts of the stored text.
+        symbols: joined symbols of the texts, as `lay_out_texts` returns them.
+        firsts: index of each text's first token in `symbols`.
     """
 
     def __init__(self, counts: NGramCounts, symbols: Symbols, firsts: Places) -> None:
@@ -110,22 +127,25 @@ class Matches:
         texts: Sequence[NDArray[np.integer[Any]]],
         begins: Sequence[bool] | None = None,
     ) -> Self:
-        """Look up all n-grams of some texts.
+        """Look up all n-grams of some texts in the stored text, and return the result.
 
         Args:
-            counts: counts of the stored text.
-            texts: token ids, shapes (n_i,).
-            begins: True for texts that begin a document; default is all.
+            counts: n-gram counts of the stored text.
+            texts: token ids of each text, shapes (n_i,).
+            begins: for each text, True if it begins a document; None means that all texts do.
         """
         return cls(counts, *lay_out_texts(texts, counts.start, begins))
 
     def gold(self, at: Places, order: int) -> NDArray[np.float32]:
-        """Return the Kneser-Ney probability of the token after each context, float32, shape (q,).
+        """Compute the Kneser-Ney probability of the token that follows each context in its text.
 
         Args:
-            at: the contexts, shape (q,), each with a token after it. A token outside the vocabulary has the
-                unigram probability 0.
-            order: length of the longest n-grams that are used.
+            at: index of each context's last symbol in the joined texts, shape (q,); a token must follow it.
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+
+        Returns:
+            Probabilities, float32, shape (q,). For a token outside the vocabulary, the unigram probability in
+            the mixture is 0.
         """
         unigrams = self._counts.unigrams
         tokens = self._symbols[at + 1].astype(np.int64) - 1
@@ -139,7 +159,15 @@ class Matches:
         return probs.astype(np.float32)
 
     def distribution(self, at: Places, order: int) -> Distribution:
-        """Return the distribution of the next token after each of the contexts `at`, shape (q,)."""
+        """Compute the Kneser-Ney distribution of the next token after each context.
+
+        Args:
+            at: index of each context's last symbol in the joined texts, shape (q,).
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+
+        Returns:
+            The distributions of all contexts as one sparse list of entries.
+        """
         text, levels = self._counts.text, self._compute_levels(at, order)
         starts, stops = levels.ranges.reshape(2, -1)
         stops = np.where(levels.there.ravel(), stops, starts)
@@ -156,22 +184,27 @@ class Matches:
         return Distribution(rows, tokens, probs.astype(np.float32), rest, self._select_longest(levels))
 
     def suffixes(self, at: Places, order: int) -> Suffixes:
-        """Return the longest suffix of each context that occurs in the store with a token after it."""
+        """Find for each context the longest series of its last symbols that the store has with a next token.
+
+        Args:
+            at: index of each context's last symbol in the joined texts, shape (q,).
+            order: length of the longest n-grams that are used, 2 to `DEPTH`; a suffix has at most order - 1
+                symbols.
+        """
         return self._select_longest(self._compute_levels(at, order))
 
     def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
-        """Return places in the store where the token after a context follows the context's last symbols.
-
-        Places with the longest match come first. If no places are left out, the shares of a context add up to
-        the token's probability without the part of the unigrams.
+        """Find places in the store where a context's last symbols are followed by the context's next token.
 
         Args:
-            at: the contexts, shape (q,), each with a token after it.
-            order: length of the longest n-grams that are used.
-            most: largest number of new places for each suffix length.
+            at: index of each context's last symbol in the joined texts, shape (q,); a token must follow it.
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+            most: for each number of matching symbols, largest number of places that are added to the result.
 
         Returns:
-            A list of places for each context; empty if none was found.
+            For each context a list of places, longest matches first; empty if no place was found. If no place
+            is left out, the shares of the places add up to the token's Kneser-Ney probability without the
+            part of the unigrams.
         """
         text = self._counts.text
         places_by_context: list[dict[int, tuple[int, float]]] = [{} for _ in at]
@@ -195,12 +228,22 @@ class Matches:
         return [self._make_occurrences(of) for of in places_by_context]
 
     def _make_occurrences(self, found: Mapping[int, tuple[int, float]]) -> list[Occurrence]:
-        """Convert matched length and share by place in the stored symbols to a list of occurrences."""
+        """Convert the places of one context to a list of `Occurrence` objects, in the same order.
+
+        Args:
+            found: pair (number of matching symbols, share of the probability) of each place, by the place's
+                index in the stored symbols.
+        """
         positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
         return [Occurrence(at, *of) for at, of in zip(positions, found.values(), strict=True)]
 
     def _compute_levels(self, at: Places, order: int) -> _ContextLevels:
-        """Return counts and weights of all suffixes of the contexts, of `order` - 1 symbols down to one."""
+        """Compute counts and Kneser-Ney weights of the contexts' suffixes of order - 1 symbols down to one.
+
+        Args:
+            at: index of each context's last symbol in the joined texts, shape (q,).
+            order: length of the longest n-grams that are used.
+        """
         counts, lengths = self._counts, np.arange(order - 1, 0, -1)
         begins = at[:, None] - lengths + 1
         ranges = self._ranges[:, lengths - 1, np.maximum(begins, 0)]
@@ -216,7 +259,11 @@ class Matches:
         return _ContextLevels(lengths, is_found, ranges, successors, total, discounts, left)
 
     def _select_longest(self, levels: _ContextLevels) -> Suffixes:
-        """Return the longest found suffix of each context."""
+        """Return for each context the longest suffix that the store has with a token after it.
+
+        Args:
+            levels: suffixes of the contexts, a result of `_compute_levels`.
+        """
         rows, longest = np.arange(len(levels.there)), levels.there.argmax(1)
         is_found = levels.there[rows, longest]
         lengths = levels.lengths[longest]
@@ -225,16 +272,27 @@ class Matches:
         return Suffixes(*(np.where(is_found, of, 0) for of in (lengths, counts, successors)))
 
     def _extend_ranges(self, at: Places, levels: _ContextLevels) -> Places:
-        """Return the range of each suffix together with its next symbol, shape (2, q, l)."""
+        """Return the suffix-array range of each suffix extended by the symbol that follows it in its text.
+
+        Args:
+            at: index of each context's last symbol in the joined texts, shape (q,).
+            levels: suffixes of the contexts, a result of `_compute_levels`.
+
+        Returns:
+            Start and stop of each range, shape (2, q, l), for l suffix lengths.
+        """
         begins = np.maximum(at[:, None] - levels.lengths + 1, 0)
         return self._ranges[:, levels.lengths, begins]
 
     def _count_ngrams(self, ranges: Places, lengths: Places, order: int) -> Places:
-        """Return the counts of n-grams: plain for the length `order`, else continuation counts.
+        """Return the Kneser-Ney counts of n-grams.
+
+        An n-gram of length `order` counts as often as it occurs. A shorter n-gram counts once for each
+        different preceding symbol.
 
         Args:
-            ranges: start and stop of each n-gram in the suffix array.
-            lengths: length of each n-gram.
+            ranges: start and stop of each n-gram in the suffix array, shape (2, ...).
+            lengths: number of symbols of each n-gram.
             order: length of the longest n-grams that are used.
         """
         starts, stops = ranges
@@ -242,9 +300,12 @@ class Matches:
         return np.where(lengths == order, stops - starts, continued)
 
     def _find_ranges(self, at: Places) -> None:
-        """Find the ranges of all n-grams that begin at places of the texts, and store them in `_ranges`.
+        """Find the suffix-array ranges of all n-grams that begin at some symbols; store them in `_ranges`.
 
-        N-grams are extended by one symbol at a time, until none is found.
+        Each n-gram is extended by one symbol at a time, until the stored text does not contain it.
+
+        Args:
+            at: indices in the joined texts of the symbols where n-grams begin, shape (n,).
         """
         low, high = self._counts.ranges(self._symbols[at])
         self._ranges[:, 0, at] = low, high
@@ -260,9 +321,19 @@ class Matches:
     def _narrow_ranges(
         self, length: int, low: Places, high: Places, wanted: Symbols
     ) -> tuple[Places, Places]:
-        """Return the part of each nonempty range in which the symbol `wanted` follows after `length` symbols.
+        """Extend n-grams by one symbol: find in each n-gram's range the part with a certain next symbol.
 
-        Bisects all ranges at once. A part may be empty: start equals stop.
+        All ranges are bisected at the same time.
+
+        Args:
+            length: number of symbols of the n-grams so far.
+            low: start of each n-gram's range in the suffix array, shape (n,).
+            high: stop of each range, shape (n,), larger than the start.
+            wanted: next symbol of each n-gram, shape (n,).
+
+        Returns:
+            Start and stop of each extended n-gram's range, shapes (n,); equal if the stored text does not
+            contain it.
         """
         symbols, order = self._counts.text.symbols, self._counts.text.order
         smallest = np.concatenate(
@@ -288,7 +359,10 @@ class Matches:
         return bounds[: len(wanted)], bounds[len(wanted) :]
 
     def _find_ranges_of_few(self) -> None:
-        """Do the same as `_find_ranges` for all places of a short text, faster, in plain Python."""
+        """Find the ranges of all n-grams of the texts, and store them in `_ranges`, in plain Python.
+
+        For few symbols this is faster than `_find_ranges`.
+        """
         symbols = self._symbols.tolist()
         self._ranges[:, 0] = self._counts.ranges(self._symbols)
         for first, first_range in enumerate(self._ranges[:, 0].T.tolist()):
@@ -300,7 +374,17 @@ class Matches:
                 self._ranges[:, length, first] = low, high
 
     def _narrow_range(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
-        """Return the part of one range in which the symbol `wanted` follows after `length` symbols."""
+        """Extend one n-gram by a symbol: find in its range the part in which the symbol `wanted` follows.
+
+        Args:
+            length: number of symbols of the n-gram so far.
+            low: start of the n-gram's range in the suffix array.
+            high: stop of the range.
+            wanted: next symbol.
+
+        Returns:
+            Start and stop of the extended n-gram's range; equal if the stored text does not contain it.
+        """
         symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
 
         def key(place: int) -> int:
