@@ -152,6 +152,7 @@ class CellsDatastore(EmbeddedDatastore):
         from knnstore_cells.visiting import visit_cells
 
         def visit_groups(groups: Sequence[GroupSearch]) -> list[Visits]:
+            """Compare the queries with the records of their nearest cells in some groups."""
             return visit_cells(
                 [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
             )
@@ -279,7 +280,14 @@ class CellsDatastore(EmbeddedDatastore):
         assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
-        """Do nothing and return None, because this engine searches a group as a whole, not its segments."""
+        """Return None: this engine has no object that searches a single segment (set of files with records).
+
+        `CellGroup` searches all segments of a group together, and opens their index files itself.
+
+        Args:
+            segment: ignored.
+            parameters: ignored.
+        """
 
     @contextmanager
     def _remember_cells(self) -> Iterator[dict[int, list[ArrangedSegment]]]:

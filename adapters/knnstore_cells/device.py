@@ -277,6 +277,7 @@ def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tens
     offsets = torch.arange(len(codec.books), device=device) * codec.books.shape[1]
 
     def decode(codes: Tensor) -> Tensor:
+        """Decode codes, uint8, shape (..., size), to rotated keys, float32, shape (..., width)."""
         pieces = embedding(codes[..., 1:] + offsets, entries)
         return pieces.flatten(-2) + embedding(codes[..., 0].int(), centers)
 

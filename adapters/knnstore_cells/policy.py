@@ -49,7 +49,10 @@ class Policy:
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> "Policy":
-        """Return the policy for the parameters that a user gave; omitted parameters have their defaults.
+        """Check the parameters that a user gave, and return the policy.
+
+        Args:
+            params: parameters by name; omitted parameters have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.

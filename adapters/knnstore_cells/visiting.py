@@ -282,7 +282,7 @@ def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: I
 
 
 def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
-    """Return a cell with only those of its records that have one of some ids.
+    """Return a cell with only the records that have one of some ids.
 
     Args:
         cell: the cell; it is returned itself if all its records are kept.

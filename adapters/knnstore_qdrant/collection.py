@@ -110,6 +110,7 @@ class Attempts:
         """
 
         def complete() -> None:
+            """Call the server; raise _NotCompletedError if the change is not confirmed as done."""
             status = call()
             if status != "completed":
                 raise _NotCompletedError(f"says {status!r} of a change, not that it is done")
@@ -415,12 +416,20 @@ class Collection:
 
     @staticmethod
     def _read_mark(info: models.CollectionInfo) -> str | None:
-        """Return the random number that identifies a collection; None if its metadata has none."""
+        """Return the random number that identifies a collection; None if its metadata has no such number.
+
+        Args:
+            info: the server's description of the collection.
+        """
         return (info.config.metadata or {}).get(MARK)
 
     @staticmethod
     def _is_complete(info: models.CollectionInfo) -> bool:
-        """Check whether the creation of a collection was completed: whether its payload indexes exist."""
+        """Check whether the creation of a collection was completed: whether its payload indexes exist.
+
+        Args:
+            info: the server's description of the collection.
+        """
         return set(_INDEXES) <= set(info.payload_schema)
 
     def _create_collection(self, dim: int, metric: Metric, mark: str) -> None:
@@ -434,6 +443,7 @@ class Collection:
         options = self.options
 
         def create() -> None:
+            """Create the collection unless it exists."""
             if self.client.collection_exists(self.name):
                 return  # the answer to an earlier attempt was lost, or another process was faster; see `open`
             self.client.create_collection(

@@ -232,15 +232,19 @@ def _build_parser() -> Any:
         negation = v_args(inline=True)(lambda _, part: part.part if isinstance(part, Not) else Not(part))
 
         def some(self, parts: list[Condition]) -> Condition:
+            """Build the condition "a or b or ..."."""
             return Some(tuple(parts))
 
         def every(self, parts: list[Condition]) -> Condition:
+            """Build the condition "a and b and ..."."""
             return Every(tuple(parts))
 
         def among(self, parts: list[Any]) -> Condition:
+            """Build the condition "FIELD in (VALUE, ...)"; the first part is the field."""
             return Comparison(parts[0], "in", _check_same_kind(parts[1:]))
 
         def not_among(self, parts: list[Any]) -> Condition:
+            """Build the condition "FIELD not in (VALUE, ...)"; the first part is the field."""
             return Comparison(parts[0], "in", _check_same_kind(parts[1:]), negated=True)
 
         def field(self, names: list[str]) -> tuple[str, ...]:
@@ -253,18 +257,23 @@ def _build_parser() -> Any:
             return tuple(names)
 
         def plain(self, parts: list[Any]) -> str:
+            """Return a field name that is written without quotes."""
             return str(parts[0])
 
         def quoted(self, parts: list[Any]) -> str:
+            """Return a field name that is written in double quotes, without the quotes."""
             return str(parts[0])[1:-1].replace('""', '"')
 
         def text(self, parts: list[Any]) -> str:
+            """Return a string that is written in single quotes, without the quotes."""
             return str(parts[0])[1:-1].replace("''", "'")
 
         def true(self, _: list[Any]) -> bool:
+            """Return the value of the word "true"."""
             return True
 
         def false(self, _: list[Any]) -> bool:
+            """Return the value of the word "false"."""
             return False
 
     return Lark(_GRAMMAR, parser="lalr", transformer=Conditions())

@@ -76,7 +76,7 @@ def connect_existing(url: URL) -> SqlEngine:
 
 
 def check_version(connection: Connection) -> None:
-    """Check that a database has a catalog whose tables are those of this version of knnstore.
+    """Check that this version of knnstore can use the catalog in a database.
 
     Raises:
         StoreNotFoundError: the database has no catalog.
@@ -92,7 +92,7 @@ def check_version(connection: Connection) -> None:
 
 
 def upgrade_catalog(url: URL) -> None:
-    """Change the tables of an existing catalog to those of this version of knnstore.
+    """Upgrade the tables of an existing catalog to this version of knnstore.
 
     Does nothing if the tables are up to date.
 
@@ -114,7 +114,7 @@ def upgrade_catalog(url: URL) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Create the tables of a catalog, or change old tables to those of this version of knnstore.
+    """Create the tables of a catalog, or upgrade old tables to this version of knnstore.
 
     Does nothing if the tables are up to date.
 

@@ -150,6 +150,7 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
     remaining: list[int] = []
 
     def record_remaining(diagnostic: Any) -> None:
+        """Remember from a notice of the server how many deleted rows remain in the table."""
         # The detail of the notice is "N dead row versions cannot be removed yet."
         counts = [int(word) for word in (diagnostic.message_detail or "").split() if word.isdecimal()]
         remaining.extend(counts[:1])

@@ -31,7 +31,18 @@ class KeylessDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Return a handle without touching the location. Raises ConfigError for any parameter."""
+        """Return a datastore without records. No file is read or created.
+
+        Args:
+            location: ignored.
+            dim: number of components of a vector; only reported by the property `dim`.
+            metric: metric of the distances; only reported by the property `metric`.
+            mode: ignored.
+            **params: must be empty, because this adapter has no parameters.
+
+        Raises:
+            ConfigError: `params` is not empty.
+        """
         checked_params("none", params, accepted={})
         return cls(dim, Metric(metric))
 

@@ -102,6 +102,7 @@ class Entry(NamedTuple):
         """
 
         def refuse() -> NoReturn:
+            """Raise the error of the document."""
             raise error
 
         return cls(where, refuse, in_folder, id)

@@ -69,12 +69,14 @@ def _make_whole_file_reader(
     """
 
     def read(source: Source, _: Fields) -> Iterator[Entry]:
+        """Yield an entry for the only document of a file."""
         yield Entry(source.name, partial(make, source), id=source.id)
 
     return read
 
 
 def _read_plain_document(source: Source) -> TextDocument:
+    """Read a text file as a document whose text is the whole file."""
     return TextDocument(source.id, source.read_text())
 
 
@@ -192,6 +194,7 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
     refused_places: list[Place] = []
 
     def keep_error(error: OSError) -> None:
+        """Remember a folder that cannot be listed as a place with a problem."""
         problem = RefusedError(f"cannot be read: {error.strerror or error}", Reason.UNREADABLE)
         refused_places.append(Place(str(error.filename), "", folder, problem))
 

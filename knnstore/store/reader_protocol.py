@@ -88,9 +88,10 @@ class Reader(Protocol):
         """
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the number of the document to which each record belongs, in the shape of `ids`.
+        """Return the number of the document to which each record belongs, int64, in the shape of `ids`.
 
-        The result is -1 where the document was removed, and for the id -1.
+        The number is the document's primary key in the catalog; -1 where the document was removed, and for
+        the id -1.
         """
 
     def revision(self) -> int:
@@ -100,13 +101,16 @@ class Reader(Protocol):
         """Return every domain with its numbers of documents, tokens and records, sorted by name."""
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """Return the number of tokens of each selected document, by the document's number."""
+        """Return the number of tokens of each selected document, by the document's number (primary key)."""
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the SHA-256 of the text of documents, by their numbers; removed documents are left out."""
+        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+
+        Removed documents are left out.
+        """
 
     def text(self, number: int) -> Tokens:
-        """Return the token ids of a document by its number, uint32, shape (n,).
+        """Return the token ids of a document by its number (primary key in the catalog), uint32, shape (n,).
 
         Raises DocumentNotFoundError if the document was removed.
         """
@@ -129,7 +133,7 @@ class Reader(Protocol):
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return those of some hashes that are the SHA-256 of the text of a selected document."""
+        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None

@@ -157,7 +157,8 @@ class StoreReader:
     def holders(self, ids: Ids) -> NDArray[np.int64]:
         """Return the number of the document to which each record belongs, int64, in the shape of `ids`.
 
-        The result is -1 where the document was removed, and for the id -1.
+        The number is the document's primary key in the catalog; -1 where the document was removed, and for
+        the id -1.
         """
         return self.view().holders(ids)
 
@@ -270,7 +271,7 @@ class StoreReader:
         return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return those of some hashes that are the SHA-256 of the text of a selected document."""
+        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
         return self.view().content(hashes, selection)
 
     def overlaps(
@@ -303,12 +304,16 @@ class StoreReader:
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
         """Return the number of tokens of each selected document, by the document's number.
 
-        The documents are in the order in which they were added.
+        The number is the document's primary key in the catalog. The documents are in the order in which they
+        were added.
         """
         return self.view().lengths(selection)
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the SHA-256 of the text of documents, by their numbers; removed documents are left out."""
+        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+
+        Removed documents are left out.
+        """
         return self._catalog.content_hashes(numbers)
 
     def text(self, number: int) -> Tokens:

@@ -218,5 +218,5 @@ def _read_text(catalog: Catalog, row: int) -> Tokens | None:
 
 
 def _select_orphans(ids: Ids, snapshot: Snapshot) -> Ids:
-    """Return those of some record ids that belong to no document of a snapshot."""
+    """Return the record ids in `ids` that belong to no document of a snapshot, in the same order."""
     return ids[snapshot.documents_at(positions_of(ids)) < 0]

@@ -150,7 +150,7 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return those of some hashes that are the SHA-256 of the text of a selected document."""
+        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())

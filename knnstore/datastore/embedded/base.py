@@ -228,6 +228,7 @@ class EmbeddedDatastore(ABC):
         ids = where.ids if where and where.groups is None else None
 
         def find_nearest(searches: Sequence[GroupSearch]) -> Neighbors:
+            """Find the k nearest records of each query in some groups."""
             # A small group is not asked for more neighbors than it has, so it takes no memory for them.
             parts = (group.search(queries, min(k, group.rows), ids) for group in searches)
             return merge_many(parts, len(queries), k)
@@ -287,7 +288,11 @@ class EmbeddedDatastore(ABC):
         return self._segments.damaged()
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged segment, a result of `damaged`, with all its records, durably."""
+        """Remove a damaged segment (a set of files with records) with all its records, durably.
+
+        Args:
+            part: the damaged segment, one of the results of `damaged`.
+        """
         self._segments.abandon(part)
 
     def optimize(self) -> None:

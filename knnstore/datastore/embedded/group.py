@@ -314,7 +314,7 @@ class GroupSearches:
             was_updated = True
 
     def _select_groups(self, groups: frozenset[int] | None) -> list[int]:
-        """Return those of some group numbers that have records; None for `groups` returns all groups."""
+        """Return the group numbers in `groups` that have records, sorted; None returns all groups."""
         if groups is None:
             return list(self._current_segments)
         return [group for group in sorted(groups) if group in self._current_segments]

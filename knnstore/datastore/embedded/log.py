@@ -362,6 +362,10 @@ class KeySegments(SegmentReader):
         """Replace some segments of a group by a new segment in this object's list of segments.
 
         The new segment becomes the last of its group. Nothing is written to disk.
+
+        Args:
+            old: the segments to replace; all belong to the group of `new`.
+            new: the segment that replaces them.
         """
         old_columns = {id(segment.columns) for segment in old}
         remaining = [segment for segment in self._groups[new.group] if id(segment.columns) not in old_columns]

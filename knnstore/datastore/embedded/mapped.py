@@ -123,6 +123,7 @@ class MappedFile:
         """
 
         def digest(block: int) -> bytes:
+            """Return the SHA-256 digest of the block with a number."""
             return hashlib.sha256(self.bytes[block * BLOCK : (block + 1) * BLOCK].data).digest()
 
         if len(blocks) < 16:

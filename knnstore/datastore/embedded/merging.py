@@ -233,6 +233,7 @@ class _Cursor:
         return numbers
 
     def _read_id(self, index: int) -> int:
+        """Return the record id of the selected record with an index (0 is the first selected record)."""
         return int(self.ids[self._to_row_numbers(np.array([index]))[0]])
 
 

@@ -215,6 +215,7 @@ class Place:
 
     @property
     def _adapter_class(self) -> type[Datastore]:
+        """Class of the adapter that the engine names; `KeylessDatastore` for a store without keys."""
         return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
 
     def _read_claim(self) -> Owner | None:

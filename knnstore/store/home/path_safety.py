@@ -133,6 +133,7 @@ def _list_mount_points() -> list[Path]:
 
 
 def _decode_octal(escaped: re.Match[bytes]) -> bytes:
+    """Convert the match of an octal escape, a backslash and three digits, to the byte that it stands for."""
     return bytes([int(escaped[1], 8)])
 
 

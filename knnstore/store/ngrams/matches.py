@@ -388,6 +388,7 @@ class Matches:
         symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
 
         def key(place: int) -> int:
+            """Return the symbol that follows after `length` symbols from a place of the stored text."""
             return symbols[place + length]
 
         start = bisect_left(order, wanted, low, high, key=key)

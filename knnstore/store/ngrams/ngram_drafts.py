@@ -82,6 +82,7 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
     symbols, length, wanted_list = text.symbols, len(wanted), wanted.tolist()
 
     def key(place: np.int32) -> list[int]:
+        """Return the symbols from a place of the stored documents on, as many as are searched."""
         symbols_there: list[int] = symbols[place : place + length].tolist()
         return symbols_there
 

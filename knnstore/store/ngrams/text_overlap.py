@@ -153,7 +153,7 @@ class _RunIndex:
     """Hash index of the places where the runs of some texts begin.
 
     A run is a series of `run` symbols. Places are numbered from 0: first the places of the first text, then
-    those of the second text, and so on.
+    the places of the second text, and so on.
 
     Args:
         texts: symbols of each text, shapes (n_i,).
