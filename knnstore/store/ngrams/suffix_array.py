@@ -119,7 +119,7 @@ class SortedText:
 
 
 def _sort_places(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
-    """Build the suffix array of the joined symbols of documents: sort all indices except the indices of `END`.
+    """Build the suffix array of the joined symbols of documents without the indices of `END`.
 
     Indices are sorted first by as many symbols as fit into a 64-bit number, then by pairs of ranks (prefix
     doubling). Symbols after an `END` decide only between indices that are equal up to the `END`.
