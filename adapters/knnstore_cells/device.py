@@ -216,8 +216,8 @@ def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tens
     """
     begins, ends = order.starts[visitors.cells], order.starts[visitors.cells + 1]
     counts, query_counts = ends - begins, visitors.starts.diff()
-    tile_queries = _power_of_two(len(visitors.queries) / max(1, len(query_counts)), _QUERIES)
-    tile_rows = _power_of_two(int(counts.max()) if len(counts) else 1, _RECORDS)
+    tile_queries = _round_up_to_power_of_two(len(visitors.queries) / max(1, len(query_counts)), _QUERIES)
+    tile_rows = _round_up_to_power_of_two(int(counts.max()) if len(counts) else 1, _RECORDS)
     row_tiles = -(-counts // tile_rows)
     tiles_per_cell = -(-query_counts // tile_queries) * row_tiles
     cell_of_tile = torch.repeat_interleave(tiles_per_cell)
@@ -239,7 +239,7 @@ def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tens
     )
 
 
-def _power_of_two(least: float, most: int) -> int:
+def _round_up_to_power_of_two(least: float, most: int) -> int:
     """Return the smallest power of two that is at least `least`; if it exceeds `most`, return `most`."""
     return min(most, 1 << math.ceil(math.log2(max(1.0, least))))
 

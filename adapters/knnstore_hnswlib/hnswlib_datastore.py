@@ -254,7 +254,9 @@ def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path
     # inner products, keys of different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbors among
     # 50 clusters.
     norms = (
-        [_squared_norms(keys[batch].astype(np.float32)) for batch in batches] if metric is Metric.IP else []
+        [_compute_squared_norms(keys[batch].astype(np.float32)) for batch in batches]
+        if metric is Metric.IP
+        else []
     )
     largest = max((values.max() for values in norms), default=0)
     try:
@@ -428,7 +430,7 @@ class GraphIndex:
         return matching.nearest(nodes.view(np.int64), distances, k)
 
 
-def _squared_norms(keys: Keys) -> Distances:
+def _compute_squared_norms(keys: Keys) -> Distances:
     """Return the squared norm of each key, float32, shape (n,)."""
     norms: Distances = np.einsum("nd,nd->n", keys, keys)
     return norms

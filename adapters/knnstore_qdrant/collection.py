@@ -109,13 +109,13 @@ class Attempts:
             call: function that calls the server and returns the status of the change.
         """
 
-        def complete() -> None:
+        def require_completed() -> None:
             """Call the server; raise _NotCompletedError if the change is not confirmed as done."""
             status = call()
             if status != "completed":
                 raise _NotCompletedError(f"says {status!r} of a change, not that it is done")
 
-        self.write(complete)
+        self.write(require_completed)
 
     def seconds_left(self) -> float:
         """Return how many seconds the call that this thread makes now may still take, at least 0.001."""
@@ -188,7 +188,7 @@ class Attempts:
             case ResponseHandlingException(source=httpx.TimeoutException()):
                 return "did not answer in time", 0
             case ResponseHandlingException(source=httpx.TransportError() as cause):
-                return f"cannot be reached: {_first_line(cause)}", 0
+                return f"cannot be reached: {_get_first_line(cause)}", 0
             case UnexpectedResponse(status_code=int() as code):
                 if code in (408, 429) or code >= 500:
                     return f"failed with {code}", 0
@@ -199,7 +199,7 @@ class Attempts:
                 raise self._make_refusal_error(
                     _AS_HTTP.get(error.code(), 400), str(error.details())[:200]
                 ) from error
-        raise DatastoreError(f"{self.place} cannot be used: {_first_line(error)}") from error
+        raise DatastoreError(f"{self.place} cannot be used: {_get_first_line(error)}") from error
 
     def _make_refusal_error(self, code: int, text: str) -> DatastoreError:
         """Return, without raising it, the error for a call that the server has refused.
@@ -231,7 +231,7 @@ def pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     """Return the first line of an error's message; if the message is empty, the name of the error's class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 

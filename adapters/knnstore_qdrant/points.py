@@ -353,7 +353,11 @@ class GrpcPoints(ServerPoints):
             groups: group number of each record, int32, shape (n,).
         """
         rows = zip(
-            ids.tolist(), _dense_vectors(keys), groups.tolist(), positions_of(ids).tolist(), strict=True
+            ids.tolist(),
+            _iterate_vector_messages(keys),
+            groups.tolist(),
+            positions_of(ids).tolist(),
+            strict=True,
         )
         points = [
             grpc.PointStruct(
@@ -393,7 +397,7 @@ class GrpcPoints(ServerPoints):
             collection_name=self._name,
             query_points=[
                 grpc.QueryPoints(query=grpc.Query(nearest=grpc.VectorInput(dense=query)), **shared)
-                for query in _dense_vectors(self._clip_to_half(queries))
+                for query in _iterate_vector_messages(self._clip_to_half(queries))
             ],
         )
         answer = self.attempts.read(lambda: self._send_request("QueryBatch", request))
@@ -462,7 +466,7 @@ def _read_status(answer: Any) -> str:
     return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
 
 
-def _dense_vectors(vectors: Keys) -> Iterator[Any]:
+def _iterate_vector_messages(vectors: Keys) -> Iterator[Any]:
     """Yield a gRPC message for each vector. The messages are parsed from bytes, because this is faster.
 
     Args:

@@ -234,7 +234,7 @@ class QdrantDatastore:
             ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
             ReadOnlyError: the store was opened with mode ``"r"``.
         """
-        points = self._writable_points()
+        points = self._get_writable_points()
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         if len(ids):
             points.upsert(ids, keys, groups)
@@ -251,7 +251,7 @@ class QdrantDatastore:
             Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, the
             rest of a row holds id -1 and distance +inf.
         """
-        points, k = self._open_points(), checked_k(k)
+        points, k = self._get_open_points(), checked_k(k)
         queries = checked_keys(queries, self._dim, what="queries")
         condition = None if where is None else condition_from_filter(where, self._read_ids)
         if not len(queries) or (condition is not None and not condition):
@@ -268,14 +268,14 @@ class QdrantDatastore:
 
         The deletion is durable when the call returns. Raises ReadOnlyError in mode ``"r"``.
         """
-        points = self._writable_points()
+        points = self._get_writable_points()
         condition = condition_from_ranges(ids, self._read_ids)
         if condition:
             points.delete(condition)
 
     def count(self) -> int:
         """Return the exact number of records."""
-        return self._open_points().count()
+        return self._get_open_points().count()
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
@@ -306,7 +306,7 @@ class QdrantDatastore:
 
         Raises DatastoreClosedError after `close`.
         """
-        self._open_points()
+        self._get_open_points()
 
     def optimize(self) -> None:
         """Wait until the server has indexed all records and freed the space of deleted records.
@@ -314,7 +314,7 @@ class QdrantDatastore:
         Until then, each query is compared with all records that are not indexed. Call this method after
         adding many records.
         """
-        self._writable_points().optimize()
+        self._get_writable_points().optimize()
 
     def close(self) -> None:
         """Close the connections to the server. A second call does nothing."""
@@ -332,18 +332,18 @@ class QdrantDatastore:
     ) -> None:
         self.close()
 
-    def _open_points(self) -> ServerPoints:
+    def _get_open_points(self) -> ServerPoints:
         """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`."""
         if self._closed:
             raise DatastoreClosedError("this Qdrant store was closed; open it again")
         return self._points
 
-    def _writable_points(self) -> ServerPoints:
+    def _get_writable_points(self) -> ServerPoints:
         """Return the object that reads and writes the points, if the store is open for writing.
 
         Raises `ReadOnlyError` in mode ``"r"``, and `DatastoreClosedError` after `close`.
         """
-        points = self._open_points()
+        points = self._get_open_points()
         if self._mode == "r":
             raise ReadOnlyError("this Qdrant store was opened for reading; open it with mode 'a' to write")
         return points
@@ -386,7 +386,7 @@ class QdrantDatastore:
         """
         first, size = 0, limit
         while size >= limit:
-            batch = self._open_points().scroll(first, limit, condition, keys=keys)
+            batch = self._get_open_points().scroll(first, limit, condition, keys=keys)
             size = len(batch[0])
             if size:
                 first = int(batch[0][-1]) + 1  # read before `yield`: the caller may change the arrays

@@ -93,13 +93,13 @@ def _collect_fields(condition: Condition) -> tuple[Field, ...]:
     return (condition.field,)
 
 
-def _nesting_depth(condition: Condition) -> int:
+def _compute_nesting_depth(condition: Condition) -> int:
     """Return the nesting depth of a condition: 1 for one comparison, 1 more for each enclosing operator."""
     match condition:
         case Not(part):
-            return 1 + _nesting_depth(part)
+            return 1 + _compute_nesting_depth(part)
         case Every(parts) | Some(parts):
-            return 1 + max(map(_nesting_depth, parts))
+            return 1 + max(map(_compute_nesting_depth, parts))
     return 1
 
 
@@ -208,7 +208,7 @@ def parse_condition(text: str) -> Condition:
             f"the condition cannot be read from {place} on: {text[:200]!r}; write it as {EXAMPLE!r}, "
             "strings in single quotes"
         ) from error
-    if _nesting_depth(condition) > DEEPEST:
+    if _compute_nesting_depth(condition) > DEEPEST:
         raise ConfigError(f"the condition is nested more than {DEEPEST} deep: write it flatter")
     return condition  # type: ignore[no-any-return]
 
@@ -338,7 +338,7 @@ def _check_same_kind(values: list[Value]) -> tuple[Value, ...]:
     Raises:
         ConfigError: the values are not all strings, all numbers, or all booleans.
     """
-    if len(set(map(_value_kind, values))) > 1:
+    if len(set(map(_get_value_kind, values))) > 1:
         raise ConfigError("values after `in` must be all strings, all numbers, or all true and false")
     return tuple(values)
 
@@ -453,7 +453,7 @@ def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exist
         holds = field_level.value.op("GLOB", is_comparison=True)(_convert_like_to_glob(str(values[0])))
     else:
         holds = _ORDER_OPERATORS[test.operator](field_level.value, values[0])
-    is_of_kind = field_level.type.in_(_JSON_KINDS["sqlite"][_value_kind(test.values[0])])
+    is_of_kind = field_level.type.in_(_JSON_KINDS["sqlite"][_get_value_kind(test.values[0])])
     return matches.where(is_of_kind, not_(holds) if test.negated else holds).exists()
 
 
@@ -472,7 +472,7 @@ def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> Colum
     kind = func.json_typeof(document[name])
     if isinstance(test, Exists):
         return func.coalesce(kind != "null", false())
-    compared = _value_kind(test.values[0])
+    compared = _get_value_kind(test.values[0])
     text, values = document[name].astext, list[Any](test.values)
     if compared is float:
         values = [Decimal(repr(value)) for value in values]
@@ -491,7 +491,7 @@ def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> Colum
     return case((is_of_kind, not_(holds) if test.negated else holds), else_=false())
 
 
-def _value_kind(value: Value) -> type:
+def _get_value_kind(value: Value) -> type:
     """Return the kind of a value as a Python type: str, bool, or float for ints and floats."""
     return str if isinstance(value, str) else bool if isinstance(value, bool) else float
 

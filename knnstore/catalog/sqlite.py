@@ -108,7 +108,7 @@ def register_handlers(engine: Engine) -> None:
     """
     event.listen(engine, "do_connect", _open_connection)
     event.listen(engine, "connect", _add_regexp_replace)
-    event.listen(engine, "checkout", _refuse_stale)
+    event.listen(engine, "checkout", _raise_if_stale)
 
 
 def create_private_file(path: Path) -> None:
@@ -226,7 +226,7 @@ def _add_regexp_replace(connection: Any, _record: object) -> None:
     connection.create_function("regexp_replace", 4, regexp_replace, deterministic=True)
 
 
-def _refuse_stale(connection: Any, _record: object, _proxy: object) -> None:
+def _raise_if_stale(connection: Any, _record: object, _proxy: object) -> None:
     """Raise DisconnectionError for an `UnloggedConnection` whose database file has changed.
 
     SQLAlchemy calls this function when the pool hands out a connection. After the error, the pool opens a new

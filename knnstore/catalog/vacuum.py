@@ -67,7 +67,7 @@ def check_room(sql: Engine) -> None:
             for name in ("page_count", "freelist_count", "page_size")
         )
     needed = (pages - free) * (size + _FRAME)
-    database_folder, temporary = Path(str(sql.url.database)).absolute().parent, _temporary_folder()
+    database_folder, temporary = Path(str(sql.url.database)).absolute().parent, _find_temporary_folder()
     if database_folder.stat().st_dev == temporary.stat().st_dev:
         needed *= 2
     else:
@@ -75,7 +75,7 @@ def check_room(sql: Engine) -> None:
     check_space(database_folder, needed, "erasing")
 
 
-def _temporary_folder() -> Path:
+def _find_temporary_folder() -> Path:
     """Return the folder where SQLite creates its temporary files.
 
     This is the first writable folder of: the environment variables SQLITE_TMPDIR and TMPDIR, /var/tmp,
@@ -128,7 +128,7 @@ def _vacuum_postgresql(sql: Engine) -> list[str]:
         try:  # the planner's statistics hold sampled values; ANALYZE has replaced the rows
             remainders += _rewrite_table(connection, "pg_catalog.pg_statistic", options="FULL")
         except DBAPIError as error:
-            remainders.append(f"PostgreSQL's statistics of the columns: {_first_line(error)}")
+            remainders.append(f"PostgreSQL's statistics of the columns: {_get_first_line(error)}")
         remainders += _empty_log(connection)
     return remainders
 
@@ -183,7 +183,7 @@ def _empty_log(connection: Connection) -> list[str]:
         connection.execute(text("SELECT pg_switch_wal()"))
         connection.execute(text("CHECKPOINT"))
     except DBAPIError as error:
-        return [f"PostgreSQL's log, until the server has overwritten it: {_first_line(error)}"]
+        return [f"PostgreSQL's log, until the server has overwritten it: {_get_first_line(error)}"]
     remainders = []
     if connection.scalar(text("SHOW wal_recycle")) == "on":
         remainders.append(
@@ -196,6 +196,6 @@ def _empty_log(connection: Connection) -> list[str]:
     return remainders
 
 
-def _first_line(error: DBAPIError) -> str:
+def _get_first_line(error: DBAPIError) -> str:
     """Return the first line of a database error's message. Other lines may quote stored values."""
     return str(error.orig).strip().splitlines()[0]

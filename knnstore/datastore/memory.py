@@ -120,7 +120,7 @@ class MemoryDatastore:
         """
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         with self._write_lock:
-            old = self._current_records()
+            old = self._get_current_records()
             unchanged = old.rows(~np.isin(old.ids, ids))
             merged = _Records(
                 np.concatenate([unchanged.ids, ids]),
@@ -142,7 +142,7 @@ class MemoryDatastore:
             ascending id. Missing neighbors have id -1 and distance +inf.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
-        records = self._current_records()
+        records = self._get_current_records()
         if where is not None:
             records = records.rows(where.ids.contains(records.ids))
         neighbors = Neighbors.nothing(len(queries), k)
@@ -157,12 +157,12 @@ class MemoryDatastore:
     def delete(self, ids: IdRanges) -> None:
         """Delete every record whose id is in the ranges; ids without a record are ignored."""
         with self._write_lock:
-            old = self._current_records()
+            old = self._get_current_records()
             self._records = old.rows(~ids.contains(old.ids))
 
     def count(self) -> int:
         """Return the number of records."""
-        return len(self._current_records().ids)
+        return len(self._get_current_records().ids)
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
@@ -177,7 +177,7 @@ class MemoryDatastore:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        records = self._current_records()
+        records = self._get_current_records()
         rows = np.arange(len(records.ids)) if ids is None else np.flatnonzero(ids.contains(records.ids))
         for start in range(0, len(rows), batch_size):
             batch = records.rows(rows[start : start + batch_size])
@@ -192,7 +192,7 @@ class MemoryDatastore:
 
     def flush(self) -> None:
         """Do nothing, because the store has no files. Raises DatastoreClosedError after `close`."""
-        self._current_records()
+        self._get_current_records()
 
     def close(self) -> None:
         """Drop all records. Later calls of other methods raise DatastoreClosedError."""
@@ -204,7 +204,7 @@ class MemoryDatastore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _current_records(self) -> _Records:
+    def _get_current_records(self) -> _Records:
         """Return the current records. Raises DatastoreClosedError after `close`."""
         records = self._records
         if records is None:

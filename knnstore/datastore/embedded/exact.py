@@ -101,7 +101,7 @@ class ExactIndex:
             return Neighbors.nothing(len(queries), k)
         centered = queries - self._center
         slices = np.array([[0, self._rows]]) if ids is None else self._find_slices(ids)
-        neighbors = self._nearest_among(centered, reachable, slices)
+        neighbors = self._search_slices(centered, reachable, slices)
         if self._metric is Metric.L2:
             self._recompute_inexact(neighbors, queries, centered)
         if reachable > k:
@@ -143,7 +143,7 @@ class ExactIndex:
         """
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
-    def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
+    def _search_slices(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
         """Find the k nearest rows of the matrix for each query, among the rows in some ranges.
 
         Args:

@@ -85,7 +85,7 @@ class SegmentFiles:
     def write_segment(
         self,
         segments: Sequence[Segment],
-        among: Sequence[Segment],
+        group_segments: Sequence[Segment],
         dim: int,
         damaged_segments: dict[StoredFile, int],
     ) -> Segment:
@@ -97,7 +97,7 @@ class SegmentFiles:
 
         Args:
             segments: the segments to rewrite, all of one group.
-            among: all segments of the group.
+            group_segments: all segments of the group.
             dim: number of components of a key.
             damaged_segments: group number of each damaged segment, by the file of its keys. A segment that
                 turns out to be damaged is added.
@@ -106,9 +106,11 @@ class SegmentFiles:
             DiskFullError, OSError: the disk is full or failed.
             CorruptDatastoreError: a segment is damaged.
         """
-        codec = find_readable_codec(among)
-        if codec is None and self._is_codec_due(among, rewriting=all(segment.entry for segment in segments)):
-            codec = self._fit_codec(among, dim)
+        codec = find_readable_codec(group_segments)
+        if codec is None and self._is_codec_due(
+            group_segments, rewriting=all(segment.entry for segment in segments)
+        ):
+            codec = self._fit_codec(group_segments, dim)
         name = self._take_number()
         self._remember_unnamed(*file_names(name))  # if writing fails, the next successful change removes them
         return write_segment(self._root, name, segments, dim, damaged_segments, codec)

@@ -219,7 +219,10 @@ class Manifest:
         return names.union(part.file.name for part in self.parts)
 
     def changed(
-        self, gone: Set[str], fresh: Iterable[SegmentEntry], write: Callable[[bytes], StoredFile]
+        self,
+        removed_names: Set[str],
+        added_entries: Iterable[SegmentEntry],
+        write: Callable[[bytes], StoredFile],
     ) -> "Manifest":
         """Return a new manifest without some segments of this manifest and with additional segments.
 
@@ -227,15 +230,17 @@ class Manifest:
         cost depends on the number of changed segments, and hardly on the number of all segments.
 
         Args:
-            gone: names of the segments to leave out.
-            fresh: entries of the segments to add.
+            removed_names: names of the segments to leave out.
+            added_entries: entries of the segments to add.
             write: function that writes bytes to a new file, durably, and returns the file's name, size and
                 hash; it is called for each new part.
         """
-        unchanged_parts = tuple(part for part in self.parts if part.names.isdisjoint(gone))
-        opened_segments = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
-        listed_entries = [entry for entry in chain(*opened_segments, self.listed) if entry.name not in gone]
-        listed_entries = sorted([*listed_entries, *fresh], key=attrgetter("name"))
+        unchanged_parts = tuple(part for part in self.parts if part.names.isdisjoint(removed_names))
+        opened_segments = (part.segments for part in self.parts if not part.names.isdisjoint(removed_names))
+        listed_entries = [
+            entry for entry in chain(*opened_segments, self.listed) if entry.name not in removed_names
+        ]
+        listed_entries = sorted([*listed_entries, *added_entries], key=attrgetter("name"))
         parts = []
         while len(listed_entries) >= 2 * PART_SIZE:
             parts.append(ManifestPart.write(listed_entries[:PART_SIZE], write))
@@ -349,14 +354,14 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     _check_value(0 <= segment.first_id <= segment.last_id < ID_LIMIT and 0 <= segment.group < 1 << 31)
     _check_value(segment.dtype == "uint8" if segment.codes else segment.dtype in _KEY_SIZES)
     _check_value(0 < segment.rows <= 1 << 40 and segment.keys.size == segment.rows * segment.row_size(dim))
-    _check_value(segment.ids.size in _allowed_id_sizes(segment))
+    _check_value(segment.ids.size in _list_allowed_id_sizes(segment))
     files = segment.needed + ([segment.index.file] if segment.index else [])
     _check_value(all(_is_valid_file(file) for file in files))
     _check_value(segment.index is None or isinstance(segment.index.parameters, dict))
     return segment
 
 
-def _allowed_id_sizes(entry: SegmentEntry) -> list[int]:
+def _list_allowed_id_sizes(entry: SegmentEntry) -> list[int]:
     """Return the possible sizes in bytes of a segment's file of record ids.
 
     Args:

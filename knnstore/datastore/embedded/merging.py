@@ -296,7 +296,7 @@ def write_segment(
         CorruptDatastoreError: a segment is damaged; no manifest names the new files.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
-    dtype = np.dtype(np.uint8) if codec else _common_dtype(segments)
+    dtype = np.dtype(np.uint8) if codec else _find_common_dtype(segments)
     packer = IdsPacker() if is_worth_packing(_iterate_live_ids(segments)) else None
     runs: int | None = None
     check_space(root, estimate_size(segments, dim), f"writing {rows:,} records")
@@ -307,7 +307,7 @@ def write_segment(
         FileWriter(root, ids_name) as ids_file,
         FileWriter(root, digests_name) as digests_file,
     ):
-        batch_size = max(1, CHUNK_SIZE // (dim * _common_dtype(segments).itemsize))
+        batch_size = max(1, CHUNK_SIZE // (dim * _find_common_dtype(segments).itemsize))
         for ids, keys, _ in merge_records(segments, batch_size=batch_size, codec=codec):
             keys_file.write(keys.astype(dtype, copy=False))
             ids_file.write(packer.add_ids(ids) if packer else ids)
@@ -356,10 +356,10 @@ def estimate_size(segments: Sequence[Segment], dim: int) -> int:
         segments: one or more segments (immutable sets of records).
         dim: number of components of a key.
     """
-    return sum(segment.live for segment in segments) * (dim * _common_dtype(segments).itemsize + 8)
+    return sum(segment.live for segment in segments) * (dim * _find_common_dtype(segments).itemsize + 8)
 
 
-def _common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
+def _find_common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
     """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32."""
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
@@ -422,7 +422,7 @@ def mark_rows_dead(
     group_numbers: Iterable[int],
     first: int,
     last: int,
-    rows_in: Callable[[Segment], IdRanges],
+    find_rows: Callable[[Segment], IdRanges],
 ) -> dict[int, list[Segment]]:
     """Mark rows of segments as dead, because their records were deleted or replaced.
 
@@ -433,7 +433,7 @@ def mark_rows_dead(
         group_numbers: numbers of the groups in which rows may be marked.
         first: smallest record id of the rows to mark.
         last: largest record id of the rows to mark. Segments without ids from `first` to `last` are skipped.
-        rows_in: function that returns the row numbers of a segment to mark, as ranges.
+        find_rows: function that returns the row numbers of a segment to mark, as ranges.
 
     Returns:
         All segments, new and unchanged, of each group with newly dead rows, by group number.
@@ -442,7 +442,7 @@ def mark_rows_dead(
     for group in group_numbers:
         for segment in groups[group]:
             if segment.first_id <= last and segment.last_id >= first:
-                rows = rows_in(segment) - segment.dead
+                rows = find_rows(segment) - segment.dead
                 if rows:
                     group_segments = changed.setdefault(group, list(groups[group]))
                     group_segments[group_segments.index(segment)] = segment.without(rows)

@@ -70,14 +70,14 @@ class SegmentReader:
         After a change or new damage, the method returns a new mapping, with the same tuple object for each
         group that did not change.
         """
-        groups, damage = self._current_groups(), self._damaged_segments.copy()
+        groups, damage = self._get_current_groups(), self._damaged_segments.copy()
         if not damage:
             return groups
         cached_groups, cached_damage, sound = self._sound
         if (
             cached_groups is not groups or cached_damage != damage
         ):  # a count would not do, because damage can be forgotten
-            sound = self._without_damaged(groups, sound)
+            sound = self._leave_out_damaged(groups, sound)
             self._sound = groups, damage, sound
         return sound
 
@@ -87,14 +87,14 @@ class SegmentReader:
 
     def snapshot(self) -> Group:
         """Return the segments of all groups, damaged segments included."""
-        return tuple(chain.from_iterable(self._current_groups().values()))
+        return tuple(chain.from_iterable(self._get_current_groups().values()))
 
     def damaged(self) -> list[DamagedPart]:
         """Return a report on each segment that is known to be damaged; empty if no segment is.
 
         The files are not read to look for damage; `verify` does that.
         """
-        groups = self._current_groups()
+        groups = self._get_current_groups()
         return [
             DamagedPart(
                 segment.entry.name,
@@ -179,7 +179,7 @@ class SegmentReader:
             describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
         ]
         if problems:
-            for segment in self._current_groups().get(entry.group, ()):
+            for segment in self._get_current_groups().get(entry.group, ()):
                 if segment.entry and segment.entry.keys == entry.keys:
                     segment.columns.mark_damaged(problems[0])
             return problems
@@ -261,7 +261,7 @@ class SegmentReader:
                 if current != self._signature:
                     self._manifest = self._load_manifest()
 
-    def _current_groups(self) -> Mapping[int, Group]:
+    def _get_current_groups(self) -> Mapping[int, Group]:
         """Return the current segments of each group by group number, damaged segments included.
 
         If the directory is open for reading only, changes of the writer are read first. Raises
@@ -285,7 +285,7 @@ class SegmentReader:
         """Return the sorted numbers of the groups with a segment that is known to be damaged."""
         return sorted(set(self._damaged_segments.values()))
 
-    def _without_damaged(
+    def _leave_out_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
         """Return the segments of each group without damaged segments, and log each damaged segment once.

@@ -147,7 +147,7 @@ class MappedColumns:
 
         Only the blocks of the file that hold these rows are checked.
         """
-        return self._decode_keys(self._stored_at(rows))
+        return self._decode_keys(self._read_stored_rows(rows))
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
         """Return a copy of the record ids at some row numbers, int64, in the shape of `rows`."""
@@ -168,7 +168,7 @@ class MappedColumns:
             Codes, uint8, shape (n, size).
         """
         if self.codec_file is not None and self.codec_file.entry == codec_file.entry:
-            return self._stored_at(rows)
+            return self._read_stored_rows(rows)
         return codec_file.codec.encode(self.keys_at(rows).astype(np.float32))
 
     def digests(self) -> bytes:
@@ -256,7 +256,7 @@ class MappedColumns:
         """The content of the file of keys, not checked: keys, shape (n, dim), or codes, shape (n, size)."""
         return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
 
-    def _stored_at(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+    def _read_stored_rows(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Check the blocks of the file of keys that hold some rows, and return a copy of these rows.
 
         Args:

@@ -157,16 +157,16 @@ def find_file_problem(folder: Path, name: str) -> str | None:
     )
 
 
-def remove_unused_files(folder: Path, named: Iterable[str]) -> None:
+def remove_unused_files(folder: Path, names_in_use: Iterable[str]) -> None:
     """Delete the files of weights that are not used, and files of weights that a crash left half written.
 
     Files with other kinds of names stay. If the folder is missing, nothing happens.
 
     Args:
         folder: folder of the files of weights.
-        named: names of the files that are used and stay.
+        names_in_use: names of the files that are used and stay.
     """
-    used_names = set(named)
+    used_names = set(names_in_use)
     paths = list(folder.iterdir()) if folder.is_dir() else []
     unused = [
         p for p in paths if _FILE_NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in used_names

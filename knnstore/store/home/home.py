@@ -181,17 +181,17 @@ class Home:
             lock.release()
 
     @staticmethod
-    def _check_same_database(url: URL, given: str) -> URL:
+    def _check_same_database(url: URL, user_url: str) -> URL:
         """Parse the URL that the user gave for the catalog, and return it.
 
         Args:
             url: URL of the catalog, by the description file.
-            given: URL from the user, which may only add or change the password.
+            user_url: URL from the user, which may only add or change the password.
 
         Raises:
-            ConfigError: if the two URLs differ in more than the password, or `given` is not valid.
+            ConfigError: if the two URLs differ in more than the password, or `user_url` is not valid.
         """
-        parsed = parse_url(given)
+        parsed = parse_url(user_url)
         if without_password(parsed) != without_password(url):
             raise ConfigError(
                 f"the store's catalog is {mask_password(url)}, {CATALOG_VARIABLE} names another: "

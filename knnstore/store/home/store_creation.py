@@ -87,7 +87,7 @@ def _create_and_lock(folder: Path) -> int:
         ConfigError: if the folder cannot be created, or has files that are not from a creation of a store.
     """
     for _ in range(_LOCK_ATTEMPTS):
-        _create_checked(folder)
+        _create_folder(folder)
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # whoever had it has just finished or given up
@@ -105,7 +105,7 @@ def _create_and_lock(folder: Path) -> int:
     raise ConfigError(f"no folder can be made in {folder.parent}: choose another --home")
 
 
-def _create_checked(folder: Path) -> None:
+def _create_folder(folder: Path) -> None:
     """Create a folder for a new store if it is missing, with missing parents.
 
     Raises ConfigError if the path is a file or a link, or the folder has files that are not from a creation

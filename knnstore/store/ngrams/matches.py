@@ -74,24 +74,26 @@ class _ContextLevels(NamedTuple):
 
     lengths: Places
     """Number of symbols of the suffix, descending, shape (l,)."""
-    there: NDArray[np.bool_]
+    is_stored: NDArray[np.bool_]
     """True if the store has the suffix with a token after it, shape (q, l)."""
     ranges: Places
     """Start and stop of the suffix's range in the suffix array of the stored text, shape (2, q, l)."""
     successors: Places
     """Number of different tokens that follow the suffix in the store, shape (q, l)."""
     total: Places
-    """Sum of the counts of all tokens that follow the suffix, shape (q, l); 1 if `there` is False."""
+    """Sum of the counts of all tokens that follow the suffix, shape (q, l); 1 if `is_stored` is False."""
     discounts: NDArray[np.float64]
     """Kneser-Ney discount for each length, shape (l,)."""
-    left: NDArray[np.float64]
+    shorter_weights: NDArray[np.float64]
     """Weight that the mixture gives to all shorter suffixes together, when it reaches this suffix, shape
-    (q, l); 1 if `there` is False."""
+    (q, l); 1 if `is_stored` is False."""
 
     @property
-    def above(self) -> NDArray[np.float64]:
+    def total_weights(self) -> NDArray[np.float64]:
         """Weight that the mixture gives to each suffix and all shorter suffixes together, shape (q, l)."""
-        return np.concatenate([np.ones_like(self.left[:, :1]), self.left[:, :-1]], 1).cumprod(1)
+        return np.concatenate(
+            [np.ones_like(self.shorter_weights[:, :1]), self.shorter_weights[:, :-1]], 1
+        ).cumprod(1)
 
 
 class Matches:
@@ -117,8 +119,8 @@ class Matches:
         if len(symbols) <= _MAX_FEW:
             self._find_ranges_of_few()
             return
-        for at in range(0, len(symbols), _PLACES_AT_ONCE):
-            self._find_ranges(np.arange(at, min(at + _PLACES_AT_ONCE, len(symbols))))
+        for start in range(0, len(symbols), _PLACES_AT_ONCE):
+            self._find_ranges(np.arange(start, min(start + _PLACES_AT_ONCE, len(symbols))))
 
     @classmethod
     def of(
@@ -136,11 +138,12 @@ class Matches:
         """
         return cls(counts, *lay_out_texts(texts, counts.start, begins))
 
-    def gold(self, at: Places, order: int) -> NDArray[np.float32]:
+    def gold(self, indices: Places, order: int) -> NDArray[np.float32]:
         """Compute the Kneser-Ney probability of the token that follows each context in its text.
 
         Args:
-            at: index of each context's last symbol in the joined texts, shape (q,); a token must follow it.
+            indices: index of each context's last symbol in the joined texts, shape (q,); a token must follow
+                it.
             order: length of the longest n-grams that are used, 2 to `DEPTH`.
 
         Returns:
@@ -148,56 +151,59 @@ class Matches:
             the mixture is 0.
         """
         unigrams = self._counts.unigrams
-        tokens = self._symbols[at + 1].astype(np.int64) - 1
+        tokens = self._symbols[indices + 1].astype(np.int64) - 1
         is_known = tokens < len(unigrams)
         probs = np.where(is_known, unigrams[np.where(is_known, tokens, 0)], 0).astype(np.float64)
-        levels = self._compute_levels(at, order)
-        seen = self._count_ngrams(self._extend_ranges(at, levels), levels.lengths + 1, order)
+        levels = self._compute_levels(indices, order)
+        seen = self._count_ngrams(self._extend_ranges(indices, levels), levels.lengths + 1, order)
         for level in reversed(range(order - 1)):
             own_share = np.maximum(seen[:, level] - levels.discounts[level], 0) / levels.total[:, level]
-            probs = np.where(levels.there[:, level], own_share + levels.left[:, level] * probs, probs)
+            probs = np.where(
+                levels.is_stored[:, level], own_share + levels.shorter_weights[:, level] * probs, probs
+            )
         return probs.astype(np.float32)
 
-    def distribution(self, at: Places, order: int) -> Distribution:
+    def distribution(self, indices: Places, order: int) -> Distribution:
         """Compute the Kneser-Ney distribution of the next token after each context.
 
         Args:
-            at: index of each context's last symbol in the joined texts, shape (q,).
+            indices: index of each context's last symbol in the joined texts, shape (q,).
             order: length of the longest n-grams that are used, 2 to `DEPTH`.
 
         Returns:
             The distributions of all contexts as one sparse list of entries.
         """
-        text, levels = self._counts.text, self._compute_levels(at, order)
+        text, levels = self._counts.text, self._compute_levels(indices, order)
         starts, stops = levels.ranges.reshape(2, -1)
-        stops = np.where(levels.there.ravel(), stops, starts)
-        lengths = np.tile(levels.lengths, len(at))
+        stops = np.where(levels.is_stored.ravel(), stops, starts)
+        lengths = np.tile(levels.lengths, len(indices))
         owners, places = self._counts.list_first_places(lengths + 1, np.stack([starts, stops]))
         is_last = np.append(owners, -1)[1:] != owners
         ends = np.where(is_last, stops[owners], np.append(places, 0)[1:])
         lengths, (rows, level) = lengths[owners], np.divmod(owners, order - 1)
         seen = self._count_ngrams(np.stack([places, ends]), lengths + 1, order)
         probs = np.maximum(seen - levels.discounts[level], 0) / levels.total[rows, level]
-        probs *= levels.above[rows, level]
+        probs *= levels.total_weights[rows, level]
         tokens = text.symbols[text.order[places] + lengths].astype(np.int64) - 1
-        rest = levels.left.prod(1).astype(np.float32)
+        rest = levels.shorter_weights.prod(1).astype(np.float32)
         return Distribution(rows, tokens, probs.astype(np.float32), rest, self._select_longest(levels))
 
-    def suffixes(self, at: Places, order: int) -> Suffixes:
+    def suffixes(self, indices: Places, order: int) -> Suffixes:
         """Find for each context the longest series of its last symbols that the store has with a next token.
 
         Args:
-            at: index of each context's last symbol in the joined texts, shape (q,).
+            indices: index of each context's last symbol in the joined texts, shape (q,).
             order: length of the longest n-grams that are used, 2 to `DEPTH`; a suffix has at most order - 1
                 symbols.
         """
-        return self._select_longest(self._compute_levels(at, order))
+        return self._select_longest(self._compute_levels(indices, order))
 
-    def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
+    def occurrences(self, indices: Places, order: int, most: int) -> list[list[Occurrence]]:
         """Find places in the store where a context's last symbols are followed by the context's next token.
 
         Args:
-            at: index of each context's last symbol in the joined texts, shape (q,); a token must follow it.
+            indices: index of each context's last symbol in the joined texts, shape (q,); a token must follow
+                it.
             order: length of the longest n-grams that are used, 2 to `DEPTH`.
             most: for each number of matching symbols, largest number of places that are added to the result.
 
@@ -207,17 +213,17 @@ class Matches:
             part of the unigrams.
         """
         text = self._counts.text
-        places_by_context: list[dict[int, tuple[int, float]]] = [{} for _ in at]
-        levels = self._compute_levels(at, order)
-        ranges = self._extend_ranges(at, levels)
+        places_by_context: list[dict[int, tuple[int, float]]] = [{} for _ in indices]
+        levels = self._compute_levels(indices, order)
+        ranges = self._extend_ranges(indices, levels)
         every_seen = self._count_ngrams(ranges, levels.lengths + 1, order)
         for number, length in enumerate(levels.lengths.tolist()):
             starts, stops = ranges[..., number]
-            rows = np.flatnonzero(levels.there[:, number] & (stops > starts))
+            rows = np.flatnonzero(levels.is_stored[:, number] & (stops > starts))
             counts, seen = (stops - starts)[rows], every_seen[rows, number]
             shares = np.maximum(seen - levels.discounts[number], 0.0) / levels.total[rows, number] / counts
-            shares *= levels.above[rows, number]
-            columns = (one.tolist() for one in (rows, starts[rows], counts, shares))
+            shares *= levels.total_weights[rows, number]
+            columns = (array.tolist() for array in (rows, starts[rows], counts, shares))
             for row, start, count, each in zip(*columns, strict=True):
                 places = places_by_context[row]
                 for place, (matched, share) in places.items():  # they have this shorter end as well
@@ -225,7 +231,7 @@ class Matches:
                 listed = text.order[start : start + min(count, most + len(places))] + length
                 for place in [place for place in listed.tolist() if place not in places][:most]:
                     places[place] = length, each
-        return [self._make_occurrences(of) for of in places_by_context]
+        return [self._make_occurrences(places) for places in places_by_context]
 
     def _make_occurrences(self, found: Mapping[int, tuple[int, float]]) -> list[Occurrence]:
         """Convert the places of one context to a list of `Occurrence` objects, in the same order.
@@ -235,17 +241,19 @@ class Matches:
                 index in the stored symbols.
         """
         positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
-        return [Occurrence(at, *of) for at, of in zip(positions, found.values(), strict=True)]
+        return [
+            Occurrence(position, *match) for position, match in zip(positions, found.values(), strict=True)
+        ]
 
-    def _compute_levels(self, at: Places, order: int) -> _ContextLevels:
+    def _compute_levels(self, indices: Places, order: int) -> _ContextLevels:
         """Compute counts and Kneser-Ney weights of the contexts' suffixes of order - 1 symbols down to one.
 
         Args:
-            at: index of each context's last symbol in the joined texts, shape (q,).
+            indices: index of each context's last symbol in the joined texts, shape (q,).
             order: length of the longest n-grams that are used.
         """
         counts, lengths = self._counts, np.arange(order - 1, 0, -1)
-        begins = at[:, None] - lengths + 1
+        begins = indices[:, None] - lengths + 1
         ranges = self._ranges[:, lengths - 1, np.maximum(begins, 0)]
         successors = counts.count_different(lengths + 1, ranges)
         total = np.empty_like(successors)
@@ -255,8 +263,8 @@ class Matches:
         total = np.where(is_found, total, 1)
         discounts = np.array([counts.discounts[length + 1].continued for length in lengths.tolist()])
         discounts[0] = counts.discounts[order].raw
-        left = np.where(is_found, discounts * successors / total, 1.0)
-        return _ContextLevels(lengths, is_found, ranges, successors, total, discounts, left)
+        shorter_weights = np.where(is_found, discounts * successors / total, 1.0)
+        return _ContextLevels(lengths, is_found, ranges, successors, total, discounts, shorter_weights)
 
     def _select_longest(self, levels: _ContextLevels) -> Suffixes:
         """Return for each context the longest suffix that the store has with a token after it.
@@ -264,24 +272,24 @@ class Matches:
         Args:
             levels: suffixes of the contexts, a result of `_compute_levels`.
         """
-        rows, longest = np.arange(len(levels.there)), levels.there.argmax(1)
-        is_found = levels.there[rows, longest]
+        rows, longest = np.arange(len(levels.is_stored)), levels.is_stored.argmax(1)
+        is_found = levels.is_stored[rows, longest]
         lengths = levels.lengths[longest]
         counts = self._counts.count_followed(lengths, levels.ranges[:, rows, longest])
         successors = levels.successors[rows, longest]
-        return Suffixes(*(np.where(is_found, of, 0) for of in (lengths, counts, successors)))
+        return Suffixes(*(np.where(is_found, values, 0) for values in (lengths, counts, successors)))
 
-    def _extend_ranges(self, at: Places, levels: _ContextLevels) -> Places:
+    def _extend_ranges(self, indices: Places, levels: _ContextLevels) -> Places:
         """Return the suffix-array range of each suffix extended by the symbol that follows it in its text.
 
         Args:
-            at: index of each context's last symbol in the joined texts, shape (q,).
+            indices: index of each context's last symbol in the joined texts, shape (q,).
             levels: suffixes of the contexts, a result of `_compute_levels`.
 
         Returns:
             Start and stop of each range, shape (2, q, l), for l suffix lengths.
         """
-        begins = np.maximum(at[:, None] - levels.lengths + 1, 0)
+        begins = np.maximum(indices[:, None] - levels.lengths + 1, 0)
         return self._ranges[:, levels.lengths, begins]
 
     def _count_ngrams(self, ranges: Places, lengths: Places, order: int) -> Places:
@@ -299,24 +307,24 @@ class Matches:
         continued = self._counts.continued(np.minimum(lengths, DEPTH - 1), ranges)
         return np.where(lengths == order, stops - starts, continued)
 
-    def _find_ranges(self, at: Places) -> None:
+    def _find_ranges(self, indices: Places) -> None:
         """Find the suffix-array ranges of all n-grams that begin at some symbols; store them in `_ranges`.
 
         Each n-gram is extended by one symbol at a time, until the stored text does not contain it.
 
         Args:
-            at: indices in the joined texts of the symbols where n-grams begin, shape (n,).
+            indices: indices in the joined texts of the symbols where n-grams begin, shape (n,).
         """
-        low, high = self._counts.ranges(self._symbols[at])
-        self._ranges[:, 0, at] = low, high
+        low, high = self._counts.ranges(self._symbols[indices])
+        self._ranges[:, 0, indices] = low, high
         for length in range(1, DEPTH):
-            wanted = self._symbols.take(at + length, mode="clip")
+            wanted = self._symbols.take(indices + length, mode="clip")
             going = (low < high) & (wanted != END)
-            at, low, high, wanted = at[going], low[going], high[going], wanted[going]
-            if not len(at):
+            indices, low, high, wanted = indices[going], low[going], high[going], wanted[going]
+            if not len(indices):
                 return
             low, high = self._narrow_ranges(length, low, high, wanted)
-            self._ranges[:, length, at] = low, high
+            self._ranges[:, length, indices] = low, high
 
     def _narrow_ranges(
         self, length: int, low: Places, high: Places, wanted: Symbols

@@ -62,8 +62,8 @@ def transfer(
     target: Datastore,
     progress: Progress,
     *,
-    reads: OnBatch = lambda ids, keys: None,
-    holds: OnBatch = lambda ids, keys: None,
+    on_source_batch: OnBatch = lambda ids, keys: None,
+    on_target_batch: OnBatch = lambda ids, keys: None,
 ) -> Transferred:
     """Copy all records of one datastore to another, build the target's indexes, and check the target.
 
@@ -75,22 +75,23 @@ def transfer(
         source: the datastore to copy.
         target: the datastore to fill, open for writing.
         progress: receives the progress for the user.
-        reads: function that is called with the ids and keys of each batch of the source, by ascending id.
-        holds: function that is called with the ids and keys of each batch of the complete target, by
+        on_source_batch: function that is called with the ids and keys of each batch of the source, by
             ascending id.
+        on_target_batch: function that is called with the ids and keys of each batch of the complete target,
+            by ascending id.
 
     Raises:
         DatastoreError: if the target has other records than the source, or does not find the nearest records
             although it claims an exact search.
     """
     total = source.count()
-    queries, copied = _copy_missing(_read_ahead(source, reads), total, target, progress)
+    queries, copied = _copy_missing(_read_ahead(source, on_source_batch), total, target, progress)
     if isinstance(target, SupportsOptimize):
         progress.start("indexing")
         target.optimize()
         progress.finish()
     failpoint("move.indexed")
-    held = _read_ahead(target, holds)
+    held = _read_ahead(target, on_target_batch)
     nearest = _compare_records(_read_ahead(source), held, total, target, queries, progress)
     records = target.count()
     failpoint("move.compared")
@@ -283,11 +284,11 @@ def _are_equal(ours: Batch, theirs: Batch, capabilities: Capabilities) -> bool:
     if capabilities.exact_keys:
         return False
     return bool(((their_keys == rounded) | (their_keys == keys)).all()) or (
-        capabilities.codes is not None and _codes_fit(keys, their_keys)
+        capabilities.codes is not None and _are_codes_plausible(keys, their_keys)
     )
 
 
-def _codes_fit(keys: Keys, coded: Keys) -> bool:
+def _are_codes_plausible(keys: Keys, coded: Keys) -> bool:
     """Check whether keys that were compressed and decoded are near enough to the original keys.
 
     The squared distance to the original keys may be at most half of the keys' squared distance to their mean.

@@ -207,7 +207,11 @@ class Relocation:
             )
             with name_damaged_documents(self._catalog, source, _UNCHANGED):
                 transferred = transfer(
-                    source, copy, progress, reads=source_checksums.add, holds=target_checksums.add
+                    source,
+                    copy,
+                    progress,
+                    on_source_batch=source_checksums.add,
+                    on_target_batch=target_checksums.add,
                 )
             altered = source_checksums.find_differing(stored)
             if altered:
@@ -351,14 +355,14 @@ def _check_has_keys(engine: Engine) -> None:
         )
 
 
-def _format_leftover(place: Place, left: str | None) -> list[str]:
+def _format_leftover(place: Place, reason_left: str | None) -> list[str]:
     """Return a list with one line about keys that could not be erased; an empty list if they were erased.
 
     Args:
         place: place of the keys.
-        left: reason why the keys could not be erased; None if they were erased.
+        reason_left: reason why the keys could not be erased; None if they were erased.
     """
-    return [f"{place}: {left}"] if left else []
+    return [f"{place}: {reason_left}"] if reason_left else []
 
 
 def _normalize_params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,13 +66,13 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
                 datastore.abandon(part)
 
 
-def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None:
+def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) -> None:
     """Check that no live document has lost records with a known damaged part of the datastore.
 
     Args:
         catalog: catalog of the store.
         datastore: datastore to check.
-        undone: beginning of the error message, which says what was not done because of the damage.
+        message_start: beginning of the error message, which says what was not done because of the damage.
 
     Raises:
         CorruptDatastoreError: documents have lost records; the message names the documents.
@@ -83,14 +83,14 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
     if len(lost_documents):
         names = format_document_names(catalog, snapshot.rows[lost_documents].tolist())
         raise CorruptDatastoreError(
-            f"{undone}: records of {names} are lost "
+            f"{message_start}: records of {names} are lost "
             f"({parts[0].problem.partition(': ')[0]}); remove and add again what `knnstore verify` names, or "
             "restore a backup"
         )
 
 
 @contextmanager
-def name_damaged_documents(catalog: Catalog, datastore: Datastore, undone: str) -> Iterator[None]:
+def name_damaged_documents(catalog: Catalog, datastore: Datastore, message_start: str) -> Iterator[None]:
     """Let a CorruptDatastoreError of the ``with`` block name the documents that have lost records.
 
     If no live document has lost records, the error passes unchanged.
@@ -98,12 +98,12 @@ def name_damaged_documents(catalog: Catalog, datastore: Datastore, undone: str) 
     Args:
         catalog: catalog of the store.
         datastore: datastore that the block reads.
-        undone: beginning of the error message, which says what was not done because of the damage.
+        message_start: beginning of the error message, which says what was not done because of the damage.
     """
     try:
         yield
     except CorruptDatastoreError:
-        check_undamaged(catalog, datastore, undone)
+        check_undamaged(catalog, datastore, message_start)
         raise
 
 
