@@ -64,6 +64,8 @@ class CellCache:
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
         """Return a cell from the cache. A cell that is not in the cache is read and added.
 
+        A cell is a cluster of records with near keys.
+
         Args:
             owner: object to which the cell belongs. Cells of different owners with the same number differ.
             number: number of the cell.
@@ -81,7 +83,8 @@ class CellCache:
     def add_sharer(self, sharer: Sharer) -> None:
         """Let another cache use a part of the memory limit, as long as the other cache exists.
 
-        The other cache must call `shrink` after it has grown, so that cells are dropped here.
+        The other cache must call `shrink` after it has grown, so that cells (clusters of near keys) are
+        dropped here.
         """
         with self._lock:
             self._sharers.add(sharer)
@@ -102,7 +105,10 @@ class CellCache:
             yield
 
     def shrink(self) -> None:
-        """Drop random cells until the cells and all sharers together are within the memory limit."""
+        """Drop random cells until the cells and all sharers together are within the memory limit.
+
+        A cell is a cluster of records with near keys.
+        """
         with self._lock:
             others = sum(sharer.held for sharer in self._sharers)
             while self._names and self._held + others > self.size:
@@ -112,6 +118,8 @@ class CellCache:
 
     def _add_cell(self, name: tuple[object, int], cell: Cell) -> None:
         """Add a cell, and drop random cells if the cache is full. The caller holds `_lock`.
+
+        A cell is a cluster of records with near keys.
 
         Args:
             name: owner and number of the cell.

@@ -152,7 +152,7 @@ class CellsDatastore(EmbeddedDatastore):
         from knnstore_cells.visiting import visit_cells
 
         def visit_groups(groups: Sequence[GroupSearch]) -> list[Visits]:
-            """Compare the queries with the records of their nearest cells in some groups."""
+            """Compare the queries with the records of their nearest cells (clusters of near keys)."""
             return visit_cells(
                 [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
             )
@@ -168,9 +168,9 @@ class CellsDatastore(EmbeddedDatastore):
     def optimize(self) -> None:
         """Merge files of records, reclaim the space of deleted records, and save the cells of new records.
 
-        The cell centers of a group stay the same until its number of cells changes, which happens when the
-        group has grown or shrunk by about a half. While the centers stay the same, records stay in their
-        cells.
+        A cell is a cluster of records with near keys. The cell centers of a group stay the same until its
+        number of cells changes, which happens when the group has grown or shrunk by about a half. While the
+        centers stay the same, records stay in their cells.
         """
         with self._remember_cells():
             super().optimize()
@@ -178,8 +178,8 @@ class CellsDatastore(EmbeddedDatastore):
     def vacuum(self) -> None:
         """Rewrite all files that contain deleted or replaced records, without these records.
 
-        The other records stay in their cells. The center of a cell that has no record any more is replaced,
-        because it may be the key of a deleted record.
+        The other records stay in their cells (clusters of near keys). The center of a cell that has no record
+        any more is replaced, because it may be the key of a deleted record.
         """
         with self._remember_cells() as former:
             for group, arranged in former.items():
@@ -219,7 +219,7 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group is so large that it has more than one cell.
+        """Check whether a group is so large that it has more than one cell (a cluster of near keys).
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
@@ -243,6 +243,8 @@ class CellsDatastore(EmbeddedDatastore):
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
         """Assign the records of a segment to cells, and write the assignment (the index) to a file.
 
+        A cell is a cluster of records with near keys.
+
         Args:
             segment: a set of files with records of one group.
             parameters: result of `_index_parameters`.
@@ -256,7 +258,8 @@ class CellsDatastore(EmbeddedDatastore):
     def _write_cells(self, segment: Segment, cells: int, path: Path) -> None:
         """Assign the records of a segment to the cells of its group, and write the assignment to a file.
 
-        New cell centers are fitted if the group has no centers yet, or if its number of cells has changed.
+        A cell is a cluster of records with near keys. New cell centers are fitted if the group has no centers
+        yet, or if its number of cells has changed.
 
         Args:
             segment: a set of files with records of one group.
@@ -293,8 +296,9 @@ class CellsDatastore(EmbeddedDatastore):
     def _remember_cells(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
         """Remember the cells of all records during the ``with`` block, in which segments are rewritten.
 
-        Records of a rewritten segment then keep their cells. Yields a dict from each group number to the
-        group's segments with cells, largest first. A nested block yields the dict of the outer block.
+        A cell is a cluster of records with near keys. A segment is an immutable set of records. Records of a
+        rewritten segment then keep their cells. Yields a dict from each group number to the group's segments
+        with cells, largest first. A nested block yields the dict of the outer block.
         """
         if self._former_cells is not None:
             yield self._former_cells
@@ -312,7 +316,7 @@ class CellsDatastore(EmbeddedDatastore):
             self._former_cells, self._centers = None, {}
 
     def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
-        """Read the cell of each record of a segment from the segment's index file.
+        """Read the cell (a cluster of near keys) of each record of a segment from the segment's index file.
 
         If the file is damaged, or missing for the second time, a warning is logged, the file is added to the
         damaged files, and None is returned.

@@ -116,6 +116,8 @@ class DeviceKeys:
     def select_rows(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> RowsByCell:
         """Select rows (records) for a search, sorted by cell. The result of the last call is cached.
 
+        A cell is a cluster of records with near keys. A segment is an immutable set of records.
+
         Args:
             alive: mask of the segment's records that are neither deleted nor replaced; None if all are.
             ids: ids of the records to select; None selects all such records.
@@ -137,8 +139,9 @@ class DeviceKeys:
     ) -> Iterator[Visits]:
         """Compute the distances between queries and the records of the cells that they probe.
 
-        A visit holds the distances between some queries and some records of one cell. All visits have the
-        same shape, so a cell with many queries or records is divided among several visits.
+        A cell is a cluster of records with near keys. A visit holds the distances between some queries and
+        some records of one cell. All visits have the same shape, so a cell with many queries or records is
+        divided among several visits.
 
         Args:
             visitors: the queries that probe each cell.
@@ -204,7 +207,8 @@ def choose_device(name: str, needed: int) -> torch.device | None:
 def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tensor, Tensor, Tensor]:
     """Divide the work of comparing queries with records into t equal tiles.
 
-    A tile consists of up to m queries and up to r records of one cell that all these queries probe.
+    A tile consists of up to m queries and up to r records of one cell (a cluster of near keys) that all these
+    queries probe.
 
     Args:
         visitors: the queries that probe each cell.
@@ -277,7 +281,10 @@ def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tens
     offsets = torch.arange(len(codec.books), device=device) * codec.books.shape[1]
 
     def decode(codes: Tensor) -> Tensor:
-        """Decode codes, uint8, shape (..., size), to rotated keys, float32, shape (..., width)."""
+        """Decode codes, uint8, shape (..., size), to rotated keys, float32, shape (..., width).
+
+        Codes are compressed keys.
+        """
         pieces = embedding(codes[..., 1:] + offsets, entries)
         return pieces.flatten(-2) + embedding(codes[..., 0].int(), centers)
 

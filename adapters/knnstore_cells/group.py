@@ -115,9 +115,9 @@ class CellGroup:
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments (sets of records) to search, and assign new records to cells.
 
-        No search may run during the call. Only records that are new since the last update are compared with
-        the cell centers. Records that were moved to another segment, for example from memory to disk, stay in
-        their cells.
+        A cell is a cluster of records with near keys. No search may run during the call. Only records that
+        are new since the last update are compared with the cell centers. Records that were moved to another
+        segment, for example from memory to disk, stay in their cells.
 
         Raises:
             FileNotFoundError: the file of an index is missing, for the first time: a writer may have
@@ -160,8 +160,9 @@ class CellGroup:
     def _find_former_segments(self, segments: Sequence[Segment]) -> list[ArrangedSegment]:
         """Return the segments of the last update that are not used any more, with their cells.
 
-        From them, the cells of records that were moved to another segment are known. The list is empty if
-        records were replaced since the last update, because the keys of these records may have changed.
+        A segment is a set of records, and a cell is a cluster of records with near keys. The cells of records
+        that were moved from an old segment to a new segment are known from the old segment. The list is empty
+        if records were replaced since the last update, because the keys of these records may have changed.
 
         Args:
             segments: the segments that are searched from now on.
@@ -192,13 +193,13 @@ class CellGroup:
     def _compute_middle(self) -> Tensor:
         """Compute the vector that is subtracted from rotated keys and queries, float32, shape (width,).
 
-        It is the mean of the rotated cell centers for L2, else 0.
+        For L2, the vector is the mean of the rotated centers of all cells (clusters of near keys); else 0.
         """
         has_center = self.metric is Metric.L2 and len(self.origins)
         return self.origins.mean(0) if has_center else self.origins.new_zeros(self.origins.shape[1])
 
     def count_matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
-        """Count the records of each cell that match a filter, int64, shape (cells,).
+        """Count the records of each cell (a cluster of near keys) that match a filter, int64, shape (cells,).
 
         Deleted and replaced records do not count. The result for the last `ids` object is cached.
 
@@ -216,6 +217,8 @@ class CellGroup:
     def find_cells(self, ids: IdRanges | None) -> Cells:
         """Return the numbers and centers of all cells that have a record with one of some ids.
 
+        A cell is a cluster of records with near keys.
+
         Args:
             ids: the ids; None returns all cells that have a record.
         """
@@ -227,7 +230,8 @@ class CellGroup:
     def read_cell(self, number: int) -> Cell:
         """Return the records of the cell with a number, from the cache or from the segments.
 
-        Deleted and replaced records are left out.
+        A cell is a cluster of records with near keys. A segment is an immutable set of records. Deleted and
+        replaced records are left out.
         """
         return self._cell_cache.get(self._version, number, self._read_cell)
 
@@ -249,7 +253,7 @@ class CellGroup:
         return scanner
 
     def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Read the records of several cells as codes (compressed keys).
+        """Read the records of several cells (clusters of near keys) as codes (compressed keys).
 
         All keys of the group must be codes of one codec. Deleted and replaced records are left out.
 
@@ -275,6 +279,8 @@ class CellGroup:
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
         """Compute on the device the distances between queries and the records of their cells.
+
+        A cell is a cluster of records with near keys.
 
         Args:
             visitors: the queries that are compared with each cell.
@@ -317,6 +323,8 @@ class CellGroup:
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
         """Find the k nearest records of each query among all records of the query's nearest cells.
 
+        A cell is a cluster of records with near keys.
+
         Args:
             queries: query vectors, float32, shape (q, dim).
             k: number of neighbors.
@@ -341,10 +349,10 @@ class CellGroup:
     ) -> Keys:
         """Choose the cell centers that all segments of the group use, float32, shape (cells, dim).
 
-        These are the centers of the largest segment whose cells are known. If the cells of no segment are
-        known, for example while a new group is filled, the centers of the last update are kept. They are kept
-        until the group needs more than `_MOST_GROWTH` times as many cells, or as few; then new centers are
-        fitted.
+        A cell is a cluster of records with near keys; a segment is a set of records. The largest segment
+        whose cells are known decides: its centers are used. If the cells of no segment are known, for example
+        while a new group is filled, the centers of the last update are kept. They are kept until the number
+        of cells should grow or shrink by more than a factor of `_MOST_GROWTH`; then new centers are fitted.
 
         Args:
             segments: all segments of the group.
@@ -369,7 +377,7 @@ class CellGroup:
         The object is cached as long as the centers stay the same.
 
         Args:
-            centers: float32, shape (cells, dim).
+            centers: float32, shape (n, dim).
         """
         if not np.array_equal(self._nearest.centers.numpy(), centers):
             self._nearest = NearestCenter(torch.from_numpy(centers))
@@ -378,8 +386,8 @@ class CellGroup:
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
         """Set the group's codec (compressor of keys), and its rotation matrix, from the group's segments.
 
-        The codec of the largest segment with compressed keys is used. Without such a segment, codec and
-        rotation become None.
+        A segment is an immutable set of records. The codec of the largest segment with compressed keys is
+        used. Without such a segment, codec and rotation become None.
         """
         coded = [segment for segment in segments if segment.columns.codec_file]
         columns = max(coded, key=lambda segment: segment.rows).columns if coded else None
@@ -388,7 +396,9 @@ class CellGroup:
         self._rotation = None if rotation is None else torch.from_numpy(rotation).to(self.device)
 
     def _count_rows(self, rows: Callable[[_SegmentInGroup], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
-        """Count records of each cell in all segments, int64, shape (cells,).
+        """Count records of each cell in all segments (immutable sets of records), int64, shape (cells,).
+
+        A cell is a cluster of records with near keys.
 
         Args:
             rows: function that returns a mask of the records of a segment to count; None counts all.
@@ -405,7 +415,8 @@ class CellGroup:
     def _read_cell(self, number: int) -> Cell:
         """Read the records of the cell with a number from all segments, without the cache.
 
-        Deleted and replaced records are left out.
+        A cell is a cluster of records with near keys. A segment is an immutable set of records. Deleted and
+        replaced records are left out.
         """
         ids, keys = [], []
         for segment, (rows,) in self._iterate_rows([number]):
@@ -420,6 +431,8 @@ class CellGroup:
 
     def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
         """Find the rows of all segments that belong to some cells, without deleted and replaced records.
+
+        A cell is a cluster of records with near keys. A segment is an immutable set of records.
 
         Args:
             numbers: numbers of the cells, without duplicates.
@@ -438,6 +451,8 @@ class CellGroup:
     def _read_rotated_keys(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
         """Read keys of a segment, decoded and rotated to the space of the group's codec.
 
+        A codec compresses keys. A segment is an immutable set of records.
+
         Args:
             segment: the segment.
             rows: row numbers of the keys in the segment, shape (n,).
@@ -452,7 +467,7 @@ class CellGroup:
 
 
 def _identify_segment(segment: Segment) -> tuple[int, StoredFile | None]:
-    """Return a value that identifies a segment with its index.
+    """Return a value that identifies a segment (an immutable set of records) with its index.
 
     Versions of a segment that differ only in their deleted records have the same value.
     """

@@ -34,12 +34,15 @@ class SegmentCells:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Number of rows of each cell, deleted records included, int64, shape (cells,)."""
+        """Number of rows of each cell, deleted records included, int64, shape (cells,).
+
+        A cell is a cluster of records with near keys.
+        """
         return np.bincount(self.owners, minlength=len(self.centers))
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Bounds of each cell in `rows`, int64, shape (cells + 1,).
+        """Bounds of each cell (a cluster of near keys) in `rows`, int64, shape (cells + 1,).
 
         The rows of cell i are at the indices starts[i] to starts[i + 1] - 1 of `rows`.
         """
@@ -47,11 +50,14 @@ class SegmentCells:
 
     @cached_property
     def rows(self) -> NDArray[np.int32]:
-        """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,)."""
+        """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,).
+
+        A cell is a cluster of records with near keys. A segment is an immutable set of records.
+        """
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
     def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Return for each of several cells the numbers of its rows, ascending, int64.
+        """Return for each of several cells (clusters of near keys) the numbers of its rows, ascending, int64.
 
         Rows of deleted records are included.
 
@@ -70,7 +76,7 @@ class SegmentCells:
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:
-        """Read the index file of a segment, and return the cells of its rows.
+        """Read the index file of a segment, and return the cells (clusters of near keys) of its rows.
 
         Args:
             root: the datastore's directory.
@@ -94,7 +100,7 @@ class SegmentCells:
         return cls(codec.turned(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
-        """Write centers and cells to an index file, which is created or replaced."""
+        """Write centers and cells (clusters of near keys) to an index file, which is created or replaced."""
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
             file.write(self.owners.data)
@@ -108,18 +114,21 @@ class ArrangedSegment(NamedTuple):
     """The cell of each row of the segment."""
 
     def has_centers(self, centers: Keys) -> bool:
-        """Check whether the centers of the segment's cells are exactly these, shape (cells, dim)."""
+        """Check whether the centers of the segment's cells are exactly these, shape (cells, dim).
+
+        A cell is a cluster of records with near keys. A segment is an immutable set of records.
+        """
         return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
     def find_cells_of(self, ids: Ids) -> NDArray[np.int64]:
-        """Find the cells of records by their ids.
+        """Find the cells (clusters of near keys) of records by their ids.
 
         Args:
             ids: record ids, int64, shape (n,).
 
         Returns:
-            Number of the cell of each record, int64, shape (n,); -1 if the segment has no record with the
-            id, or the record was deleted or replaced.
+            Number of the cell of each record, int64, shape (n,); -1 if the segment (an immutable set of
+            records) has no record with the id, or the record was deleted or replaced.
         """
         segment_ids = self.segment.columns.ids
         positions = np.minimum(np.searchsorted(segment_ids, ids), len(segment_ids) - 1)
@@ -130,13 +139,13 @@ class ArrangedSegment(NamedTuple):
 
 
 def replace_empty_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSegment]:
-    """Replace the center of every empty cell by the center of the fullest cell.
+    """Replace the center of every empty cell (a cluster of near keys) by the center of the fullest cell.
 
     A cell is empty if all its records were deleted or replaced. Its center may be the key of a deleted
     record, which must not be kept.
 
     Args:
-        former: one or more segments with cells, which are not changed.
+        former: one or more segments (immutable sets of records) with cells, which are not changed.
 
     Returns:
         The segments with the new centers. Segments whose centers differ from the centers of the first segment

@@ -171,12 +171,15 @@ def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> 
 
 
 def _count_parts(cells: int) -> int:
-    """Return into how many parts a number of cells is divided: a power of two near its square root."""
+    """Return into how many parts a number of cells is divided: a power of two near its square root.
+
+    A cell is a cluster of records with near keys.
+    """
     return 1 << (cells.bit_length() // 2)
 
 
 def _divide_cells(counts: Tensor, cells: int) -> list[int]:
-    """Divide cells among parts in proportion to the parts' numbers of keys.
+    """Divide cells (clusters of near keys) among parts in proportion to the parts' numbers of keys.
 
     Args:
         counts: number of keys of each part.
@@ -194,6 +197,8 @@ def assign_cells(
     segment: Segment, nearest: NearestCenter, former: Sequence[ArrangedSegment] = ()
 ) -> SegmentCells:
     """Assign each record of a segment, also deleted records, to the cell with the nearest center.
+
+    A cell is a cluster of records with near keys.
 
     Args:
         segment: a new or rewritten set of records.

@@ -87,7 +87,7 @@ class Policy:
         return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
     def cells_for(self, group_rows: int) -> int:
-        """Return the number of cells for a group of records.
+        """Return the number of cells (clusters of near keys) for a group of records.
 
         If the parameter `cells` is not 0, the result is this parameter, but at most the number of records.
         Otherwise the result is 1 for a small group, else a power of two that grows with the number of
@@ -105,7 +105,7 @@ class Policy:
         return min(_MOST_CELLS, int(2 ** round(math.log2(cell_count))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
-        """Check whether the cells of a segment's records are saved in an index file.
+        """Check whether the cells (clusters of near keys) of a segment's records are saved in an index file.
 
         Without an index file, the records are assigned to cells in memory when they are first searched.
 
@@ -118,6 +118,8 @@ class Policy:
 
     def probes_for(self, k: int, cells: int, rows: int) -> int:
         """Return the number of cells to search in order to find approximately the k nearest records.
+
+        A cell is a cluster of records with near keys.
 
         Args:
             k: number of neighbors.

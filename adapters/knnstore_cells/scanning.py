@@ -36,7 +36,10 @@ class CodedCell(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the records of one cell that come from one or more sets of files."""
+        """Concatenate the records of one cell that come from one or more sets of files.
+
+        A cell is a cluster of records with near keys.
+        """
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -77,9 +80,11 @@ class _PreparedQueries(NamedTuple):
 
         Args:
             queries: rotated query vectors, float32, shape (q, width).
-            cells: numbers of the cells that each query searches, shape (q, p); padded with -1.
+            cells: numbers of the cells (clusters of near keys) that each query searches, shape (q, p); padded
+                with -1.
             middle: origin of the distances, shape (width,).
-            centers: centers of the codec minus `middle`, one in each column, shape (width, 256).
+            centers: centers of the codec (a compressor of keys) minus `middle`, one in each column, shape
+                (width, 256).
         """
         relative_queries = np.ascontiguousarray(queries - middle)
         cells_of_queries = [np.ascontiguousarray(numbers[numbers != _NONE], np.int64) for numbers in cells]
@@ -130,7 +135,9 @@ class CodeScanner:
         cell_cache.add_sharer(self)
 
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
-        """Compute the distances of each query to all records of its cells.
+        """Compute the distances of each query to all records of its cells (clusters of near keys).
+
+        A codec compresses keys.
 
         Args:
             queries: query vectors in the codec's rotated space, float32, shape (q, width).
@@ -160,7 +167,8 @@ class CodeScanner:
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
         """Compute the distances of each query to all records of its cells, and return them by cell.
 
-        The distances are those of `scan`; only their arrangement differs.
+        A codec compresses keys. A cell is a cluster of records with near keys. The distances are those of
+        `scan`; only their arrangement differs.
 
         Args:
             queries: query vectors in the codec's rotated space, float32, shape (q, width).
@@ -207,7 +215,10 @@ class CodeScanner:
         return [Visits.of(visits[number]) for number in sorted(visits)]
 
     def forget(self) -> None:
-        """Drop the codes of all cells from memory; the next scan reads them again."""
+        """Drop the codes of all cells (clusters of near keys) from memory; the next scan reads them again.
+
+        Codes are compressed keys.
+        """
         self._index.reset()
         self._cell_norms.clear()
         self.held = 0
@@ -221,6 +232,8 @@ class CodeScanner:
         distances: Distances,
     ) -> None:
         """Compute the distances of one query to all records of its cells, which are in memory.
+
+        A cell is a cluster of records with near keys.
 
         Args:
             prepared: the queries.
@@ -243,6 +256,8 @@ class CodeScanner:
     def _load_cells(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
         """Read the codes of cells that are not in memory yet, and let the cell cache drop other cells.
 
+        Codes are compressed keys. A cell is a cluster of records with near keys.
+
         Args:
             cells: for each query the numbers of its cells.
             read: function that reads the codes of cells.
@@ -264,8 +279,9 @@ class CodeScanner:
     def _compute_products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
         """Compute the inner products of a query with the codebook parts of all keys of some cells.
 
-        A decoded key is the sum of one of the codec's centers and vectors from the codebooks. The product
-        with the center is left out here.
+        A codec compresses keys. A cell is a cluster of records with near keys. A decoded key is the sum of
+        one of the codec's centers and vectors from the codebooks. The product with the center is left out
+        here.
 
         Args:
             query: query vector minus the middle, float32, shape (width,).

@@ -39,7 +39,7 @@ class Cells(NamedTuple):
 
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
-        """Select the cells of a group that have a matching record.
+        """Select the cells (clusters of near keys) of a group that have a matching record.
 
         Args:
             centers: centers of all cells of the group, float32, shape (n, dim).
@@ -69,6 +69,8 @@ class Visitable(Protocol):
     def find_cells(self, ids: IdRanges | None) -> Cells:
         """Return the numbers and centers of the cells that have a record with one of some ids.
 
+        A cell is a cluster of records with near keys.
+
         Args:
             ids: the ids; None returns all cells that have a record.
         """
@@ -80,7 +82,7 @@ class Visitable(Protocol):
         """
 
     def read_cell(self, number: int) -> Cell:
-        """Return the records of the cell with a number, with decoded keys."""
+        """Return the records of the cell (a cluster of near keys) with a number, with decoded keys."""
 
     rows: int
     """Number of records of the group."""
@@ -95,7 +97,7 @@ class Visitable(Protocol):
         """
 
     def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Read the records of several cells as codes (compressed keys).
+        """Read the records of several cells (clusters of near keys) as codes (compressed keys).
 
         Args:
             numbers: numbers of the cells, without duplicates.
@@ -105,6 +107,8 @@ class Visitable(Protocol):
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
         """Compute on the device the distances between queries and the records of their cells.
+
+        A cell is a cluster of records with near keys.
 
         Args:
             visitors: the queries that are compared with each cell.
@@ -209,8 +213,8 @@ def visit_cells(
 def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
     """Check whether computing distances from codes (compressed keys) is faster than decoding the keys.
 
-    Computing from codes is faster if few queries share a cell, and if the decoded keys do not fit into the
-    cache.
+    Computing from codes is faster if few queries share a cell (a cluster of near keys), and if the decoded
+    keys do not fit into the cache.
 
     Args:
         groups: the groups to search.
@@ -227,7 +231,7 @@ def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Seq
 def _split_by_group(
     nearest: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]]
 ) -> Iterator[NDArray[np.int64]]:
-    """Divide the nearest cells of each query by the groups to which the cells belong.
+    """Divide the nearest cells (clusters of near keys) of each query by the groups to which the cells belong.
 
     Args:
         nearest: for each query the indices of its nearest cells in the list of all cells, in which one group
@@ -253,7 +257,7 @@ def _split_by_group(
 
 
 def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
-    """Compute the distances of a single query to all records of its cells.
+    """Compute the distances of a single query to all records of its cells (clusters of near keys).
 
     Args:
         visited: for each cell its group, the rotated query minus the group's `middle`, shape (1, width), and
@@ -282,7 +286,7 @@ def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: I
 
 
 def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
-    """Return a cell with only the records that have one of some ids.
+    """Return a cell (a cluster of near keys) with only the records that have one of some ids.
 
     Args:
         cell: the cell; it is returned itself if all its records are kept.
@@ -300,7 +304,7 @@ def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
 def _find_nearest_cells(
     queries: Tensor, cells: Sequence[Cells], probes: int, metric: Metric, *, is_ranked: bool
 ) -> Tensor:
-    """Find the nearest cells of each query among the cells of all groups.
+    """Find the nearest cells (clusters of near keys) of each query among the cells of all groups.
 
     Args:
         queries: query vectors, float32, shape (q, dim).

@@ -145,7 +145,11 @@ class Policy:
         return policy
 
     def is_group_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with `group_rows` live rows is searched with indexes."""
+        """Check whether a group of records is searched with indexes, not exactly.
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
+        """
         return self.index != "exact" and (self.index != "auto" or group_rows > EXACT_UP_TO)
 
     def choose_factory(self, rows: int, group_rows: int, dim: int) -> str | None:
@@ -178,7 +182,7 @@ class Policy:
 
         Args:
             k: number of neighbors.
-            rows: number of records of the segment.
+            rows: number of records of the segment (an immutable set of records).
             matching: number of records that match the filter, >= 1. Fewer matching records need more lists.
             lists: number of lists of the inverted file; the result is at most this number.
         """
@@ -335,6 +339,8 @@ def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: 
 def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
     """Check whether a segment has enough records for the lists of an index and for training its codes.
 
+    Codes are compressed keys.
+
     Args:
         factory: FAISS factory string of the index.
         rows: number of records of the segment (a set of files with records).
@@ -375,7 +381,7 @@ class InvertedIndex:
     def update(self, segment: Segment) -> None:
         """Set a newer version of the segment, in which more records may be deleted or replaced.
 
-        No search may run during the call.
+        A segment is an immutable set of records. No search may run during the call.
         """
         self.segment = segment
         self._live = segment.live_rows()
@@ -388,7 +394,7 @@ class InvertedIndex:
             ids: ids of the records to select; None selects all records.
 
         Returns:
-            Row numbers of the records in the segment, as ranges.
+            Row numbers of the records in the segment (an immutable set of records), as ranges.
         """
         return self._live if ids is None else self.segment.live_rows(ids)
 
@@ -426,7 +432,8 @@ class InvertedIndex:
         Args:
             queries: query vectors, float32, shape (q, dim).
             k: number of neighbors.
-            selector: rows of the segment that may be returned; None allows all rows.
+            selector: rows of the segment (an immutable set of records) that may be returned; None allows all
+                rows.
             probes: number of lists to visit for each query.
             candidates: number of candidates of each query whose exact distances are computed.
 
@@ -449,6 +456,8 @@ class InvertedIndex:
 
     def _rerank_candidates(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
         """Compute the exact distances of candidates from the stored keys, and return the k nearest, sorted.
+
+        A segment is an immutable set of records.
 
         Args:
             queries: query vectors, float32, shape (q, dim).
@@ -499,6 +508,8 @@ def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric
 
 def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
     """Make the object by which FAISS restricts a search to some rows of a segment.
+
+    A segment is an immutable set of records.
 
     Args:
         rows: the row numbers, as ranges.

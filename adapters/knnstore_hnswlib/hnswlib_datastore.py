@@ -179,7 +179,8 @@ class Members:
     def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
         """Convert the nodes that a graph search has found to the k nearest rows of the segment.
 
-        A node without allowed rows is skipped, and a node with several rows gives all its rows.
+        A segment is an immutable set of records. A node without allowed rows is skipped, and a node with
+        several rows gives all its rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
@@ -317,7 +318,7 @@ class GraphIndex:
     def update(self, segment: Segment) -> None:
         """Set a newer version of the segment, in which more records may be deleted or replaced.
 
-        No search may run during the call.
+        A segment is an immutable set of records. No search may run during the call.
         """
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
@@ -404,6 +405,8 @@ class GraphIndex:
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, fetched: int) -> Neighbors:
         """Find the k nearest selected records among the nearest nodes of the graph.
+
+        A segment is an immutable set of records.
 
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.

@@ -99,7 +99,7 @@ class Options:
     def point_size(self, dim: int) -> int:
         """Return an estimate of the bytes that a record takes on the server's disk.
 
-        The estimate includes vector, codes, payload, links in the graph, and log entry.
+        The estimate includes vector, codes (compressed keys), payload, links in the graph, and log entry.
 
         Args:
             dim: number of components of a vector.

@@ -264,7 +264,8 @@ class Catalog:
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
         """Return the primary keys (row numbers in the database) of live documents, in any order.
 
-        The documents must match all arguments. Unknown names give an empty list.
+        A live document is completely stored and not removed. The documents must match all arguments. Unknown
+        names give an empty list.
 
         Args:
             domain: name of the documents' domain; None allows all domains.
@@ -283,6 +284,8 @@ class Catalog:
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
         """Return the primary keys (row numbers in the database) of live documents by their external ids.
 
+        A live document is completely stored and not removed.
+
         Args:
             ids: ids that the user gave the documents.
 
@@ -298,7 +301,7 @@ class Catalog:
     def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
         """Return for each tag the primary keys (row numbers in the database) of live documents with the tag.
 
-        Tags that no live document carries are left out.
+        A live document is completely stored and not removed. Tags that no live document carries are left out.
         """
         tags = check_names(tags, "the tag")
         statement = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
@@ -307,6 +310,8 @@ class Catalog:
 
     def rows_where(self, condition: str, groups: Collection[int]) -> list[int]:
         """Return the primary keys of the live documents whose metadata meet a condition, in any order.
+
+        A live document is completely stored and not removed.
 
         Args:
             condition: condition as text, for example ``year >= 2020``; see `knnstore.catalog.conditions`.
@@ -341,7 +346,8 @@ class Catalog:
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
         """Return the token ids of a live document, uint32, shape (n,).
 
-        Returns None if no live document has the primary key `row`.
+        A live document is completely stored and not removed. Returns None if no live document has the primary
+        key `row`.
 
         Raises:
             CatalogError: the tokens do not match their digest.
@@ -408,8 +414,9 @@ class Catalog:
     def checksums(self) -> dict[int, str]:
         """Return the stored checksum of each live document's vector keys, by primary key of the document.
 
-        A document without a stored checksum is left out. If the vector engine checks its keys itself, the
-        store saves no checksums, and the result is empty.
+        A live document is completely stored and not removed. A document without a stored checksum is left
+        out. If the vector engine checks its keys itself, the store saves no checksums, and the result is
+        empty.
         """
         statement = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:
@@ -417,6 +424,8 @@ class Catalog:
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """Return primary key, SHA-256 of the text, metadata and tags of some live documents of a domain.
+
+        A live document is completely stored and not removed.
 
         Args:
             domain: name of the domain; an unknown domain gives an empty result.
@@ -443,6 +452,8 @@ class Catalog:
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """Return for each hash the primary keys of the live documents whose text has this SHA-256.
 
+        A live document is completely stored and not removed.
+
         Args:
             hashes: SHA-256 of texts, hexadecimal. Hashes without a document are left out of the result.
         """
@@ -450,7 +461,10 @@ class Catalog:
             return read_rows_by_content(session, hashes)
 
     def domains(self) -> list[Domain]:
-        """Return the domains that have a live document, with their totals, sorted by name."""
+        """Return the domains that have a live document, with their totals, sorted by name.
+
+        A live document is completely stored and not removed.
+        """
         with run_read_transaction(self.sql) as session:
             return read_domains(session, has_prefix=self.identity.has_prefix)
 

@@ -162,6 +162,8 @@ def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
 def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
     """Return for each hash the primary keys of the live documents whose text has this SHA-256.
 
+    A live document is completely stored and not removed.
+
     Args:
         session: session in which the query runs.
         hashes: SHA-256 of texts, hexadecimal. Hashes without a document are left out of the result.
@@ -200,8 +202,9 @@ def read_documents(session: Session, rows: Iterable[Any]) -> dict[int, Document]
 def read_domains(session: Session, *, has_prefix: bool) -> list[Domain]:
     """Return the domains that have a live document, sorted by name, with their totals.
 
-    The totals are numbers of documents, tokens and records. A record is a stored token with its vector key;
-    in a store without keys, the number of records is 0.
+    A live document is completely stored and not removed. The totals are numbers of documents, tokens and
+    records. A record is a stored token with its vector key; in a store without keys, the number of records is
+    0.
 
     Args:
         session: session in which the queries run.
@@ -267,6 +270,8 @@ def read_identity(row: StoreRow) -> Identity:
 
 def read_snapshot(session: Session, *, has_prefix: bool) -> Snapshot:
     """Read the positions and domains of all live documents as immutable arrays.
+
+    A live document is completely stored and not removed.
 
     Args:
         session: session of `run_read_transaction`, so that all queries see the same state of the database.
@@ -349,8 +354,8 @@ def decode_tokens(blob: bytes, digest: str) -> NDArray[np.uint32]:
 def find_altered(session: Session, first: int, last: int) -> set[int]:
     """Return the primary keys of live documents whose stored values do not match their digests (checksums).
 
-    The digests cover tokens, tags and the other fields, not the vector keys. A stored value of a wrong type
-    raises an error.
+    A live document is completely stored and not removed. The digests cover tokens, tags and the other fields,
+    not the vector keys. A stored value of a wrong type raises an error.
 
     Args:
         session: session in which the queries run.

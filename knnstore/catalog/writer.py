@@ -134,8 +134,8 @@ class CatalogWriter:
     def publish(self, rows: Sequence[int], checksums: Mapping[int, str] = MappingProxyType({})) -> None:
         """Make pending documents live, so that readers see them.
 
-        A live document with the same domain and id is replaced: its state becomes "deleting", so readers no
-        longer see it.
+        If another live document has the same domain and id, it is replaced: the state of the older document
+        becomes "deleting", so readers no longer see it.
 
         Args:
             rows: primary keys of the documents.

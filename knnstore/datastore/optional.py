@@ -43,7 +43,7 @@ class SupportsCells(Protocol):
     """
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Compute the distances of each query to every record of its nearest cells.
+        """Compute the distances of each query to every record of its nearest cells (clusters of near keys).
 
         Cells without a matching record are skipped and not counted. So each query is compared with at least
         one record if any record matches. With as many probes as cells, a query is compared with all matching

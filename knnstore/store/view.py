@@ -256,6 +256,8 @@ class View:
     def _visit_cells(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
         """Compare each query with all records of its nearest cells, and drop records that must not be found.
 
+        A cell is a cluster of records with near keys.
+
         Args:
             queries: query vectors, float32, shape (q, dim).
             probes: number of cells to search for each query.

@@ -343,13 +343,16 @@ class EmbeddedDatastore(ABC):
     def _create_group_search(self) -> GroupSearch:
         """Create an object that can search the records of one group.
 
-        The object has no records until its method `update` is called with the segments of the group.
+        The object has no records until its method `update` is called with the segments (immutable sets of
+        records) of the group.
         """
         exact = ExactIndex(self._dim, self._metric, self._nearest)
         return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
 
     def _check_readable(self, where: Filter | None) -> None:
         """Raise CorruptDatastoreError if a damaged segment may contain records that a filter selects.
+
+        A segment is an immutable set of records.
 
         Args:
             where: the filter of a search; None selects all records.

@@ -59,7 +59,7 @@ class Codec(ABC):
 
     @abstractmethod
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes to approximate keys that are multiplied by `rotation`.
+        """Decode codes (compressed keys) to approximate keys that are multiplied by `rotation`.
 
         Args:
             codes: uint8, shape (n, size).
@@ -71,10 +71,16 @@ class Codec(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the content of the file that stores this codec; `codec_from_bytes` reads this content."""
+        """Return the content of the file that stores this codec; `codec_from_bytes` reads this content.
+
+        A codec compresses keys.
+        """
 
     def decode(self, codes: Codes) -> Keys:
-        """Decode codes, uint8, shape (n, size), to approximate keys, float32, shape (n, dim)."""
+        """Decode codes, uint8, shape (n, size), to approximate keys, float32, shape (n, dim).
+
+        Codes are compressed keys.
+        """
         turned = self.turned(codes)
         return turned if self.rotation is None else turned @ self.rotation.T
 
@@ -98,13 +104,13 @@ class RoundedCodec(Codec):
     def turned(self, codes: Codes) -> Keys:
         """Decode codes, uint8, shape (n, 4 + dim), to approximate keys, float32, shape (n, dim).
 
-        This codec has no rotation.
+        This codec (a compressor of keys) has no rotation.
         """
         scales = np.ascontiguousarray(codes[:, :4]).view(np.float32)
         return np.ascontiguousarray(codes[:, 4:]).view(np.int8) * scales
 
     def to_bytes(self) -> bytes:
-        """Return empty bytes, because this codec has no fitted values to store."""
+        """Return empty bytes, because this codec (a compressor of keys) has no fitted values to store."""
         return b""
 
 
@@ -138,6 +144,8 @@ class ProductCodec(Codec):
     def fit(cls, keys: Keys, parts: int) -> Self:
         """Fit centers, rotation and codebooks to keys. The same keys always give the same codec.
 
+        A codec compresses keys.
+
         Args:
             keys: float32, shape (n, dim), n >= 1. If n < 256, some keys are used several times.
             parts: number of parts into which the components of a key are divided, 1 to dim. A code has
@@ -156,7 +164,7 @@ class ProductCodec(Codec):
 
     @classmethod
     def read(cls, stored: bytes, dim: int, parts: int) -> Self:
-        """Create a codec from bytes that `to_bytes` returned.
+        """Create a codec (a compressor of keys) from bytes that `to_bytes` returned.
 
         Args:
             stored: the bytes.
@@ -188,6 +196,8 @@ class ProductCodec(Codec):
 
     def turned(self, codes: Codes) -> Keys:
         """Decode codes to approximate rotated keys: the center plus the codebook vector of each part.
+
+        Codes are compressed keys.
 
         Args:
             codes: uint8, shape (n, 1 + parts).
@@ -231,7 +241,7 @@ def code_size(kind: str, dim: int) -> int:
 
 
 def sample_size(dim: int) -> int:
-    """Return the number of keys to sample for fitting a codec, at most 32,768.
+    """Return the number of keys to sample for fitting a codec (a compressor of keys), at most 32,768.
 
     More keys would hardly make the codec better.
 
@@ -320,7 +330,7 @@ class CodecFile:
     def map(self) -> None:
         """Map the codec's file into memory, so that it stays readable when another process removes the file.
 
-        Does nothing if the file is mapped already, or if the codec is in memory.
+        A codec compresses keys. Does nothing if the file is mapped already, or if the codec is in memory.
 
         Raises:
             FileNotFoundError: the file is missing.
@@ -331,7 +341,7 @@ class CodecFile:
 
     @property
     def codec(self) -> Codec:
-        """The codec. The first use reads the codec's file and checks its SHA-256.
+        """The codec (a compressor of keys). The first use reads the codec's file and checks its SHA-256.
 
         Raises:
             FileNotFoundError: the file is missing.
@@ -349,7 +359,7 @@ def _count_parts(kind: str, dim: int) -> int:
     """Return the number of parts of a product quantizer of kind ``"pqN"``: N, but at most `dim`.
 
     Args:
-        kind: kind of codes, for example ``"pq32"``.
+        kind: kind of codes (compressed keys), for example ``"pq32"``.
         dim: number of components of a key.
     """
     match = _PRODUCT.fullmatch(kind)

@@ -71,8 +71,9 @@ class ExactIndex:
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments to search. Afterwards the matrix holds exactly the live records of these segments.
 
-        Keys of segments that were searched before are not read again. No search may run during the call. If
-        an error is raised, the index is empty afterwards.
+        Live records are neither deleted nor replaced. A segment is an immutable set of records. Keys of
+        segments that were searched before are not read again. No search may run during the call. If an error
+        is raised, the index is empty afterwards.
         """
         try:
             self._replace_segments(segments)
@@ -111,8 +112,9 @@ class ExactIndex:
     def _replace_segments(self, segments: Sequence[Segment]) -> None:
         """Bring the matrix up to date with the live records of `segments`.
 
-        Rows of records that are no longer live, or not in `segments`, are removed, and new records are
-        appended. After an error the content of the matrix is undefined.
+        Live records are neither deleted nor replaced. Rows of records that are no longer live, or not in
+        `segments`, are removed, and new records are appended. After an error the content of the matrix is
+        undefined.
         """
         new_segments = {id(segment.columns): segment for segment in segments}
         spans, self._spans = self._spans, []
@@ -300,7 +302,8 @@ class ExactIndex:
     def _keep_span(self, span: _Span, segment: Segment) -> None:
         """Keep the rows of the matrix that belong to live records of a segment; drop rows of deleted records.
 
-        The rows move directly behind the rows that were kept before, and `_spans` gets an entry for them.
+        A segment is an immutable set of records. The rows move directly behind the rows that were kept
+        before, and `_spans` gets an entry for them.
 
         Args:
             span: the rows of the matrix that hold the segment's records so far.
@@ -346,7 +349,10 @@ class ExactIndex:
                 setattr(self, name, new_array)
 
     def _append_segment(self, segment: Segment) -> None:
-        """Append the keys and ids of a segment's live records to the matrix, which has room for them."""
+        """Append the keys and ids of a segment's live records to the matrix, which has room for them.
+
+        Live records are neither deleted nor replaced. A segment is an immutable set of records.
+        """
         ids, keys = segment.columns.ids, segment.columns.keys
         start = self._rows
         for first, last in segment.live_rows():

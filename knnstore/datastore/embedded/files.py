@@ -55,6 +55,8 @@ class SegmentFiles:
     def open(cls, root: Path, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool) -> Self:
         """Read the manifest of a directory, or publish an empty manifest if the directory has no manifest.
 
+        The manifest is the list of all files.
+
         Args:
             root: the datastore's directory, which exists.
             dim: number of components of a key; used only in a new manifest.
@@ -91,9 +93,9 @@ class SegmentFiles:
     ) -> Segment:
         """Write the live records of some segments as the files of one new segment, and return this segment.
 
-        Deleted and replaced records are left out. Keys are compressed to codes if another segment of the
-        group has codes, or if the group is large enough; in the latter case a codec is fitted and written
-        too. The manifest does not list the new files yet.
+        A segment is an immutable set of records. Deleted and replaced records are left out. Keys are
+        compressed to codes if another segment of the group has codes, or if the group is large enough; in the
+        latter case a codec is fitted and written too. The manifest does not list the new files yet.
 
         Args:
             segments: the segments to rewrite, all of one group.
@@ -118,6 +120,8 @@ class SegmentFiles:
     def are_coded(self, group: Sequence[Segment]) -> bool:
         """Check whether rewriting a segment of a group would compress its keys to codes.
 
+        A segment is an immutable set of records.
+
         Args:
             group: all segments of the group.
         """
@@ -139,7 +143,8 @@ class SegmentFiles:
     def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
         """Replace the manifest on disk, durably and atomically, and return the new manifest.
 
-        The new manifest lists other segments for some groups. The segments of all other groups stay.
+        The new manifest lists other segments (immutable sets of records) for some groups. The segments of all
+        other groups stay.
 
         Args:
             groups: all segments of each changed group, by group number; an empty list removes the group.
@@ -185,7 +190,7 @@ class SegmentFiles:
         """Check whether a group of uncompressed keys is large enough to fit a codec (a compressor) now.
 
         Args:
-            group: all segments of the group.
+            group: all segments (immutable sets of records) of the group.
             rewriting: True if stored segments are rewritten (`Coding.least` applies), False if records are
                 added (`Coding.most` applies).
         """
@@ -196,7 +201,8 @@ class SegmentFiles:
     def _fit_codec(self, segments: Sequence[Segment], dim: int) -> CodecFile | None:
         """Fit a codec (a compressor of keys) to a sample of keys from all segments, and write it to a file.
 
-        Damaged segments are left out. Returns None if every segment is damaged.
+        A segment is an immutable set of records. Damaged segments are left out. Returns None if every segment
+        is damaged.
 
         Args:
             segments: all segments of a group.
@@ -221,7 +227,8 @@ class SegmentFiles:
     def _write_part(self, text: bytes) -> StoredFile:
         """Write the content of a part of the manifest to a new file, durably.
 
-        A part is a file that lists some of the segments, so that the manifest itself stays small.
+        A part is a file that lists some of the segments (immutable sets of records), so that the manifest
+        itself stays small.
 
         Args:
             text: content of the file.
@@ -257,7 +264,7 @@ def write_digests(root: Path, segment: Segment) -> None:
     """Write the file with the checksums of a segment's keys, durably, if this file is missing or damaged.
 
     The file holds the SHA-256 digest of each block of the file of keys. Before it is written, all keys are
-    compared with the SHA-256 in the manifest.
+    compared with the SHA-256 in the manifest (the list of all files).
 
     Args:
         root: the datastore's directory.
@@ -299,6 +306,8 @@ def translate_write_errors(root: Path) -> Iterator[None]:
 
 def _collect_file_names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
     """Return the names of all files of some segments, and of all parts of a manifest.
+
+    A segment is an immutable set of records.
 
     Args:
         entries: entries of the segments in a manifest.

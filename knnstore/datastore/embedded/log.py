@@ -182,8 +182,8 @@ class KeySegments(SegmentReader):
     def flush(self) -> None:
         """Make all changes durable by writing buffered records and publishing a new manifest.
 
-        If a group that changed has very many segments (sets of files with records), small segments are
-        merged.
+        The manifest is the list of all files. If a group that changed has very many segments (sets of files
+        with records), small segments are merged.
 
         Raises:
             DiskFullError, DatastoreError: the disk is full or failed; nothing that was flushed before is
@@ -223,7 +223,8 @@ class KeySegments(SegmentReader):
     def write_digests(self, segment: Segment) -> None:
         """Write the file with the SHA-256 digests of a segment's keys, if the file is missing or damaged.
 
-        Raises CorruptDatastoreError if the keys themselves are damaged. A segment in memory is ignored.
+        A segment is an immutable set of records. Raises CorruptDatastoreError if the keys themselves are
+        damaged. A segment in memory is ignored.
         """
         with self._mutex, translate_write_errors(self.root):
             write_digests(self.root, segment)
@@ -253,6 +254,8 @@ class KeySegments(SegmentReader):
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:
         """Create the index file of a segment, and save its name in the manifest, durably.
+
+        The manifest is the list of all files.
 
         Args:
             segment: a segment (set of files with records) on disk.
@@ -293,7 +296,8 @@ class KeySegments(SegmentReader):
     ) -> Manifest:
         """Read or create the manifest, map its segments, and remove files that a crash left behind.
 
-        The caller holds the writer's lock.
+        The manifest is the list of all files. A segment is an immutable set of records. The caller holds the
+        writer's lock.
 
         Args:
             dim: number of components of a key; used only in a new manifest.
@@ -313,7 +317,7 @@ class KeySegments(SegmentReader):
     def _write_buffered(self) -> None:
         """Write the records in the buffer to files, as one new segment for each group, and empty the buffer.
 
-        The manifest does not list the new segments yet.
+        A segment is an immutable set of records. The manifest does not list the new segments yet.
         """
         for group in sorted(self._buffered):
             buffered = [segment for segment in self._groups[group] if segment.entry is None]
@@ -322,6 +326,8 @@ class KeySegments(SegmentReader):
 
     def _merge_segments(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge successive segments of a group until each segment has `ratio` times the records of the next.
+
+        A segment is an immutable set of records.
 
         Args:
             group: number of the group.
@@ -336,8 +342,8 @@ class KeySegments(SegmentReader):
     def _rewrite_and_publish(self, segments: Sequence[Segment]) -> None:
         """Replace some segments of a group by one new segment with their live records, durably.
 
-        Live records are the records that are neither deleted nor replaced. The old files are removed. If a
-        segment is damaged, no segment is replaced.
+        A segment is an immutable set of records. Live records are the records that are neither deleted nor
+        replaced. The old files are removed. If a segment is damaged, no segment is replaced.
         """
         with translate_write_errors(self.root):
             self._rewrite_segments(segments)
@@ -346,8 +352,9 @@ class KeySegments(SegmentReader):
     def _rewrite_segments(self, segments: Sequence[Segment]) -> None:
         """Write the live records of some segments as one new segment, and use it in place of these segments.
 
-        Live records are the records that are neither deleted nor replaced. The change becomes durable when
-        the next manifest is published. If a segment is damaged, nothing changes.
+        A segment is an immutable set of records. Live records are the records that are neither deleted nor
+        replaced. The change becomes durable when the next manifest (the list of all files) is published. If a
+        segment is damaged, nothing changes.
 
         Args:
             segments: the segments to replace, all of one group.
@@ -361,7 +368,8 @@ class KeySegments(SegmentReader):
     def _swap_segments(self, old: Sequence[Segment], new: Segment) -> None:
         """Replace some segments of a group by a new segment in this object's list of segments.
 
-        The new segment becomes the last of its group. Nothing is written to disk.
+        A segment is an immutable set of records. The new segment becomes the last of its group. Nothing is
+        written to disk.
 
         Args:
             old: the segments to replace; all belong to the group of `new`.
@@ -374,8 +382,8 @@ class KeySegments(SegmentReader):
     def _set_segments(self, changed: Mapping[int, Sequence[Segment]]) -> None:
         """Set the segments of some groups in this object. The next published manifest makes them durable.
 
-        Segments all of whose records are deleted or replaced are left out, and groups without segments are
-        removed.
+        The manifest is the list of all files. A segment is an immutable set of records. Segments all of whose
+        records are deleted or replaced are left out, and groups without segments are removed.
 
         Args:
             changed: all segments of each changed group, by group number.
@@ -393,8 +401,8 @@ class KeySegments(SegmentReader):
     def _write_segment(self, segments: Sequence[Segment]) -> Segment:
         """Write the live records of some segments of one group as a new segment on disk, and return it.
 
-        Live records are the records that are neither deleted nor replaced. The manifest does not list the new
-        segment yet.
+        A segment is an immutable set of records. Live records are the records that are neither deleted nor
+        replaced. The manifest does not list the new segment yet.
         """
         group_segments = self._groups[segments[0].group]
         written = self._files.write_segment(
@@ -406,7 +414,7 @@ class KeySegments(SegmentReader):
     def _publish_manifest(self) -> None:
         """Publish a manifest with the current segments, durably, then remove files that it does not list.
 
-        Buffered records are written first.
+        A segment is an immutable set of records. Buffered records are written first.
         """
         # Rows that were replaced are marked dead, so their replacements must be in the same manifest.
         self._write_buffered()

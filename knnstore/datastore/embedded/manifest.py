@@ -114,11 +114,17 @@ class SegmentEntry:
 
     @property
     def needed(self) -> list[StoredFile]:
-        """The files without which the segment cannot be read: keys, ids, and the codec if there is one."""
+        """The files without which the segment cannot be read: keys, ids, and the codec if there is one.
+
+        A codec compresses keys. A segment is an immutable set of records.
+        """
         return [self.keys, self.ids] + ([self.codes.file] if self.codes else [])
 
     def file_names(self) -> list[str]:
-        """Return the paths of all files of the segment, relative to the datastore's directory."""
+        """Return the paths of all files of the segment, relative to the datastore's directory.
+
+        A segment is an immutable set of records.
+        """
         derived = [self.digests] + ([self.index.file.name] if self.index else [])
         return [file.name for file in self.needed] + derived
 
@@ -148,6 +154,8 @@ class ManifestPart:
     def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
         """Write a new file that lists some segments, and return it as a part of the manifest.
 
+        A segment is an immutable set of records.
+
         Args:
             segments: entries of the segments to list.
             write: function that writes bytes to a new file, durably, and returns the file's name, size and
@@ -159,6 +167,8 @@ class ManifestPart:
     @classmethod
     def read(cls, root: Path, file: StoredFile, dim: int) -> Self:
         """Read a part of the manifest (a file that lists some segments), and check its values.
+
+        A segment is an immutable set of records.
 
         Args:
             root: the datastore's directory.
@@ -206,14 +216,18 @@ class Manifest:
 
     @property
     def segments(self) -> list[SegmentEntry]:
-        """Entries of all segments, in the order in which the segments were created."""
+        """Entries of all segments, in the order in which the segments were created.
+
+        A segment is an immutable set of records.
+        """
         every = chain(self.listed, *(part.segments for part in self.parts))
         return sorted(every, key=attrgetter("name"))
 
     def file_names(self) -> set[str]:
         """Return the paths of all files of the segments and of all parts, relative to the directory.
 
-        The manifest's own file is not included.
+        The manifest is the list of all files. A segment is an immutable set of records. The manifest's own
+        file is not included.
         """
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
@@ -226,8 +240,9 @@ class Manifest:
     ) -> "Manifest":
         """Return a new manifest without some segments of this manifest and with additional segments.
 
-        The method may write new files that list segments (parts), but does not publish the new manifest. The
-        cost depends on the number of changed segments, and hardly on the number of all segments.
+        A segment is an immutable set of records. The method may write new files that list segments (parts),
+        but does not publish the new manifest. The cost depends on the number of changed segments, and hardly
+        on the number of all segments.
 
         Args:
             removed_names: names of the segments to leave out.
@@ -250,7 +265,8 @@ class Manifest:
     def write(self, root: Path) -> None:
         """Replace the manifest file of a directory by this manifest, atomically and durably.
 
-        A process that reads the file meanwhile gets either the old manifest or this manifest, whole.
+        The manifest is the list of all files. A process that reads the file meanwhile gets either the old
+        manifest or this manifest, whole.
 
         Args:
             root: the datastore's directory.
@@ -269,6 +285,8 @@ class Manifest:
     @classmethod
     def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
         """Read the manifest of a directory with all its parts (files that list segments), and check it.
+
+        A segment is an immutable set of records.
 
         Args:
             root: the datastore's directory.
@@ -313,7 +331,8 @@ class Manifest:
 def read_signature(root: Path) -> tuple[int, int, int]:
     """Return (inode, modification time in ns, size) of the manifest's file, to notice that it was replaced.
 
-    The values change whenever a manifest is published. The call costs one system call.
+    The manifest is the list of all files. The values change whenever a manifest is published. The call costs
+    one system call.
 
     Args:
         root: the datastore's directory.
@@ -327,6 +346,8 @@ def read_signature(root: Path) -> tuple[int, int, int]:
 
 def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     """Convert the JSON object of a segment in the manifest to a `SegmentEntry`, and check all values.
+
+    The manifest is the list of all files. A segment is an immutable set of records.
 
     Args:
         entry: the JSON object; the function removes keys from this dict.
@@ -363,6 +384,8 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
 
 def _list_allowed_id_sizes(entry: SegmentEntry) -> list[int]:
     """Return the possible sizes in bytes of a segment's file of record ids.
+
+    A segment is an immutable set of records.
 
     Args:
         entry: the segment's entry.
@@ -411,7 +434,7 @@ def _render_canonical(content: Any) -> str:
     """Convert content to JSON text, keys sorted and without spaces, so that equal content gives equal text.
 
     Args:
-        content: JSON values and entries of the manifest.
+        content: JSON values and entries of the manifest (the list of all files).
     """
     return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_list_fields)
 

@@ -131,7 +131,7 @@ def _take_rows(cursor: "_Cursor", bound: int) -> _Rows:
     The cursor moves behind these records.
 
     Args:
-        cursor: place in the sequence of selected records of a segment.
+        cursor: place in the sequence of selected records of a segment (an immutable set of records).
         bound: largest id to return.
     """
     numbers = cursor.take(bound)
@@ -225,6 +225,8 @@ class _Cursor:
     def _to_row_numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Convert indices into the sequence of selected records to row numbers of the segment.
 
+        A segment is an immutable set of records.
+
         Args:
             indices: 0 for the first selected record, 1 for the second, and so on.
         """
@@ -240,10 +242,10 @@ class _Cursor:
 def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
     """Choose which successive segments of a group to merge, so that segments become smaller and smaller.
 
-    After the merges, each segment has at least `ratio` times the live records of the next segment, as far as
-    no merged segment would have more than 2^24 live records. This is the logarithmic method (Bentley and
-    Saxe, 1980): the number of segments, and the number of times that a record is rewritten, grow with the
-    logarithm of the number of records.
+    Live records are neither deleted nor replaced. After the merges, each segment has at least `ratio` times
+    the live records of the next segment, as far as no merged segment would have more than 2^24 live records.
+    This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and the number of times
+    that a record is rewritten, grow with the logarithm of the number of records.
 
     Args:
         segments: segments (immutable sets of records) of one group, in the order in which they were created.
@@ -340,7 +342,7 @@ def write_segment(
 def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
     """Yield for each segment an array with the ids of its live records, int64, ascending.
 
-    Live records are neither deleted nor replaced.
+    A segment is an immutable set of records. Live records are neither deleted nor replaced.
     """
     for segment in segments:
         ids = segment.columns.ids
@@ -350,7 +352,8 @@ def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
 def estimate_size(segments: Sequence[Segment], dim: int) -> int:
     """Return the bytes that the live records of some segments would take on disk as one new segment.
 
-    The estimate assumes that keys are not compressed, and that an id takes 8 bytes.
+    Live records are neither deleted nor replaced. The estimate assumes that keys are not compressed, and that
+    an id takes 8 bytes.
 
     Args:
         segments: one or more segments (immutable sets of records).
@@ -360,12 +363,17 @@ def estimate_size(segments: Sequence[Segment], dim: int) -> int:
 
 
 def _find_common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
-    """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32."""
+    """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32.
+
+    A segment is an immutable set of records.
+    """
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
 def file_names(name: str) -> tuple[str, str, str]:
     """Return the paths of a segment's files, relative to the datastore's directory.
+
+    A segment is an immutable set of records.
 
     Args:
         name: number of the segment, at least 8 digits.

@@ -82,17 +82,21 @@ class SegmentReader:
         return sound
 
     def readable(self) -> Group:
-        """Return the segments of all groups, without segments that are known to be damaged."""
+        """Return the segments of all groups, without segments that are known to be damaged.
+
+        A segment is an immutable set of records.
+        """
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
-        """Return the segments of all groups, damaged segments included."""
+        """Return the segments (immutable sets of records) of all groups, damaged segments included."""
         return tuple(chain.from_iterable(self._get_current_groups().values()))
 
     def damaged(self) -> list[DamagedPart]:
         """Return a report on each segment that is known to be damaged; empty if no segment is.
 
-        The files are not read to look for damage; `verify` does that.
+        A segment is an immutable set of records. The files are not read to look for damage; `verify` does
+        that.
         """
         groups = self._get_current_groups()
         return [
@@ -109,14 +113,15 @@ class SegmentReader:
     def count(self) -> int:
         """Return the number of records, including the records of damaged segments.
 
-        Deleted and replaced records do not count.
+        A segment is an immutable set of records. Deleted and replaced records do not count.
         """
         return sum(segment.live for segment in self.snapshot())
 
     def iterate(self, *, ids: IdRanges | None, batch_size: int) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every record once by ascending id, as batches (ids, keys, groups).
 
-        Deleted and replaced records, and records of segments that are known to be damaged, are left out.
+        Deleted and replaced records, and records of segments (immutable sets of records) that are known to be
+        damaged, are left out.
 
         Args:
             ids: ids of the records to yield; None yields all records.
@@ -173,7 +178,7 @@ class SegmentReader:
         If the keys or ids are missing or damaged, the segment is marked as damaged.
 
         Args:
-            entry: the segment's entry in the manifest.
+            entry: the segment's entry in the manifest (the list of all files).
         """
         problems = [
             describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
@@ -207,7 +212,10 @@ class SegmentReader:
         return problem
 
     def _check_compatible(self, dim: int, metric: Metric) -> None:
-        """Raise DatastoreMismatchError if the manifest has another dimension or metric than the arguments."""
+        """Raise DatastoreMismatchError if the manifest has another dimension or metric than the arguments.
+
+        The manifest is the list of all files.
+        """
         manifest = self._manifest
         if (dim, metric) != (manifest.dim, manifest.metric):
             actual = f"dim {manifest.dim} and metric {manifest.metric.value}"
@@ -216,7 +224,8 @@ class SegmentReader:
     def _load_manifest(self) -> Manifest:
         """Read the manifest (the list of all files), map the files of its segments, and return the manifest.
 
-        If a writer replaces the manifest meanwhile, manifest and files are read again.
+        A segment is an immutable set of records. If a writer replaces the manifest meanwhile, manifest and
+        files are read again.
 
         Raises:
             DatastoreNotFoundError: the directory has no datastore.
@@ -240,7 +249,7 @@ class SegmentReader:
     def _read_signature(self) -> tuple[int, int, int]:
         """Return (inode, modification time in ns, size) of the manifest's file; zeros if there is no file.
 
-        The values change whenever a manifest is published.
+        The manifest is the list of all files. The values change whenever a manifest is published.
         """
         try:
             return read_signature(self.root)
@@ -248,7 +257,7 @@ class SegmentReader:
             return 0, 0, 0
 
     def _refresh_manifest(self) -> None:
-        """Read the manifest again if its file has changed since it was last read.
+        """Read the manifest (the list of all files) again if its file has changed since it was last read.
 
         Raises DatastoreNotFoundError if the file was removed.
         """
@@ -264,8 +273,8 @@ class SegmentReader:
     def _get_current_groups(self) -> Mapping[int, Group]:
         """Return the current segments of each group by group number, damaged segments included.
 
-        If the directory is open for reading only, changes of the writer are read first. Raises
-        DatastoreClosedError after `close`.
+        A segment is an immutable set of records. If the directory is open for reading only, changes of the
+        writer are read first. Raises DatastoreClosedError after `close`.
         """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
@@ -274,7 +283,10 @@ class SegmentReader:
         return self._groups
 
     def _forget_old_damage(self) -> None:
-        """Remove segments that the manifest no longer lists from the known damaged segments."""
+        """Remove segments that the manifest no longer lists from the known damaged segments.
+
+        A segment is an immutable set of records.
+        """
         for file, group in list(self._damaged_segments.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
@@ -282,13 +294,18 @@ class SegmentReader:
                 self._damaged_segments.pop(file, None)
 
     def _list_damaged_groups(self) -> list[int]:
-        """Return the sorted numbers of the groups with a segment that is known to be damaged."""
+        """Return the sorted numbers of the groups with a segment that is known to be damaged.
+
+        A segment is an immutable set of records.
+        """
         return sorted(set(self._damaged_segments.values()))
 
     def _leave_out_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
         """Return the segments of each group without damaged segments, and log each damaged segment once.
+
+        A segment is an immutable set of records.
 
         Args:
             groups: all segments of each group, by group number; not changed.
@@ -311,7 +328,7 @@ class SegmentReader:
         return sound
 
     def _map_segments(self, manifest: Manifest) -> dict[int, Group]:
-        """Map the files of all segments of a manifest into memory.
+        """Map the files of all segments (immutable sets of records) of a manifest into memory.
 
         Files that are mapped already are not mapped again.
 
@@ -344,6 +361,8 @@ class SegmentReader:
         self, entry: SegmentEntry, former: Segment | None, dim: int, codec: CodecFile | None
     ) -> Segment:
         """Create the object of a segment (a set of files with records) from its entry in the manifest.
+
+        The manifest is the list of all files.
 
         Args:
             entry: the segment's entry.

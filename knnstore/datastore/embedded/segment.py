@@ -184,6 +184,8 @@ class MappedColumns:
     def mark_damaged(self, problem: str) -> None:
         """Mark the segment as damaged, so that its records are left out of all results.
 
+        A segment is an immutable set of records.
+
         Args:
             problem: one line that says what is damaged. It is ignored if a problem is known already.
         """
@@ -202,7 +204,7 @@ class MappedColumns:
     def _map_file(
         self, root: Path, file: StoredFile, digests: str | None, trusted: bool
     ) -> MappedFile | CorruptDatastoreError:
-        """Map a file of the segment into memory.
+        """Map a file of the segment (an immutable set of records) into memory.
 
         If the file is missing or has a wrong size, the segment is marked as damaged, and the error is
         returned, not raised.
@@ -230,6 +232,8 @@ class MappedColumns:
     def _note_damage(self) -> Iterator[None]:
         """Mark the segment as damaged if the ``with`` block finds a file missing or damaged.
 
+        A segment is an immutable set of records.
+
         Raises:
             CorruptDatastoreError: the block raised FileNotFoundError or CorruptDatastoreError. The message
                 also says what the user can do.
@@ -245,7 +249,10 @@ class MappedColumns:
         raise CorruptDatastoreError(self.problem) from None
 
     def _record_problem(self, problem: str) -> None:
-        """Set the attribute `problem`, and add the segment to the damaged segments of the datastore."""
+        """Set the attribute `problem`, and add the segment to the damaged segments of the datastore.
+
+        A segment is an immutable set of records.
+        """
         self.problem = problem
         self._damaged_segments[self._entry.keys] = (
             self._entry.group
@@ -253,7 +260,10 @@ class MappedColumns:
 
     @property
     def _stored_values(self) -> NDArray[Any]:
-        """The content of the file of keys, not checked: keys, shape (n, dim), or codes, shape (n, size)."""
+        """The content of the file of keys, not checked: keys, shape (n, dim), or codes, shape (n, size).
+
+        Codes are compressed keys.
+        """
         return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
 
     def _read_stored_rows(self, rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -263,7 +273,7 @@ class MappedColumns:
             rows: row numbers, shape (n,).
 
         Returns:
-            Keys, shape (n, dim), or codes, shape (n, size), as they are stored.
+            Keys, shape (n, dim), or codes (compressed keys), shape (n, size), as they are stored.
         """
         file = self.keys_file
         with self._note_damage():
@@ -338,6 +348,8 @@ class Segment:
     def in_memory(cls, group: int, ids: Ids, keys: StoredKeys) -> "Segment":
         """Create a segment in memory from arrays, which the caller must not change afterwards.
 
+        A segment is an immutable set of records.
+
         Args:
             group: group number of the records.
             ids: record ids, int64, shape (n,), ascending, n >= 1.
@@ -347,7 +359,10 @@ class Segment:
 
     @property
     def index(self) -> IndexEntry | None:
-        """Entry of the segment's index file; None if the segment has no index or is in memory only."""
+        """Entry of the segment's index file; None if the segment has no index or is in memory only.
+
+        A segment is an immutable set of records.
+        """
         return self.entry.index if self.entry else None
 
     @property
@@ -357,6 +372,8 @@ class Segment:
 
     def without(self, rows: IdRanges) -> "Segment":
         """Return a version of the segment in which more rows are dead (deleted or replaced).
+
+        A segment is an immutable set of records.
 
         Args:
             rows: numbers of the rows, as ranges; if empty, the segment itself is returned.
@@ -374,8 +391,8 @@ class Segment:
     def rows_of(self, ids: IdRanges | None) -> IdRanges:
         """Return the row numbers, as ranges, of the records with some ids, including deleted records.
 
-        The file of ids is not read if the first and last id of the segment show that no record or every
-        record has such an id.
+        The file of ids is not read if the first and last id of the segment (an immutable set of records) show
+        that no record or every record has such an id.
 
         Args:
             ids: record ids; ids without a record are ignored. None returns all rows.

@@ -54,6 +54,8 @@ def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
     """Delete each known damaged part of a datastore with which no live document has lost a record.
 
+    A live document is completely stored and not removed.
+
     Args:
         catalog: catalog of the store.
         datastore: datastore of the store, open for writing.
@@ -68,6 +70,8 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
 
 def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) -> None:
     """Check that no live document has lost records with a known damaged part of the datastore.
+
+    A live document is completely stored and not removed.
 
     Args:
         catalog: catalog of the store.
@@ -93,7 +97,8 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) 
 def name_damaged_documents(catalog: Catalog, datastore: Datastore, message_start: str) -> Iterator[None]:
     """Let a CorruptDatastoreError of the ``with`` block name the documents that have lost records.
 
-    If no live document has lost records, the error passes unchanged.
+    A live document is completely stored and not removed. If no live document has lost records, the error
+    passes unchanged.
 
     Args:
         catalog: catalog of the store.
@@ -109,6 +114,8 @@ def name_damaged_documents(catalog: Catalog, datastore: Datastore, message_start
 
 def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) -> NDArray[np.int64]:
     """Find the documents that have lost records with a damaged part of the datastore.
+
+    A live document is completely stored and not removed.
 
     Args:
         part: the damaged part, a result of `list_damaged_parts`.
