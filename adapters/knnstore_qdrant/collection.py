@@ -103,7 +103,8 @@ class Attempts:
     def change(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns the status ``completed``.
 
-        After any other status, the server may make the change later or never. Raises the errors of `read`.
+        A point is a stored vector with an id. After any other status, the server may make the change later or
+        never. Raises the errors of `read`.
 
         Args:
             call: function that calls the server and returns the status of the change.
@@ -382,7 +383,10 @@ class Collection:
             self._is_indexing_postponed = True
 
     def resume_indexing(self) -> None:
-        """Let the server index new points again, in the background, if indexing was postponed."""
+        """Let the server index new points again, in the background, if indexing was postponed.
+
+        A point is a stored vector with an id.
+        """
         self._added = 0
         if self._is_indexing_postponed:
             self._configure_indexing(
@@ -392,6 +396,8 @@ class Collection:
 
     def index(self) -> None:
         """Let the server index all points, and wait until it is done.
+
+        A point is a stored vector with an id.
 
         Raises:
             DatastoreError: the server reports that it cannot index.
@@ -473,6 +479,8 @@ class Collection:
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
         """Let the server index a value of the points' payload, and wait until the index exists.
 
+        A point is a stored vector with an id.
+
         Args:
             field: name of the value in the payload.
             index: parameters of the index.
@@ -516,6 +524,8 @@ class Collection:
 
     def _configure_indexing(self, optimizers: models.OptimizersConfigDiff) -> None:
         """Change how the server indexes the points of this collection.
+
+        A point is a stored vector with an id.
 
         Args:
             optimizers: the settings to change.

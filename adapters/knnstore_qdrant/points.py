@@ -113,7 +113,10 @@ def _to_rest_filter(condition: Condition) -> models.Filter:
 
 
 def _to_grpc_filter(condition: Condition | None) -> Any:
-    """Convert a condition to the gRPC message of a filter; None, which selects all points, stays None."""
+    """Convert a condition to the gRPC message of a filter; None, which selects all points, stays None.
+
+    A point is a stored vector with an id.
+    """
     return None if condition is None else RestToGrpc.convert_filter(_to_rest_filter(condition))
 
 
@@ -244,12 +247,15 @@ class ServerPoints:
         return _convert_hits([answer.points for answer in answers], k, self._metric)
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects, and wait until the change is visible."""
+        """Delete the points that a condition selects, and wait until the change is visible.
+
+        A point is a stored vector with an id.
+        """
         selector = models.FilterSelector(filter=_to_rest_filter(condition))
         self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
     def count(self) -> int:
-        """Return the exact number of points."""
+        """Return the exact number of points (stored vectors)."""
         return self.attempts.read(lambda: self._client.count(self._name, exact=True)).count
 
     def scroll(
@@ -285,11 +291,14 @@ class ServerPoints:
         )
 
     def optimize(self) -> None:
-        """Let the server index all points, and wait until it is done."""
+        """Let the server index all points (stored vectors), and wait until it is done."""
         self._collection.index()
 
     def close(self) -> None:
-        """Let the server index new points again if indexing was postponed, and close the connections."""
+        """Let the server index new points again if indexing was postponed, and close the connections.
+
+        A point is a stored vector with an id.
+        """
         self._senders.shutdown()
         try:
             self._collection.resume_indexing()
@@ -305,6 +314,8 @@ class ServerPoints:
 
     def _make_search_params(self, k: int, exact: bool) -> models.SearchParams:
         """Return Qdrant's parameters of a search.
+
+        A point is a stored vector with an id.
 
         Args:
             k: number of neighbors.
@@ -409,13 +420,16 @@ class GrpcPoints(ServerPoints):
         return _convert_hits(hits, k, self._metric, id_attribute="id.num")
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects over gRPC, and wait until the change is visible."""
+        """Delete the points that a condition selects over gRPC, and wait until the change is visible.
+
+        A point is a stored vector with an id.
+        """
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
         self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
 
     def count(self) -> int:
-        """Return the exact number of points."""
+        """Return the exact number of points (stored vectors)."""
         request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
         return int(self.attempts.read(lambda: self._send_request("Count", request)).result.count)
 

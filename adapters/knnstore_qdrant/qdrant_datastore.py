@@ -333,7 +333,10 @@ class QdrantDatastore:
         self.close()
 
     def _get_open_points(self) -> ServerPoints:
-        """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`."""
+        """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`.
+
+        A point is a stored vector with an id.
+        """
         if self._closed:
             raise DatastoreClosedError("this Qdrant store was closed; open it again")
         return self._points
@@ -341,7 +344,8 @@ class QdrantDatastore:
     def _get_writable_points(self) -> ServerPoints:
         """Return the object that reads and writes the points, if the store is open for writing.
 
-        Raises `ReadOnlyError` in mode ``"r"``, and `DatastoreClosedError` after `close`.
+        A point is a stored vector with an id. Raises `ReadOnlyError` in mode ``"r"``, and
+        `DatastoreClosedError` after `close`.
         """
         points = self._get_open_points()
         if self._mode == "r":
@@ -393,7 +397,10 @@ class QdrantDatastore:
                 yield batch
 
     def _read_ids(self, condition: Condition) -> Ids:
-        """Read from the server the ids of all points that a condition selects, int64, ascending."""
+        """Read from the server the ids of all points that a condition selects, int64, ascending.
+
+        A point is a stored vector with an id.
+        """
         batches = self._iterate_points(_IDS_AT_ONCE, condition, keys=False)
         return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
 

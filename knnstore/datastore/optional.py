@@ -18,7 +18,7 @@ from knnstore.errors import RecordNotFoundError
 
 @runtime_checkable
 class SupportsGet(Protocol):
-    """An engine that reads a few records by id quickly."""
+    """A vector engine that reads a few records by id quickly."""
 
     def get(self, ids: Ids) -> Keys:
         """Return the keys of records.
@@ -36,7 +36,7 @@ class SupportsGet(Protocol):
 
 @runtime_checkable
 class SupportsCells(Protocol):
-    """An engine that divides its records into cells. A cell is a cluster of records with nearby keys.
+    """A vector engine that divides its records into cells. A cell is a cluster of records with nearby keys.
 
     With `visit`, a query is compared with all records of its nearest cells. With `search`, only the k nearest
     records are returned.
@@ -68,7 +68,7 @@ class SupportsCells(Protocol):
 
 @runtime_checkable
 class SupportsOptimize(Protocol):
-    """An engine that can reorganize itself for faster search."""
+    """A vector engine that can reorganize itself for faster search."""
 
     def optimize(self) -> None:
         """Build or extend indexes, and reclaim the space of deleted records.
@@ -80,7 +80,7 @@ class SupportsOptimize(Protocol):
 
 @runtime_checkable
 class SupportsSize(Protocol):
-    """An engine that can estimate its size on a local disk."""
+    """A vector engine that can estimate its size on a local disk."""
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -96,7 +96,7 @@ class SupportsSize(Protocol):
 
 @runtime_checkable
 class SupportsVacuum(Protocol):
-    """An engine that only marks records as deleted, and can rewrite its files without them."""
+    """A vector engine that only marks records as deleted, and can rewrite its files without them."""
 
     def vacuum(self) -> None:
         """Rewrite every file that contains deleted or replaced records, without these records.
@@ -107,7 +107,7 @@ class SupportsVacuum(Protocol):
 
 @runtime_checkable
 class SupportsBeside(Protocol):
-    """An engine, usually a server, that can hold a copy of a datastore at the same location."""
+    """A vector engine, usually a server, that can hold a copy of a datastore at the same location."""
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class SupportsBeside(Protocol):
 
 @runtime_checkable
 class SupportsVerify(Protocol):
-    """An engine that can check its files."""
+    """A vector engine that can check its files."""
 
     def verify(self) -> list[str]:
         """Check sizes and checksums of all stored files, without changing any file.
@@ -141,7 +141,7 @@ class SupportsVerify(Protocol):
 
 @runtime_checkable
 class SupportsDamage(Protocol):
-    """An engine that continues to work with its sound records after a file with other records is damaged.
+    """A vector engine that continues to work after a file with some of its records is damaged.
 
     As soon as the engine knows of the damage, `search` and `iterate` leave the damaged records out. Each
     damaged part is logged once.
@@ -165,7 +165,7 @@ class SupportsDamage(Protocol):
 
 @runtime_checkable
 class SupportsErase(Protocol):
-    """An engine that can remove a whole datastore."""
+    """A vector engine that can remove a whole datastore."""
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
@@ -186,7 +186,7 @@ class SupportsErase(Protocol):
 
 @runtime_checkable
 class SupportsOwner(Protocol):
-    """An engine that stores the name of the owner of a datastore beside the keys.
+    """A vector engine that stores the name of the owner of a datastore beside the keys.
 
     The owner is the store (catalog and datastore together) to which the keys belong. A store reads the
     owner's name so that it never writes, moves or erases keys of another store. After somebody copies the

@@ -61,7 +61,7 @@ class Datastore(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The features of this engine."""
+        """The features of this vector engine, such as exact search."""
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records; a record replaces an older record with the same id, including its group.

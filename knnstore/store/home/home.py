@@ -54,17 +54,17 @@ class Home:
 
         Args:
             location: a URL, which is returned unchanged; an absolute path, which is returned unchanged too;
-                or a path relative to the home.
+                or a path relative to the home (the folder of the store).
         """
         return location if "://" in location else str(self.path / location)
 
     @property
     def has_catalog(self) -> bool:
-        """True if the catalog is the SQLite file ``catalog.db`` in the home."""
+        """True if the catalog is the SQLite file ``catalog.db`` in the home (the folder of the store)."""
         return self.catalog_url == self._make_catalog_url(self.path, None)
 
     def find_exposed_file(self) -> Path | None:
-        """Return the path of a file in the home that every user of this machine can read.
+        """Return a file in the home (the store's folder) that every user of this machine can read.
 
         Returns None if there is no such file.
         """

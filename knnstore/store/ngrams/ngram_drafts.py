@@ -82,7 +82,10 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
     symbols, length, wanted_list = text.symbols, len(wanted), wanted.tolist()
 
     def key(place: np.int32) -> list[int]:
-        """Return the symbols from a place of the stored documents on, as many as are searched."""
+        """Return the symbols from a place of the stored documents on, as many as are searched.
+
+        A symbol is a token or the start of a document.
+        """
         symbols_there: list[int] = symbols[place : place + length].tolist()
         return symbols_there
 
@@ -96,6 +99,8 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
 
 def _extend_match(text: SortedText, begins: Places, end: Symbols, matched: int) -> tuple[int, int]:
     """Compare further symbols before several matches, and choose the match that is longest then.
+
+    A symbol is a token or the start of a document.
 
     Args:
         text: the stored documents with their suffix array.
@@ -120,7 +125,8 @@ def _extend_match(text: SortedText, begins: Places, end: Symbols, matched: int) 
 def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[float]]:
     """Choose among places of stored documents a place whose continuation is most frequent.
 
-    Symbol by symbol, only the places with the most frequent next symbol are kept.
+    A symbol is a token or the start of a document. Symbol by symbol, only the places with the most frequent
+    next symbol are kept.
 
     Args:
         text: the stored documents with their suffix array.

@@ -69,7 +69,7 @@ class Relocation:
         self._current = current
 
     def get_unfinished_target(self) -> Engine | None:
-        """Return the target engine of a move that was interrupted before the catalog switched to the target.
+        """Return the vector engine that was the target of a move that was interrupted before its switch.
 
         Returns None if there is no such move.
         """
