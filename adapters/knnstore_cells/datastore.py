@@ -73,8 +73,11 @@ class CellsDatastore(EmbeddedDatastore):
             **params: `cells`, `probes`, `memory`, `codes`, `coded_from` and `device`; `Policy` explains them.
 
         Raises:
-            DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError, ConfigError: as
-                in `Datastore.open`.
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         metric, policy = Metric(metric), Policy.from_params(params)
         segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))

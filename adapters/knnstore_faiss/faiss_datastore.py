@@ -578,8 +578,11 @@ class FaissDatastore(EmbeddedDatastore):
             **params: `index`, `nprobe` and `rerank`; `Policy` explains them.
 
         Raises:
-            DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError, ConfigError: as
-                in `Datastore.open`.
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         metric = Metric(metric)
         policy = Policy.from_params(params, dim, metric)

@@ -469,8 +469,11 @@ class HnswlibDatastore(EmbeddedDatastore):
             **params: `M`, `ef_construction`, `ef` and `exact_up_to`; `Policy` explains them.
 
         Raises:
-            DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError, ConfigError: as
-                in `Datastore.open`.
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         metric, policy = Metric(metric), Policy.from_params(params)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)

@@ -70,10 +70,15 @@ class Attempts:
         """Make the first call to a server, and return the result of the call.
 
         The method differs from `read` in one point: if the server refuses the connection, the call is not
-        repeated. It raises the errors of `read`.
+        repeated.
 
         Args:
             call: function that calls the server.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
         """
         return self._repeat_call(call, self._timeout, retry_refused=False)
 
@@ -93,10 +98,15 @@ class Attempts:
     def write(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes something on the server, and return the result of the call.
 
-        The time limit is three times the limit of `read`. Raises the errors of `read`.
+        The time limit is three times the limit of `read`.
 
         Args:
             call: function that calls the server; it may be called several times.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
         """
         return self._repeat_call(call, _WRITE_FACTOR * self._timeout)
 
@@ -104,10 +114,15 @@ class Attempts:
         """Repeat a call that changes points until it returns the status ``completed``.
 
         A point is a stored vector with an id. After any other status, the server may make the change later or
-        never. Raises the errors of `read`.
+        never.
 
         Args:
             call: function that calls the server and returns the status of the change.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
         """
 
         def require_completed() -> None:

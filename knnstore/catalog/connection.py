@@ -351,10 +351,14 @@ def run_transaction(engine: Engine) -> Iterator[Session]:
 def run_read_transaction(engine: Engine) -> AbstractContextManager[Session]:
     """Run the ``with`` block in one transaction, all of whose queries see the same state of the database.
 
-    Yields the SQLAlchemy session of the transaction. Raises the exceptions of `run_transaction`.
+    Yields the SQLAlchemy session of the transaction.
 
     Args:
         engine: SQLAlchemy engine of the database.
+
+    Raises:
+        StoreUnavailableError: the database cannot be reached; trying again is safe.
+        KnnstoreError: the database failed in another way, see `translate_errors`.
     """
     if engine.dialect.name == "postgresql":  # SQLite isolates every transaction in this way
         engine = engine.execution_options(isolation_level="REPEATABLE READ")

@@ -245,13 +245,16 @@ def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[En
 
 
 def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> Iterator[Entry]:
-    """Yield an entry for each row of a CSV file. Raises the errors of `read_table`.
+    """Yield an entry for each row of a CSV file; the first row has the names of the columns.
 
     Args:
         name: name of the file, for messages.
         lines: the lines of the file.
         fields: names of the columns that contain the text and the id.
         delimiter: delimiter that is expected between cells.
+
+    Raises:
+        InputError: the file has no rows, no column for the text, or two columns with the same name.
     """
     # 1) Read the header, and choose the delimiter.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))  # the default is 128 KiB per cell

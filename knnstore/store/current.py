@@ -93,6 +93,8 @@ class Current:
     def take_over(self) -> None:
         """Make this copied store the owner of the keys of its original, and open the keys for writing.
 
+        A copied store is a store whose folder was copied from another store, its original.
+
         Raises:
             NotOwnerError: if the keys are inside another store's folder, or a file system is mounted inside
                 the keys.

@@ -93,8 +93,6 @@ class StoreReader:
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
         """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
 
-        Raises the errors of `search`.
-
         Args:
             queries: query vectors, float32, shape (q, dim).
             probes: number of cells to search for each query, >= 1. Cells without a selected record do not
@@ -104,6 +102,12 @@ class StoreReader:
         Returns:
             A list of `Visits`: arrays with queries, record ids and distances. A pair of a query and a record
             occurs at most once.
+
+        Raises:
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+            CorruptDatastoreError: if the datastore has lost its records.
+            StoreUnavailableError: if other processes change the store again and again during the call.
         """
         return self._read_at_one_revision(lambda view: view.visit(queries, probes, selection))
 

@@ -72,8 +72,11 @@ class EmbeddedDatastore(ABC):
             **params: parameters of the engine.
 
         Raises:
-            DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError, ConfigError: as
-                in `Datastore.open`.
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
 
     @classmethod

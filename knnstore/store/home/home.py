@@ -204,7 +204,7 @@ class Home:
         """Parse the URL of a catalog, and return it.
 
         Args:
-            folder: the home.
+            folder: the home (the folder of the store).
             catalog: the URL; None gives the URL of the SQLite file in the home.
         """
         return sqlite_url(folder / "catalog.db") if catalog is None else parse_url(catalog)
