@@ -332,8 +332,8 @@ class ServerPoints:
 def answers_over_grpc(collection: Collection) -> bool:
     """Check whether a server answers at the port for gRPC, and is the server that REST reaches.
 
-    The random number in the collection's metadata must be the same over gRPC and REST. So the result is always False
-    for a server that keeps no metadata of collections (before 1.16).
+    The random number in the collection's metadata must be the same over gRPC and REST. So the result
+    is always False for a server that keeps no metadata of collections (before 1.16).
 
     Args:
         collection: open collection.

@@ -77,8 +77,8 @@ class StoreChanges:
     def take_over(self) -> None:
         """Make a copied store the owner of the keys of its original, and delete half added documents.
 
-        A copied store is a store whose folder was copied from another store, its original. Does nothing if this
-        store owns its keys already.
+        A copied store is a store whose folder was copied from another store, its original. Does nothing if
+        this store owns its keys already.
 
         Raises:
             NotOwnerError: if the keys are inside another store's folder.
