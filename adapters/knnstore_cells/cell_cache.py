@@ -64,8 +64,6 @@ class CellCache:
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
         """Return a cell from the cache. A cell that is not in the cache is read and added.
 
-        A cell is a cluster of records with near keys.
-
         Args:
             owner: object to which the cell belongs. Cells of different owners with the same number differ.
             number: number of the cell.
@@ -105,10 +103,7 @@ class CellCache:
             yield
 
     def shrink(self) -> None:
-        """Drop random cells until the cells and all sharers together are within the memory limit.
-
-        A cell is a cluster of records with near keys.
-        """
+        """Drop random cells until the cells and all sharers together are within the memory limit."""
         with self._lock:
             others = sum(sharer.held for sharer in self._sharers)
             while self._names and self._held + others > self.size:
@@ -118,8 +113,6 @@ class CellCache:
 
     def _add_cell(self, name: tuple[object, int], cell: Cell) -> None:
         """Add a cell, and drop random cells if the cache is full. The caller holds `_lock`.
-
-        A cell is a cluster of records with near keys.
 
         Args:
             name: owner and number of the cell.

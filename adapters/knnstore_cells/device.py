@@ -116,8 +116,6 @@ class DeviceKeys:
     def select_rows(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> RowsByCell:
         """Select rows (records) for a search, sorted by cell. The result of the last call is cached.
 
-        A cell is a cluster of records with near keys. A segment is an immutable set of records.
-
         Args:
             alive: mask of the segment's records that are neither deleted nor replaced; None if all are.
             ids: ids of the records to select; None selects all such records.
@@ -139,9 +137,8 @@ class DeviceKeys:
     ) -> Iterator[Visits]:
         """Compute the distances between queries and the records of the cells that they probe.
 
-        A cell is a cluster of records with near keys. A visit holds the distances between some queries and
-        some records of one cell. All visits have the same shape, so a cell with many queries or records is
-        divided among several visits.
+        A visit holds the distances between some queries and some records of one cell. All visits have the
+        same shape, so a cell with many queries or records is divided among several visits.
 
         Args:
             visitors: the queries that probe each cell.

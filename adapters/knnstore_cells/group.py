@@ -115,9 +115,9 @@ class CellGroup:
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments (sets of records) to search, and assign new records to cells.
 
-        A cell is a cluster of records with near keys. No search may run during the call. Only records that
-        are new since the last update are compared with the cell centers. Records that were moved to another
-        segment, for example from memory to disk, stay in their cells.
+        No search may run during the call. Only records that are new since the last update are compared with
+        the cell centers. Records that were moved to another segment, for example from memory to disk, stay in
+        their cells.
 
         Raises:
             FileNotFoundError: the file of an index is missing, for the first time: a writer may have
@@ -217,8 +217,6 @@ class CellGroup:
     def find_cells(self, ids: IdRanges | None) -> Cells:
         """Return the numbers and centers of all cells that have a record with one of some ids.
 
-        A cell is a cluster of records with near keys.
-
         Args:
             ids: the ids; None returns all cells that have a record.
         """
@@ -230,8 +228,7 @@ class CellGroup:
     def read_cell(self, number: int) -> Cell:
         """Return the records of the cell with a number, from the cache or from the segments.
 
-        A cell is a cluster of records with near keys. A segment is an immutable set of records. Deleted and
-        replaced records are left out.
+        A segment is an immutable set of records. Deleted and replaced records are left out.
         """
         return self._cell_cache.get(self._version, number, self._read_cell)
 
@@ -280,8 +277,6 @@ class CellGroup:
     ) -> Iterator[Visits]:
         """Compute on the device the distances between queries and the records of their cells.
 
-        A cell is a cluster of records with near keys.
-
         Args:
             visitors: the queries that are compared with each cell.
             queries: query vectors, float32, shape (q, dim), on the device.
@@ -322,8 +317,6 @@ class CellGroup:
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
         """Find the k nearest records of each query among all records of the query's nearest cells.
-
-        A cell is a cluster of records with near keys.
 
         Args:
             queries: query vectors, float32, shape (q, dim).
@@ -398,8 +391,6 @@ class CellGroup:
     def _count_rows(self, rows: Callable[[_SegmentInGroup], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
         """Count records of each cell in all segments (immutable sets of records), int64, shape (cells,).
 
-        A cell is a cluster of records with near keys.
-
         Args:
             rows: function that returns a mask of the records of a segment to count; None counts all.
         """
@@ -415,8 +406,7 @@ class CellGroup:
     def _read_cell(self, number: int) -> Cell:
         """Read the records of the cell with a number from all segments, without the cache.
 
-        A cell is a cluster of records with near keys. A segment is an immutable set of records. Deleted and
-        replaced records are left out.
+        A segment is an immutable set of records. Deleted and replaced records are left out.
         """
         ids, keys = [], []
         for segment, (rows,) in self._iterate_rows([number]):
@@ -432,7 +422,7 @@ class CellGroup:
     def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
         """Find the rows of all segments that belong to some cells, without deleted and replaced records.
 
-        A cell is a cluster of records with near keys. A segment is an immutable set of records.
+        A segment is an immutable set of records.
 
         Args:
             numbers: numbers of the cells, without duplicates.

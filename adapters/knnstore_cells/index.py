@@ -34,10 +34,7 @@ class SegmentCells:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Number of rows of each cell, deleted records included, int64, shape (cells,).
-
-        A cell is a cluster of records with near keys.
-        """
+        """Number of rows of each cell, deleted records included, int64, shape (cells,)."""
         return np.bincount(self.owners, minlength=len(self.centers))
 
     @cached_property
@@ -50,10 +47,7 @@ class SegmentCells:
 
     @cached_property
     def rows(self) -> NDArray[np.int32]:
-        """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,).
-
-        A cell is a cluster of records with near keys. A segment is an immutable set of records.
-        """
+        """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,)."""
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
     def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -114,10 +108,7 @@ class ArrangedSegment(NamedTuple):
     """The cell of each row of the segment."""
 
     def has_centers(self, centers: Keys) -> bool:
-        """Check whether the centers of the segment's cells are exactly these, shape (cells, dim).
-
-        A cell is a cluster of records with near keys. A segment is an immutable set of records.
-        """
+        """Check whether the centers of the segment's cells are exactly these, shape (cells, dim)."""
         return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
     def find_cells_of(self, ids: Ids) -> NDArray[np.int64]:

@@ -171,10 +171,7 @@ def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> 
 
 
 def _count_parts(cells: int) -> int:
-    """Return into how many parts a number of cells is divided: a power of two near its square root.
-
-    A cell is a cluster of records with near keys.
-    """
+    """Return into how many parts a number of cells is divided: a power of two near its square root."""
     return 1 << (cells.bit_length() // 2)
 
 
@@ -197,8 +194,6 @@ def assign_cells(
     segment: Segment, nearest: NearestCenter, former: Sequence[ArrangedSegment] = ()
 ) -> SegmentCells:
     """Assign each record of a segment, also deleted records, to the cell with the nearest center.
-
-    A cell is a cluster of records with near keys.
 
     Args:
         segment: a new or rewritten set of records.

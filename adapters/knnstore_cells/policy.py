@@ -119,8 +119,6 @@ class Policy:
     def probes_for(self, k: int, cells: int, rows: int) -> int:
         """Return the number of cells to search in order to find approximately the k nearest records.
 
-        A cell is a cluster of records with near keys.
-
         Args:
             k: number of neighbors.
             cells: number of cells with matching records; the result is at most this number.

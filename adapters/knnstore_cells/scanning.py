@@ -36,10 +36,7 @@ class CodedCell(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the records of one cell that come from one or more sets of files.
-
-        A cell is a cluster of records with near keys.
-        """
+        """Concatenate the records of one cell that come from one or more sets of files."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -167,8 +164,7 @@ class CodeScanner:
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
         """Compute the distances of each query to all records of its cells, and return them by cell.
 
-        A codec compresses keys. A cell is a cluster of records with near keys. The distances are those of
-        `scan`; only their arrangement differs.
+        A codec compresses keys. The distances are those of `scan`; only their arrangement differs.
 
         Args:
             queries: query vectors in the codec's rotated space, float32, shape (q, width).
@@ -233,8 +229,6 @@ class CodeScanner:
     ) -> None:
         """Compute the distances of one query to all records of its cells, which are in memory.
 
-        A cell is a cluster of records with near keys.
-
         Args:
             prepared: the queries.
             row: row number of the query in `prepared`.
@@ -256,7 +250,7 @@ class CodeScanner:
     def _load_cells(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
         """Read the codes of cells that are not in memory yet, and let the cell cache drop other cells.
 
-        Codes are compressed keys. A cell is a cluster of records with near keys.
+        Codes are compressed keys.
 
         Args:
             cells: for each query the numbers of its cells.
@@ -279,9 +273,8 @@ class CodeScanner:
     def _compute_products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
         """Compute the inner products of a query with the codebook parts of all keys of some cells.
 
-        A codec compresses keys. A cell is a cluster of records with near keys. A decoded key is the sum of
-        one of the codec's centers and vectors from the codebooks. The product with the center is left out
-        here.
+        A codec compresses keys. A decoded key is the sum of one of the codec's centers and vectors from the
+        codebooks. The product with the center is left out here.
 
         Args:
             query: query vector minus the middle, float32, shape (width,).

@@ -69,8 +69,6 @@ class Visitable(Protocol):
     def find_cells(self, ids: IdRanges | None) -> Cells:
         """Return the numbers and centers of the cells that have a record with one of some ids.
 
-        A cell is a cluster of records with near keys.
-
         Args:
             ids: the ids; None returns all cells that have a record.
         """
@@ -107,8 +105,6 @@ class Visitable(Protocol):
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
         """Compute on the device the distances between queries and the records of their cells.
-
-        A cell is a cluster of records with near keys.
 
         Args:
             visitors: the queries that are compared with each cell.

@@ -381,7 +381,7 @@ class InvertedIndex:
     def update(self, segment: Segment) -> None:
         """Set a newer version of the segment, in which more records may be deleted or replaced.
 
-        A segment is an immutable set of records. No search may run during the call.
+        No search may run during the call.
         """
         self.segment = segment
         self._live = segment.live_rows()
@@ -457,8 +457,6 @@ class InvertedIndex:
     def _rerank_candidates(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
         """Compute the exact distances of candidates from the stored keys, and return the k nearest, sorted.
 
-        A segment is an immutable set of records.
-
         Args:
             queries: query vectors, float32, shape (q, dim).
             candidates: row numbers of the segment (in `ids`) and distances, each of shape (q, c). The
@@ -508,8 +506,6 @@ def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric
 
 def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
     """Make the object by which FAISS restricts a search to some rows of a segment.
-
-    A segment is an immutable set of records.
 
     Args:
         rows: the row numbers, as ranges.

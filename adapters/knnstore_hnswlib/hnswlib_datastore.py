@@ -179,8 +179,7 @@ class Members:
     def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
         """Convert the nodes that a graph search has found to the k nearest rows of the segment.
 
-        A segment is an immutable set of records. A node without allowed rows is skipped, and a node with
-        several rows gives all its rows.
+        A node without allowed rows is skipped, and a node with several rows gives all its rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
@@ -318,7 +317,7 @@ class GraphIndex:
     def update(self, segment: Segment) -> None:
         """Set a newer version of the segment, in which more records may be deleted or replaced.
 
-        A segment is an immutable set of records. No search may run during the call.
+        No search may run during the call.
         """
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
@@ -405,8 +404,6 @@ class GraphIndex:
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, fetched: int) -> Neighbors:
         """Find the k nearest selected records among the nearest nodes of the graph.
-
-        A segment is an immutable set of records.
 
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.

@@ -113,8 +113,7 @@ class Attempts:
     def change(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns the status ``completed``.
 
-        A point is a stored vector with an id. After any other status, the server may make the change later or
-        never.
+        After any other status, the server may make the change later or never.
 
         Args:
             call: function that calls the server and returns the status of the change.
@@ -398,10 +397,7 @@ class Collection:
             self._is_indexing_postponed = True
 
     def resume_indexing(self) -> None:
-        """Let the server index new points again, in the background, if indexing was postponed.
-
-        A point is a stored vector with an id.
-        """
+        """Let the server index new points again, in the background, if indexing was postponed."""
         self._added = 0
         if self._is_indexing_postponed:
             self._configure_indexing(
@@ -411,8 +407,6 @@ class Collection:
 
     def index(self) -> None:
         """Let the server index all points, and wait until it is done.
-
-        A point is a stored vector with an id.
 
         Raises:
             DatastoreError: the server reports that it cannot index.
@@ -494,8 +488,6 @@ class Collection:
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
         """Let the server index a value of the points' payload, and wait until the index exists.
 
-        A point is a stored vector with an id.
-
         Args:
             field: name of the value in the payload.
             index: parameters of the index.
@@ -539,8 +531,6 @@ class Collection:
 
     def _configure_indexing(self, optimizers: models.OptimizersConfigDiff) -> None:
         """Change how the server indexes the points of this collection.
-
-        A point is a stored vector with an id.
 
         Args:
             optimizers: the settings to change.

@@ -113,10 +113,7 @@ def _to_rest_filter(condition: Condition) -> models.Filter:
 
 
 def _to_grpc_filter(condition: Condition | None) -> Any:
-    """Convert a condition to the gRPC message of a filter; None, which selects all points, stays None.
-
-    A point is a stored vector with an id.
-    """
+    """Convert a condition to the gRPC message of a filter; None, which selects all points, stays None."""
     return None if condition is None else RestToGrpc.convert_filter(_to_rest_filter(condition))
 
 
@@ -247,10 +244,7 @@ class ServerPoints:
         return _convert_hits([answer.points for answer in answers], k, self._metric)
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects, and wait until the change is visible.
-
-        A point is a stored vector with an id.
-        """
+        """Delete the points that a condition selects, and wait until the change is visible."""
         selector = models.FilterSelector(filter=_to_rest_filter(condition))
         self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
@@ -295,10 +289,7 @@ class ServerPoints:
         self._collection.index()
 
     def close(self) -> None:
-        """Let the server index new points again if indexing was postponed, and close the connections.
-
-        A point is a stored vector with an id.
-        """
+        """Let the server index new points again if indexing was postponed, and close the connections."""
         self._senders.shutdown()
         try:
             self._collection.resume_indexing()
@@ -314,8 +305,6 @@ class ServerPoints:
 
     def _make_search_params(self, k: int, exact: bool) -> models.SearchParams:
         """Return Qdrant's parameters of a search.
-
-        A point is a stored vector with an id.
 
         Args:
             k: number of neighbors.
@@ -420,10 +409,7 @@ class GrpcPoints(ServerPoints):
         return _convert_hits(hits, k, self._metric, id_attribute="id.num")
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects over gRPC, and wait until the change is visible.
-
-        A point is a stored vector with an id.
-        """
+        """Delete the points that a condition selects over gRPC, and wait until the change is visible."""
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
         self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))

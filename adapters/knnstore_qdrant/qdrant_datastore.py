@@ -333,10 +333,7 @@ class QdrantDatastore:
         self.close()
 
     def _get_open_points(self) -> ServerPoints:
-        """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`.
-
-        A point is a stored vector with an id.
-        """
+        """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`."""
         if self._closed:
             raise DatastoreClosedError("this Qdrant store was closed; open it again")
         return self._points
@@ -344,8 +341,7 @@ class QdrantDatastore:
     def _get_writable_points(self) -> ServerPoints:
         """Return the object that reads and writes the points, if the store is open for writing.
 
-        A point is a stored vector with an id. Raises `ReadOnlyError` in mode ``"r"``, and
-        `DatastoreClosedError` after `close`.
+        Raises `ReadOnlyError` in mode ``"r"``, and `DatastoreClosedError` after `close`.
         """
         points = self._get_open_points()
         if self._mode == "r":
@@ -397,10 +393,7 @@ class QdrantDatastore:
                 yield batch
 
     def _read_ids(self, condition: Condition) -> Ids:
-        """Read from the server the ids of all points that a condition selects, int64, ascending.
-
-        A point is a stored vector with an id.
-        """
+        """Read from the server the ids of all points that a condition selects, int64, ascending."""
         batches = self._iterate_points(_IDS_AT_ONCE, condition, keys=False)
         return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
 

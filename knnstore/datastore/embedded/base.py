@@ -355,8 +355,6 @@ class EmbeddedDatastore(ABC):
     def _check_readable(self, where: Filter | None) -> None:
         """Raise CorruptDatastoreError if a damaged segment may contain records that a filter selects.
 
-        A segment is an immutable set of records.
-
         Args:
             where: the filter of a search; None selects all records.
         """

@@ -71,9 +71,8 @@ class ExactIndex:
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments to search. Afterwards the matrix holds exactly the live records of these segments.
 
-        Live records are neither deleted nor replaced. A segment is an immutable set of records. Keys of
-        segments that were searched before are not read again. No search may run during the call. If an error
-        is raised, the index is empty afterwards.
+        Live records are neither deleted nor replaced. Keys of segments that were searched before are not read
+        again. No search may run during the call. If an error is raised, the index is empty afterwards.
         """
         try:
             self._replace_segments(segments)
@@ -302,8 +301,7 @@ class ExactIndex:
     def _keep_span(self, span: _Span, segment: Segment) -> None:
         """Keep the rows of the matrix that belong to live records of a segment; drop rows of deleted records.
 
-        A segment is an immutable set of records. The rows move directly behind the rows that were kept
-        before, and `_spans` gets an entry for them.
+        The rows move directly behind the rows that were kept before, and `_spans` gets an entry for them.
 
         Args:
             span: the rows of the matrix that hold the segment's records so far.
@@ -351,7 +349,7 @@ class ExactIndex:
     def _append_segment(self, segment: Segment) -> None:
         """Append the keys and ids of a segment's live records to the matrix, which has room for them.
 
-        Live records are neither deleted nor replaced. A segment is an immutable set of records.
+        Live records are neither deleted nor replaced.
         """
         ids, keys = segment.columns.ids, segment.columns.keys
         start = self._rows

@@ -40,13 +40,11 @@ class SegmentIndex(Protocol):
     def update(self, segment: Segment) -> None:
         """Set a newer version of the segment, in which more records may be deleted or replaced.
 
-        A segment is an immutable set of records. No search may run during the call.
+        No search may run during the call.
         """
 
     def matching(self, ids: IdRanges | None) -> Any:
         """Select records of the segment for a search. Deleted and replaced records are never selected.
-
-        A segment is an immutable set of records.
 
         Args:
             ids: ids of the records to select; None selects all records of the segment.
@@ -139,8 +137,8 @@ class GroupIndex:
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments to search, and open their indexes. No search may run during the call.
 
-        A segment is an immutable set of records. A segment whose index is damaged or missing is searched
-        exactly until `optimize` builds the index again.
+        A segment whose index is damaged or missing is searched exactly until `optimize` builds the index
+        again.
 
         Raises:
             FileNotFoundError: the file of an index is missing, for the first time: a writer may have
@@ -200,8 +198,8 @@ class GroupIndex:
     ) -> SegmentIndex | None:
         """Return the open index of a segment; None if the segment has no usable index.
 
-        A segment is an immutable set of records. If the index file is damaged, or missing for the second
-        time, a warning is logged, the file is added to the damaged files, and None is returned.
+        If the index file is damaged, or missing for the second time, a warning is logged, the file is added
+        to the damaged files, and None is returned.
 
         Args:
             segment: the segment.

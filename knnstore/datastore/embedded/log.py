@@ -223,8 +223,7 @@ class KeySegments(SegmentReader):
     def write_digests(self, segment: Segment) -> None:
         """Write the file with the SHA-256 digests of a segment's keys, if the file is missing or damaged.
 
-        A segment is an immutable set of records. Raises CorruptDatastoreError if the keys themselves are
-        damaged. A segment in memory is ignored.
+        Raises CorruptDatastoreError if the keys themselves are damaged. A segment in memory is ignored.
         """
         with self._mutex, translate_write_errors(self.root):
             write_digests(self.root, segment)
@@ -296,8 +295,7 @@ class KeySegments(SegmentReader):
     ) -> Manifest:
         """Read or create the manifest, map its segments, and remove files that a crash left behind.
 
-        The manifest is the list of all files. A segment is an immutable set of records. The caller holds the
-        writer's lock.
+        The manifest is the list of all files. The caller holds the writer's lock.
 
         Args:
             dim: number of components of a key; used only in a new manifest.
@@ -317,7 +315,7 @@ class KeySegments(SegmentReader):
     def _write_buffered(self) -> None:
         """Write the records in the buffer to files, as one new segment for each group, and empty the buffer.
 
-        A segment is an immutable set of records. The manifest does not list the new segments yet.
+        The manifest does not list the new segments yet.
         """
         for group in sorted(self._buffered):
             buffered = [segment for segment in self._groups[group] if segment.entry is None]
@@ -326,8 +324,6 @@ class KeySegments(SegmentReader):
 
     def _merge_segments(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge successive segments of a group until each segment has `ratio` times the records of the next.
-
-        A segment is an immutable set of records.
 
         Args:
             group: number of the group.
@@ -342,8 +338,8 @@ class KeySegments(SegmentReader):
     def _rewrite_and_publish(self, segments: Sequence[Segment]) -> None:
         """Replace some segments of a group by one new segment with their live records, durably.
 
-        A segment is an immutable set of records. Live records are the records that are neither deleted nor
-        replaced. The old files are removed. If a segment is damaged, no segment is replaced.
+        Live records are the records that are neither deleted nor replaced. The old files are removed. If a
+        segment is damaged, no segment is replaced.
         """
         with translate_write_errors(self.root):
             self._rewrite_segments(segments)
@@ -352,9 +348,8 @@ class KeySegments(SegmentReader):
     def _rewrite_segments(self, segments: Sequence[Segment]) -> None:
         """Write the live records of some segments as one new segment, and use it in place of these segments.
 
-        A segment is an immutable set of records. Live records are the records that are neither deleted nor
-        replaced. The change becomes durable when the next manifest (the list of all files) is published. If a
-        segment is damaged, nothing changes.
+        Live records are the records that are neither deleted nor replaced. The change becomes durable when
+        the next manifest (the list of all files) is published. If a segment is damaged, nothing changes.
 
         Args:
             segments: the segments to replace, all of one group.
@@ -368,8 +363,7 @@ class KeySegments(SegmentReader):
     def _swap_segments(self, old: Sequence[Segment], new: Segment) -> None:
         """Replace some segments of a group by a new segment in this object's list of segments.
 
-        A segment is an immutable set of records. The new segment becomes the last of its group. Nothing is
-        written to disk.
+        The new segment becomes the last of its group. Nothing is written to disk.
 
         Args:
             old: the segments to replace; all belong to the group of `new`.
@@ -382,8 +376,8 @@ class KeySegments(SegmentReader):
     def _set_segments(self, changed: Mapping[int, Sequence[Segment]]) -> None:
         """Set the segments of some groups in this object. The next published manifest makes them durable.
 
-        The manifest is the list of all files. A segment is an immutable set of records. Segments all of whose
-        records are deleted or replaced are left out, and groups without segments are removed.
+        The manifest is the list of all files. Segments all of whose records are deleted or replaced are left
+        out, and groups without segments are removed.
 
         Args:
             changed: all segments of each changed group, by group number.
@@ -401,8 +395,8 @@ class KeySegments(SegmentReader):
     def _write_segment(self, segments: Sequence[Segment]) -> Segment:
         """Write the live records of some segments of one group as a new segment on disk, and return it.
 
-        A segment is an immutable set of records. Live records are the records that are neither deleted nor
-        replaced. The manifest does not list the new segment yet.
+        Live records are the records that are neither deleted nor replaced. The manifest does not list the new
+        segment yet.
         """
         group_segments = self._groups[segments[0].group]
         written = self._files.write_segment(
@@ -414,7 +408,7 @@ class KeySegments(SegmentReader):
     def _publish_manifest(self) -> None:
         """Publish a manifest with the current segments, durably, then remove files that it does not list.
 
-        A segment is an immutable set of records. Buffered records are written first.
+        Buffered records are written first.
         """
         # Rows that were replaced are marked dead, so their replacements must be in the same manifest.
         self._write_buffered()

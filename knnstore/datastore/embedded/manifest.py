@@ -116,15 +116,12 @@ class SegmentEntry:
     def needed(self) -> list[StoredFile]:
         """The files without which the segment cannot be read: keys, ids, and the codec if there is one.
 
-        A codec compresses keys. A segment is an immutable set of records.
+        A codec compresses keys.
         """
         return [self.keys, self.ids] + ([self.codes.file] if self.codes else [])
 
     def file_names(self) -> list[str]:
-        """Return the paths of all files of the segment, relative to the datastore's directory.
-
-        A segment is an immutable set of records.
-        """
+        """Return the paths of all files of the segment, relative to the datastore's directory."""
         derived = [self.digests] + ([self.index.file.name] if self.index else [])
         return [file.name for file in self.needed] + derived
 
@@ -154,8 +151,6 @@ class ManifestPart:
     def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
         """Write a new file that lists some segments, and return it as a part of the manifest.
 
-        A segment is an immutable set of records.
-
         Args:
             segments: entries of the segments to list.
             write: function that writes bytes to a new file, durably, and returns the file's name, size and
@@ -167,8 +162,6 @@ class ManifestPart:
     @classmethod
     def read(cls, root: Path, file: StoredFile, dim: int) -> Self:
         """Read a part of the manifest (a file that lists some segments), and check its values.
-
-        A segment is an immutable set of records.
 
         Args:
             root: the datastore's directory.
@@ -216,18 +209,14 @@ class Manifest:
 
     @property
     def segments(self) -> list[SegmentEntry]:
-        """Entries of all segments, in the order in which the segments were created.
-
-        A segment is an immutable set of records.
-        """
+        """Entries of all segments, in the order in which the segments were created."""
         every = chain(self.listed, *(part.segments for part in self.parts))
         return sorted(every, key=attrgetter("name"))
 
     def file_names(self) -> set[str]:
         """Return the paths of all files of the segments and of all parts, relative to the directory.
 
-        The manifest is the list of all files. A segment is an immutable set of records. The manifest's own
-        file is not included.
+        The manifest is the list of all files. The manifest's own file is not included.
         """
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
@@ -240,9 +229,8 @@ class Manifest:
     ) -> "Manifest":
         """Return a new manifest without some segments of this manifest and with additional segments.
 
-        A segment is an immutable set of records. The method may write new files that list segments (parts),
-        but does not publish the new manifest. The cost depends on the number of changed segments, and hardly
-        on the number of all segments.
+        The method may write new files that list segments (parts), but does not publish the new manifest. The
+        cost depends on the number of changed segments, and hardly on the number of all segments.
 
         Args:
             removed_names: names of the segments to leave out.
@@ -285,8 +273,6 @@ class Manifest:
     @classmethod
     def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
         """Read the manifest of a directory with all its parts (files that list segments), and check it.
-
-        A segment is an immutable set of records.
 
         Args:
             root: the datastore's directory.
@@ -347,7 +333,7 @@ def read_signature(root: Path) -> tuple[int, int, int]:
 def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     """Convert the JSON object of a segment in the manifest to a `SegmentEntry`, and check all values.
 
-    The manifest is the list of all files. A segment is an immutable set of records.
+    The manifest is the list of all files.
 
     Args:
         entry: the JSON object; the function removes keys from this dict.
@@ -384,8 +370,6 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
 
 def _list_allowed_id_sizes(entry: SegmentEntry) -> list[int]:
     """Return the possible sizes in bytes of a segment's file of record ids.
-
-    A segment is an immutable set of records.
 
     Args:
         entry: the segment's entry.

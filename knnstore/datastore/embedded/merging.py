@@ -40,8 +40,7 @@ def merge_records(
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
     """Yield the live records of several segments by ascending id, as batches (ids, keys, groups).
 
-    A segment is an immutable set of records; its live records are neither deleted nor replaced. Only one
-    batch of keys is in memory at a time.
+    Only one batch of keys is in memory at a time.
 
     Args:
         segments: the segments to read. An id is live in at most one of them.
@@ -225,8 +224,6 @@ class _Cursor:
     def _to_row_numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Convert indices into the sequence of selected records to row numbers of the segment.
 
-        A segment is an immutable set of records.
-
         Args:
             indices: 0 for the first selected record, 1 for the second, and so on.
         """
@@ -277,8 +274,6 @@ def write_segment(
     codec: CodecFile | None = None,
 ) -> Segment:
     """Write the live records of one or more segments of a group as the files of a new segment, durably.
-
-    A segment is an immutable set of records; its live records are neither deleted nor replaced.
 
     Args:
         root: the datastore's directory.
@@ -342,7 +337,7 @@ def write_segment(
 def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
     """Yield for each segment an array with the ids of its live records, int64, ascending.
 
-    A segment is an immutable set of records. Live records are neither deleted nor replaced.
+    Live records are neither deleted nor replaced.
     """
     for segment in segments:
         ids = segment.columns.ids
@@ -363,17 +358,12 @@ def estimate_size(segments: Sequence[Segment], dim: int) -> int:
 
 
 def _find_common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
-    """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32.
-
-    A segment is an immutable set of records.
-    """
+    """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32."""
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
 def file_names(name: str) -> tuple[str, str, str]:
     """Return the paths of a segment's files, relative to the datastore's directory.
-
-    A segment is an immutable set of records.
 
     Args:
         name: number of the segment, at least 8 digits.

@@ -82,10 +82,7 @@ class SegmentReader:
         return sound
 
     def readable(self) -> Group:
-        """Return the segments of all groups, without segments that are known to be damaged.
-
-        A segment is an immutable set of records.
-        """
+        """Return the segments of all groups, without segments that are known to be damaged."""
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
@@ -95,8 +92,7 @@ class SegmentReader:
     def damaged(self) -> list[DamagedPart]:
         """Return a report on each segment that is known to be damaged; empty if no segment is.
 
-        A segment is an immutable set of records. The files are not read to look for damage; `verify` does
-        that.
+        The files are not read to look for damage; `verify` does that.
         """
         groups = self._get_current_groups()
         return [
@@ -113,7 +109,7 @@ class SegmentReader:
     def count(self) -> int:
         """Return the number of records, including the records of damaged segments.
 
-        A segment is an immutable set of records. Deleted and replaced records do not count.
+        Deleted and replaced records do not count.
         """
         return sum(segment.live for segment in self.snapshot())
 
@@ -224,8 +220,7 @@ class SegmentReader:
     def _load_manifest(self) -> Manifest:
         """Read the manifest (the list of all files), map the files of its segments, and return the manifest.
 
-        A segment is an immutable set of records. If a writer replaces the manifest meanwhile, manifest and
-        files are read again.
+        If a writer replaces the manifest meanwhile, manifest and files are read again.
 
         Raises:
             DatastoreNotFoundError: the directory has no datastore.
@@ -273,8 +268,8 @@ class SegmentReader:
     def _get_current_groups(self) -> Mapping[int, Group]:
         """Return the current segments of each group by group number, damaged segments included.
 
-        A segment is an immutable set of records. If the directory is open for reading only, changes of the
-        writer are read first. Raises DatastoreClosedError after `close`.
+        If the directory is open for reading only, changes of the writer are read first. Raises
+        DatastoreClosedError after `close`.
         """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
@@ -283,10 +278,7 @@ class SegmentReader:
         return self._groups
 
     def _forget_old_damage(self) -> None:
-        """Remove segments that the manifest no longer lists from the known damaged segments.
-
-        A segment is an immutable set of records.
-        """
+        """Remove segments that the manifest no longer lists from the known damaged segments."""
         for file, group in list(self._damaged_segments.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
@@ -294,18 +286,13 @@ class SegmentReader:
                 self._damaged_segments.pop(file, None)
 
     def _list_damaged_groups(self) -> list[int]:
-        """Return the sorted numbers of the groups with a segment that is known to be damaged.
-
-        A segment is an immutable set of records.
-        """
+        """Return the sorted numbers of the groups with a segment that is known to be damaged."""
         return sorted(set(self._damaged_segments.values()))
 
     def _leave_out_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
         """Return the segments of each group without damaged segments, and log each damaged segment once.
-
-        A segment is an immutable set of records.
 
         Args:
             groups: all segments of each group, by group number; not changed.

@@ -184,8 +184,6 @@ class MappedColumns:
     def mark_damaged(self, problem: str) -> None:
         """Mark the segment as damaged, so that its records are left out of all results.
 
-        A segment is an immutable set of records.
-
         Args:
             problem: one line that says what is damaged. It is ignored if a problem is known already.
         """
@@ -232,8 +230,6 @@ class MappedColumns:
     def _note_damage(self) -> Iterator[None]:
         """Mark the segment as damaged if the ``with`` block finds a file missing or damaged.
 
-        A segment is an immutable set of records.
-
         Raises:
             CorruptDatastoreError: the block raised FileNotFoundError or CorruptDatastoreError. The message
                 also says what the user can do.
@@ -249,10 +245,7 @@ class MappedColumns:
         raise CorruptDatastoreError(self.problem) from None
 
     def _record_problem(self, problem: str) -> None:
-        """Set the attribute `problem`, and add the segment to the damaged segments of the datastore.
-
-        A segment is an immutable set of records.
-        """
+        """Set the attribute `problem`, and add the segment to the damaged segments of the datastore."""
         self.problem = problem
         self._damaged_segments[self._entry.keys] = (
             self._entry.group

@@ -236,8 +236,6 @@ class Matches:
     def _make_occurrences(self, found: Mapping[int, tuple[int, float]]) -> list[Occurrence]:
         """Convert the places of one context to a list of `Occurrence` objects, in the same order.
 
-        A symbol is a token or the start of a document.
-
         Args:
             found: pair (number of matching symbols, share of the probability) of each place, by the place's
                 index in the stored symbols.
@@ -249,8 +247,6 @@ class Matches:
 
     def _compute_levels(self, indices: Places, order: int) -> _ContextLevels:
         """Compute counts and Kneser-Ney weights of the contexts' suffixes of order - 1 symbols down to one.
-
-        A symbol is a token or the start of a document.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).
@@ -286,8 +282,6 @@ class Matches:
     def _extend_ranges(self, indices: Places, levels: _ContextLevels) -> Places:
         """Return the suffix-array range of each suffix extended by the symbol that follows it in its text.
 
-        A symbol is a token or the start of a document.
-
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).
             levels: suffixes of the contexts, a result of `_compute_levels`.
@@ -301,8 +295,8 @@ class Matches:
     def _count_ngrams(self, ranges: Places, lengths: Places, order: int) -> Places:
         """Return the Kneser-Ney counts of n-grams.
 
-        A symbol is a token or the start of a document. An n-gram of length `order` counts as often as it
-        occurs. A shorter n-gram counts once for each different preceding symbol.
+        An n-gram of length `order` counts as often as it occurs. A shorter n-gram counts once for each
+        different preceding symbol.
 
         Args:
             ranges: start and stop of each n-gram in the suffix array, shape (2, ...).
@@ -316,8 +310,7 @@ class Matches:
     def _find_ranges(self, indices: Places) -> None:
         """Find the suffix-array ranges of all n-grams that begin at some symbols; store them in `_ranges`.
 
-        A symbol is a token or the start of a document. Each n-gram is extended by one symbol at a time, until
-        the stored text does not contain it.
+        Each n-gram is extended by one symbol at a time, until the stored text does not contain it.
 
         Args:
             indices: indices in the joined texts of the symbols where n-grams begin, shape (n,).
@@ -338,7 +331,7 @@ class Matches:
     ) -> tuple[Places, Places]:
         """Extend n-grams by one symbol: find in each n-gram's range the part with a certain next symbol.
 
-        A symbol is a token or the start of a document. All ranges are bisected at the same time.
+        All ranges are bisected at the same time.
 
         Args:
             length: number of symbols of the n-grams so far.
@@ -376,7 +369,7 @@ class Matches:
     def _find_ranges_of_few(self) -> None:
         """Find the ranges of all n-grams of the texts, and store them in `_ranges`, in plain Python.
 
-        A symbol is a token or the start of a document. For few symbols this is faster than `_find_ranges`.
+        For few symbols this is faster than `_find_ranges`.
         """
         symbols = self._symbols.tolist()
         self._ranges[:, 0] = self._counts.ranges(self._symbols)
@@ -391,8 +384,6 @@ class Matches:
     def _narrow_range(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
         """Extend one n-gram by a symbol: find in its range the part in which the symbol `wanted` follows.
 
-        A symbol is a token or the start of a document.
-
         Args:
             length: number of symbols of the n-gram so far.
             low: start of the n-gram's range in the suffix array.
@@ -405,10 +396,7 @@ class Matches:
         symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
 
         def key(place: int) -> int:
-            """Return the symbol that follows after `length` symbols from a place of the stored text.
-
-            A symbol is a token or the start of a document.
-            """
+            """Return the symbol that follows after `length` symbols from a place of the stored text."""
             return symbols[place + length]
 
         start = bisect_left(order, wanted, low, high, key=key)

@@ -115,8 +115,6 @@ class NGramCounts:
     def count_different(self, lengths: Places | int, ranges: Places) -> Places:
         """Count the different n-grams that occur in ranges of the suffix array.
 
-        A symbol is a token or the start of a document.
-
         Args:
             lengths: number of symbols of the n-grams to count in each range, 2 to `DEPTH`, shape (...) or one
                 number for all ranges.
@@ -130,7 +128,7 @@ class NGramCounts:
     def continued(self, lengths: Places | int, ranges: Places) -> Places:
         """Return the continuation counts of n-grams: the number of different symbols that precede them.
 
-        A symbol is a token or the start of a document. At the start of a document, each occurrence counts.
+        At the start of a document, each occurrence counts.
 
         Args:
             lengths: number of symbols of each n-gram, 2 to `DEPTH` - 1, shape (...) or one number for all
@@ -145,8 +143,6 @@ class NGramCounts:
 
     def list_first_places(self, lengths: Places, ranges: Places) -> tuple[Places, Places]:
         """Find the different n-grams that occur in ranges of the suffix array.
-
-        A symbol is a token or the start of a document.
 
         Args:
             lengths: number of symbols of the n-grams to find in each range, 2 to `DEPTH`, shape (r,).

@@ -114,8 +114,6 @@ class Runs:
     def compare_document(self, text: Symbols) -> SharedTexts:
         """Compare a document with the indexed texts, and remember the shared runs for the method `shares`.
 
-        A symbol is a token or a letter.
-
         Args:
             text: symbols of the document, shape (n,).
 
@@ -139,8 +137,6 @@ class Runs:
 
     def shares(self, *, elsewhere: bool = False) -> list[float]:
         """Return for each indexed text the share of its symbols that the compared documents contain, 0 to 1.
-
-        A symbol is a token or a letter.
 
         Args:
             elsewhere: True counts only documents that do not count as the same text as the indexed text.
@@ -177,8 +173,6 @@ class _RunIndex:
     def find_places(self, text: Symbols) -> NDArray[np.int64]:
         """Return the places of all indexed runs that another text contains too, int64, ascending.
 
-        A symbol is a token or a letter.
-
         Args:
             text: symbols of the other text, shape (n,). If it is shorter than a run, the result is empty.
         """
@@ -198,8 +192,6 @@ class _RunIndex:
     def count_covered(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Count how many symbols of each text are in runs that begin at some places.
 
-        A symbol is a token or a letter.
-
         Args:
             places: places of runs, ascending.
 
@@ -215,8 +207,6 @@ class _RunIndex:
 
     def count_shared(self, text: Symbols) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Find the indexed texts that share runs with another text.
-
-        A symbol is a token or a letter.
 
         Args:
             text: symbols of the other text, shape (n,).
@@ -257,8 +247,5 @@ def _compute_powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 def _convert_to_bytes(tokens: Symbols) -> bytes:
-    """Convert symbols to bytes, four for each symbol, so that a short text can be a key of a dict.
-
-    A symbol is a token or a letter.
-    """
+    """Convert symbols to bytes, four for each symbol, so that a short text can be a key of a dict."""
     return tokens.astype("<u4").tobytes()
