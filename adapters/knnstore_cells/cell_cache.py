@@ -1,4 +1,7 @@
-"""Cache of the cells that stay in memory between searches (`CellCache`)."""
+"""Cache of cells in memory between searches (`CellCache`).
+
+A cell is a cluster of records whose keys are near each other.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,40 +17,41 @@ if TYPE_CHECKING:  # listing and removing must not load torch
 
 
 class Cell(NamedTuple):
-    """The live records of a cell."""
+    """The r records of a cell (a cluster of near keys) in memory, without deleted and replaced records."""
 
     ids: Ids
     """Record ids, int64, shape (r,)."""
 
     keys: "Tensor"
-    """Keys, float32, shape (r, dim); for L2 the group's middle is subtracted."""
+    """Keys, decoded and rotated, float32, shape (r, width); for L2 minus the mean of the cell centers."""
 
     norms: "Tensor"
-    """|key|² of each key, float32, shape (r,)."""
+    """|key|² of each row of `keys`, float32, shape (r,)."""
 
 
 class Sharer(Protocol):
-    """Another cache that shares the memory of a `CellCache`."""
+    """Another cache that takes its memory from the limit of a `CellCache`."""
 
     held: int
-    """Number of bytes that the other cache holds."""
+    """Number of bytes that the other cache has in memory now."""
 
     def forget(self) -> None:
-        """Drop everything that the other cache holds."""
+        """Empty the other cache."""
 
 
 class CellCache:
-    """A cache of cells with random replacement.
+    """A cache of cells in memory that drops random cells when it is full.
 
-    Scoring reads all cells in turn, again and again. If the least recently used cell were replaced, a cache
-    that is a little too small would never have a hit.
+    A cell is a cluster of records with near keys. Scoring reads all cells in turn, again and again. If the
+    cache dropped the least recently used cell, a cache that is a little too small would never have a hit.
 
     Args:
-        size: maximum number of bytes of keys, including the bytes that all sharers hold.
+        size: largest number of bytes of keys in memory, including the bytes in all sharers (other caches that
+            use the same limit, see `add_sharer`).
     """
 
     size: int
-    """Maximum number of bytes."""
+    """Largest number of bytes of keys in memory."""
 
     def __init__(self, size: int) -> None:
         self.size, self._held = size, 0
@@ -58,12 +62,12 @@ class CellCache:
         self._lock, self._growth_lock = RLock(), Lock()
 
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
-        """Return a cell from the cache, or read the cell and add it to the cache.
+        """Return a cell from the cache. A cell that is not in the cache is read and added.
 
         Args:
-            owner: object that the cell belongs to. Cells of different owners are different.
+            owner: object to which the cell belongs. Cells of different owners with the same number differ.
             number: number of the cell.
-            read: reads the cell with a number.
+            read: function that reads the cell with a number.
         """
         name = owner, number
         cell = self._cells.get(name)
@@ -75,18 +79,20 @@ class CellCache:
         return cell
 
     def add_sharer(self, sharer: Sharer) -> None:
-        """Share the memory with another cache, as long as the other cache exists.
+        """Let another cache use a part of the memory limit, as long as the other cache exists.
 
-        The other cache calls `shrink` after it has grown, so that cells are dropped here.
+        The other cache must call `shrink` after it has grown, so that cells (clusters of near keys) are
+        dropped here.
         """
         with self._lock:
             self._sharers.add(sharer)
 
     @contextmanager
     def wait_to_grow(self) -> Iterator[None]:
-        """Let a sharer grow during the block; other sharers wait until the end of the block.
+        """Let one sharer (another cache with the same limit) grow during the ``with`` block.
 
-        If the sharers alone exceed the size of the cache, all sharers are emptied first.
+        Other sharers wait until the end of the block. If the sharers alone exceed the limit, all sharers are
+        emptied first.
         """
         with self._growth_lock:
             with self._lock:
@@ -97,7 +103,7 @@ class CellCache:
             yield
 
     def shrink(self) -> None:
-        """Drop random cells until the cells and all sharers together fit into the size of the cache."""
+        """Drop random cells until the cells and all sharers together are within the memory limit."""
         with self._lock:
             others = sum(sharer.held for sharer in self._sharers)
             while self._names and self._held + others > self.size:
@@ -106,7 +112,12 @@ class CellCache:
                 self._held -= self._cells.pop(self._names.pop()).keys.nbytes
 
     def _add_cell(self, name: tuple[object, int], cell: Cell) -> None:
-        """Add a cell, and drop random cells if the cache is full. The caller holds the lock."""
+        """Add a cell, and drop random cells if the cache is full. The caller holds `_lock`.
+
+        Args:
+            name: owner and number of the cell.
+            cell: the cell.
+        """
         self._cells[name] = cell
         self._names.append(name)
         self._held += cell.keys.nbytes

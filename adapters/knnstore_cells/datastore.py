@@ -37,16 +37,17 @@ _NOT_CHOSEN = object()
 
 
 class CellsDatastore(EmbeddedDatastore):
-    """A datastore in a local directory whose records lie in cells.
+    """A datastore in a local directory that divides its records into cells.
 
-    A cell holds the records that are nearest to its center. A query is compared with all records of its
-    nearest cells.
+    A cell has a center, and contains the records whose keys are nearer to this center than to other centers.
+    A query is compared with all records of its nearest cells. The records of each group (a numbered set of
+    records, such as a domain) have their own cells.
 
     Args:
-        segments: the open directory.
+        segments: the open directory with the files of records.
         dim: number of components of a key.
         metric: metric of the distances.
-        policy: numbers of cells and probes.
+        policy: parameters of the adapter, such as the number of cells.
     """
 
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
@@ -62,10 +63,21 @@ class CellsDatastore(EmbeddedDatastore):
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a datastore in a directory; see `Datastore.open`.
+        """Open or create a datastore in a directory.
 
-        The parameters are `cells`, `probes`, `memory`, `codes`, `coded_from` and
-        `device`; see `Policy`.
+        Args:
+            location: path of the directory, which only this datastore uses.
+            dim: number of components of a key, >= 1.
+            metric: metric of the distances.
+            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
+            **params: `cells`, `probes`, `memory`, `codes`, `coded_from` and `device`; `Policy` explains them.
+
+        Raises:
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         metric, policy = Metric(metric), Policy.from_params(params)
         segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))
@@ -73,14 +85,23 @@ class CellsDatastore(EmbeddedDatastore):
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the bytes of a record on disk and in an index; see `SupportsSize.record_size`."""
+        """Return an estimate of the bytes that one record takes on disk, including its part of an index.
+
+        Args:
+            dim: number of components of a key.
+            **params: parameters of the adapter; `codes` decides the size of a key.
+        """
         coding = Policy.from_params(params).coding_for(dim)
         key = code_size(coding.kind, dim) if coding else 2 * dim
         return key + 8 + 2 + dim // _RECORDS_PER_CENTER + 8
 
     @property
     def capabilities(self) -> Capabilities:
-        """Durable, in half precision or as codes, with one writer; approximate in large groups."""
+        """The features of this datastore: approximate search, durable, one writer.
+
+        Keys are stored in half precision; in large groups they are compressed to codes, unless `codes` is
+        ``none``.
+        """
         coding = self._policy.coding_for(self._dim)
         return Capabilities(
             exact_search=False,
@@ -93,17 +114,39 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query; see `Datastore.search`."""
+        """Find the k nearest records of each query, approximately in large groups.
+
+        Args:
+            queries: query vectors, shape (q, dim), finite.
+            k: number of neighbors, >= 1.
+            where: records that may be found; None allows all records.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
+
+        Raises:
+            CorruptDatastoreError: no query has a neighbor, and records that `where` selects are damaged.
+        """
         from knnstore_cells.device import disable_autocast
 
         with disable_autocast():
             return super().search(queries, k, where=where)
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Compute the distances of queries to all records of their nearest cells; see `SupportsCells.visit`.
+        """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
+
+        Args:
+            queries: query vectors, shape (q, dim), finite.
+            probes: number of cells to search for each query, >= 1. Cells without a matching record are
+                skipped and not counted.
+            where: records that may be found; None allows all records.
+
+        Returns:
+            A list of `Visits`: arrays with queries, record ids and distances. Empty if no record matches.
 
         Raises:
-            CorruptDatastoreError: no record is found, and a segment that `where` selects is damaged.
+            CorruptDatastoreError: no record is found, and records that `where` selects are damaged.
         """
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
@@ -112,6 +155,7 @@ class CellsDatastore(EmbeddedDatastore):
         from knnstore_cells.visiting import visit_cells
 
         def visit_groups(groups: Sequence[GroupSearch]) -> list[Visits]:
+            """Compare the queries with the records of their nearest cells (clusters of near keys)."""
             return visit_cells(
                 [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
             )
@@ -125,16 +169,21 @@ class CellsDatastore(EmbeddedDatastore):
         return visits
 
     def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and write the cells of new records.
+        """Merge files of records, reclaim the space of deleted records, and save the cells of new records.
 
-        The centers of a group stay the same until its number of cells changes, which happens when the group
-        has grown or shrunk by about a half. While the centers stay, records stay in their cells.
+        A cell is a cluster of records with near keys. The cell centers of a group stay the same until its
+        number of cells changes, which happens when the group has grown or shrunk by about a half. While the
+        centers stay the same, records stay in their cells.
         """
         with self._remember_cells():
             super().optimize()
 
     def vacuum(self) -> None:
-        """Rewrite segments with deleted records; see `SupportsVacuum.vacuum`. Records stay in their cells."""
+        """Rewrite all files that contain deleted or replaced records, without these records.
+
+        The other records stay in their cells (clusters of near keys). The center of a cell that has no record
+        any more is replaced, because it may be the key of a deleted record.
+        """
         with self._remember_cells() as former:
             for group, arranged in former.items():
                 with_live_centers = replace_empty_centers(arranged) if arranged else []
@@ -148,7 +197,11 @@ class CellsDatastore(EmbeddedDatastore):
             super().vacuum()
 
     def _create_group_search(self) -> GroupSearch:
-        """Create the object that searches one group; the first call chooses the device."""
+        """Create an object that can search the records of one group.
+
+        It has no records until its method `update` is called. The first call chooses the device (GPU or CPU)
+        for all groups.
+        """
         # These imports load torch, which listing and removing do not need.
         from knnstore_cells.device import choose_device
         from knnstore_cells.group import CellGroup
@@ -169,29 +222,50 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with `group_rows` live records has more than one cell."""
+        """Check whether a group is so large that it has more than one cell (a cluster of near keys).
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
+        """
         return self._policy.cells_for(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the number of cells of a segment's index; None if the segment needs no index."""
+        """Return the parameters of the index of a segment (a set of files with records of one group).
+
+        Args:
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
+
+        Returns:
+            ``{"centers": NUMBER_OF_CELLS}``; None if the segment needs no index.
+        """
         if not self._policy.has_index(rows, group_rows):
             return None
         return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Assign the rows of a segment to cells, and write the index to a file; see `_write_cells`."""
+        """Assign the records of a segment to cells, and write the assignment (the index) to a file.
+
+        A cell is a cluster of records with near keys.
+
+        Args:
+            segment: a set of files with records of one group.
+            parameters: result of `_index_parameters`.
+            path: file to create.
+        """
         from knnstore_cells.device import disable_autocast
 
         with disable_autocast():
             self._write_cells(segment, parameters["centers"], path)
 
     def _write_cells(self, segment: Segment, cells: int, path: Path) -> None:
-        """Assign the rows of a segment to the cells of its group, and write the index to a file.
+        """Assign the records of a segment to the cells of its group, and write the assignment to a file.
 
-        New centers are fitted if the group has none yet, or if its number of cells has changed.
+        A cell is a cluster of records with near keys. New cell centers are fitted if the group has no centers
+        yet, or if its number of cells has changed.
 
         Args:
-            segment: the segment.
+            segment: a set of files with records of one group.
             cells: number of cells of the group.
             path: file to create.
         """
@@ -212,14 +286,22 @@ class CellsDatastore(EmbeddedDatastore):
         assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
-        """Return None: a group is searched as a whole, not by segments."""
+        """Return None: this engine has no object that searches a single segment (set of files with records).
+
+        `CellGroup` searches all segments of a group together, and opens their index files itself.
+
+        Args:
+            segment: ignored.
+            parameters: ignored.
+        """
 
     @contextmanager
     def _remember_cells(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
-        """Remember the cells of all records during the block, in which segments are rewritten.
+        """Remember the cells of all records during the ``with`` block, in which segments are rewritten.
 
-        Yields the segments with an index of each group, largest first. In a nested block, the outer block's
-        mapping is yielded.
+        A cell is a cluster of records with near keys. A segment is an immutable set of records. Records of a
+        rewritten segment then keep their cells. Yields a dict from each group number to the group's segments
+        with cells, largest first. A nested block yields the dict of the outer block.
         """
         if self._former_cells is not None:
             yield self._former_cells
@@ -237,17 +319,20 @@ class CellsDatastore(EmbeddedDatastore):
             self._former_cells, self._centers = None, {}
 
     def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
-        """Open the index of a segment; returns None if the segment has no index that can be used.
+        """Read the cell (a cluster of near keys) of each record of a segment from the segment's index file.
 
-        A damaged or missing file is added to the damaged files.
+        If the file is damaged, or missing for the second time, a warning is logged, the file is added to the
+        damaged files, and None is returned.
 
         Args:
-            segment: the segment.
-            quietly: log nothing, and raise no error for a missing file.
+            segment: a set of files with records of one group.
+            quietly: True logs nothing, and raises no error for a missing file.
+
+        Returns:
+            The cells; None if the segment has no usable index.
 
         Raises:
-            FileNotFoundError: the file is missing. Raised once for each file: a newer manifest may have
-                replaced it.
+            FileNotFoundError: the file is missing, for the first time: a writer may have replaced it.
         """
         entry = segment.index
         cells = entry.parameters.get("centers") if entry else None

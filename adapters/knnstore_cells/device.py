@@ -1,4 +1,8 @@
-"""Keys in the memory of a device such as a GPU, where many cells are compared with queries at a time."""
+"""Keys in the memory of a device such as a GPU, where many cells are compared with queries at the same time.
+
+A cell is a cluster of records whose keys are near each other. A query *probes* its nearest cells: it is
+compared with all records of these cells.
+"""
 
 import logging
 import math
@@ -27,7 +31,7 @@ _SHARE_OF_MEMORY = 0.7  # the rest is for distances and for the model
 
 @contextmanager
 def disable_autocast() -> Iterator[None]:
-    """Switch off torch's autocast during the block.
+    """Switch off torch's autocast (automatic half precision) during the ``with`` block.
 
     Autocast would round distances, and mix dtypes that cannot be added.
     """
@@ -39,37 +43,41 @@ def disable_autocast() -> Iterator[None]:
 
 
 class RowsByCell(NamedTuple):
-    """Some rows of `DeviceKeys`, sorted by cell, on the device."""
+    """A choice of n rows of a `DeviceKeys` (one row for each record), sorted by cell, on the device."""
 
     rows: Tensor | None
-    """Row numbers, shape (n,); None for all rows."""
+    """Row numbers, int64, shape (n,); None for all rows."""
 
     starts: Tensor
-    """Begin of each cell in `rows`, and the end of the last one, shape (cells + 1,)."""
+    """Bounds in `rows`, shape (cells + 1,): the rows of cell i are at starts[i] to starts[i + 1] - 1."""
 
 
 class QueriesByCell(NamedTuple):
-    """Queries that probe cells, sorted by cell, on the device."""
+    """The queries that probe (are compared with) each of c cells, sorted by cell, on the device."""
 
     cells: Tensor
     """Numbers of the cells, each once, shape (c,)."""
 
     queries: Tensor
-    """Numbers of the queries, sorted by cell, shape (n,)."""
+    """Row numbers of the queries, sorted by cell, shape (n,). A query occurs once for each of its cells."""
 
     starts: Tensor
-    """Begin of each cell in `queries`, and the end of the last one, shape (c + 1,)."""
+    """Bounds in `queries`, shape (c + 1,): the queries of cells[i] are at starts[i] to starts[i + 1] - 1."""
 
 
 class DeviceKeys:
-    """The keys of a segment, sorted by cell, in their stored form.
+    """The keys of a segment in the memory of a device, sorted by cell, in their stored form.
+
+    A segment is a set of files with records of one group. The stored form is half precision, or codes
+    (compressed keys).
 
     Args:
         segment: the segment.
-        cells: the cells of its rows.
-        codec_file: codec of the group; keys with another codec are held decoded.
-        rotate: rotates keys that are not coded; see `Visitable.rotate`.
-        origins: centers of the cells, rotated, on the device.
+        cells: the cell of each record of the segment.
+        codec_file: codec (compressor of keys) of the group; None if the group has none. Keys that were
+            compressed by another codec are decoded first.
+        rotate: function that rotates uncompressed keys to the space in which distances are computed.
+        origins: centers of the cells, rotated, float32, shape (cells, width), on the device.
     """
 
     def __init__(
@@ -103,14 +111,14 @@ class DeviceKeys:
                 for values, owner in zip(parts, owners, strict=True)
             ]
         )
-        """|key - origin|² of each row."""
+        """|key - center of its cell|² of each record, in the order of the cells."""
 
     def select_rows(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> RowsByCell:
-        """Return the selected rows, sorted by cell. The result of the last call is cached.
+        """Select rows (records) for a search, sorted by cell. The result of the last call is cached.
 
         Args:
-            alive: mask of the live rows of the segment; None if all rows are live.
-            ids: ids to which the rows are restricted; None selects all live rows.
+            alive: mask of the segment's records that are neither deleted nor replaced; None if all are.
+            ids: ids of the records to select; None selects all such records.
         """
         if alive is None and ids is None:
             return self._all
@@ -127,16 +135,19 @@ class DeviceKeys:
     def visit(
         self, visitors: QueriesByCell, order: RowsByCell, queries: Tensor, metric: Metric
     ) -> Iterator[Visits]:
-        """Compute the distances between queries and the records of their cells, and yield stacks of visits.
+        """Compute the distances between queries and the records of the cells that they probe.
 
-        A visit holds the distances between some queries and some records of a cell. All visits have the same
-        shape, so a cell with many queries or records is divided among several visits.
+        A visit holds the distances between some queries and some records of one cell. All visits have the
+        same shape, so a cell with many queries or records is divided among several visits.
 
         Args:
             visitors: the queries that probe each cell.
-            order: the rows to compare; see `select_rows`.
-            queries: queries, rotated, on the device, float32, shape (q, width).
+            order: the records to compare with, a result of `select_rows`.
+            queries: query vectors, rotated, float32, shape (q, width), on the device.
             metric: metric of the distances.
+
+        Yields:
+            Stacks of visits. Their distances are on the device if it is a GPU, else in a numpy array.
         """
         tiles = _divide_into_tiles(visitors, order)
         widest = max(tile.shape[1] for tile in tiles[1:])
@@ -159,16 +170,20 @@ class DeviceKeys:
 
 
 def choose_device(name: str, needed: int) -> torch.device | None:
-    """Choose the device whose memory holds the keys. Returns None if the keys stay in their files.
+    """Choose the device (such as a GPU) in whose memory the keys are kept for searches.
 
     Logs a warning if ``auto`` finds a GPU with too little free memory.
 
     Args:
-        name: a torch device, ``none``, or ``auto`` for a GPU with enough free memory if there is one.
-        needed: bytes of the keys in their stored form.
+        name: name of a torch device; ``none`` for no device; or ``auto`` for a GPU if one has enough free
+            memory, else no device.
+        needed: number of bytes of all keys in their stored form.
+
+    Returns:
+        The device; None if the keys stay in their files and are read when needed.
 
     Raises:
-        ConfigError: torch has no such device.
+        ConfigError: torch has no device with this name.
     """
     if name == "none" or (name == "auto" and not torch.cuda.is_available()):
         return None
@@ -187,20 +202,23 @@ def choose_device(name: str, needed: int) -> torch.device | None:
 
 
 def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide the pairs of a query and a record of its cell into t tiles of m queries and r records.
+    """Divide the work of comparing queries with records into t equal tiles.
+
+    A tile consists of up to m queries and up to r records of one cell (a cluster of near keys) that all these
+    queries probe.
 
     Args:
         visitors: the queries that probe each cell.
-        order: the rows to compare, sorted by cell.
+        order: the records to compare with, sorted by cell.
 
     Returns:
-        The cell of each tile, shape (t,); its queries, shape (t, m); its rows, shape (t, r). -1 if a query or
-        row is missing.
+        The cell number of each tile, shape (t,); the row numbers of its queries, shape (t, m); and the row
+        numbers of its records, shape (t, r). The last two are padded with -1.
     """
     begins, ends = order.starts[visitors.cells], order.starts[visitors.cells + 1]
     counts, query_counts = ends - begins, visitors.starts.diff()
-    tile_queries = _power_of_two(len(visitors.queries) / max(1, len(query_counts)), _QUERIES)
-    tile_rows = _power_of_two(int(counts.max()) if len(counts) else 1, _RECORDS)
+    tile_queries = _round_up_to_power_of_two(len(visitors.queries) / max(1, len(query_counts)), _QUERIES)
+    tile_rows = _round_up_to_power_of_two(int(counts.max()) if len(counts) else 1, _RECORDS)
     row_tiles = -(-counts // tile_rows)
     tiles_per_cell = -(-query_counts // tile_queries) * row_tiles
     cell_of_tile = torch.repeat_interleave(tiles_per_cell)
@@ -222,30 +240,36 @@ def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tens
     )
 
 
-def _power_of_two(least: float, most: int) -> int:
-    """Return the smallest power of two that is at least `least`, but at most `most`."""
+def _round_up_to_power_of_two(least: float, most: int) -> int:
+    """Return the smallest power of two that is at least `least`; if it exceeds `most`, return `most`."""
     return min(most, 1 << math.ceil(math.log2(max(1.0, least))))
 
 
 def _list_numbers(starts: Tensor, stops: Tensor, width: int) -> Tensor:
-    """Return the numbers of half-open ranges as the rows of a matrix.
+    """Write the numbers of several ranges into the rows of a matrix.
 
     Args:
         starts: first number of each range, shape (n,).
-        stops: end of each range, shape (n,).
-        width: number of columns. Numbers beyond the last column are left out.
+        stops: last number of each range plus one, shape (n,).
+        width: number of columns. Numbers that do not fit into a row are left out.
 
     Returns:
-        Shape (n, width). Row i holds starts[i], starts[i] + 1, ... below stops[i], padded with -1.
+        Matrix of shape (n, width). Row i holds the numbers starts[i] to stops[i] - 1, padded with -1.
     """
     numbers = starts[:, None] + torch.arange(width, device=starts.device)
     return torch.where(numbers < stops[:, None], numbers, -1)
 
 
 def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that decodes codes on a device as `Codec.turned` does.
+    """Make a function that decodes codes (compressed keys) to rotated keys on a device.
 
-    The function converts uint8, shape (..., size), to float32, shape (..., width).
+    Args:
+        codec: codec that made the codes.
+        device: device on which the codes are.
+
+    Returns:
+        A function that converts codes, uint8, shape (..., size), to approximate rotated keys, float32, shape
+        (..., width), as `Codec.turned` does.
     """
     if not isinstance(codec, ProductCodec):
         return lambda codes: codes[..., 4:].view(torch.int8) * codes[..., :4].contiguous().view(torch.float32)
@@ -254,6 +278,10 @@ def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tens
     offsets = torch.arange(len(codec.books), device=device) * codec.books.shape[1]
 
     def decode(codes: Tensor) -> Tensor:
+        """Decode codes, uint8, shape (..., size), to rotated keys, float32, shape (..., width).
+
+        Codes are compressed keys.
+        """
         pieces = embedding(codes[..., 1:] + offsets, entries)
         return pieces.flatten(-2) + embedding(codes[..., 0].int(), centers)
 

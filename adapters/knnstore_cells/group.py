@@ -1,4 +1,7 @@
-"""The search of one group in cells."""
+"""The search of one group (a numbered set of records, such as a domain) that is divided into cells.
+
+A cell is a cluster of records whose keys are near each other.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -32,29 +35,34 @@ _MOST_GROWTH = 4  # new centers are fitted if the number of cells should change 
 
 
 class _SegmentInGroup(NamedTuple):
-    """A segment of the group with the cells of its rows."""
+    """A segment (set of files with records) of the group, with the cells of its records."""
 
     segment: Segment
     cells: SegmentCells
+    """The cell of each record of the segment."""
     alive: NDArray[np.bool_] | None
-    """True for a live row, shape (rows,); None if all rows are live."""
+    """Mask, shape (rows,): False for deleted and replaced records. None if the segment has no such record."""
 
     on_device: DeviceKeys | None
-    """The segment's keys on the device; None without a device."""
+    """The segment's keys in the memory of the device; None if no device is used."""
 
 
 class CellGroup:
-    """Searches one group, whose records lie in cells.
+    """Searches one group of records that is divided into cells (clusters of near keys).
+
+    The records of a group are in segments, which are sets of files or of records in memory.
 
     Args:
         dim: number of components of a key.
         metric: metric of the distances.
-        policy: numbers of cells and probes.
-        load_cells: opens the index of a segment; returns None if the segment has no index that can be used.
-        count_replacements: returns how many additions have replaced records so far. While this number stays
-            the same, a record that was in a cell at the last update has the same key now.
-        cell_cache: cache of cells; not used with a device.
-        device: device that holds all keys; None reads cells one by one.
+        policy: parameters of the adapter, such as the number of cells.
+        load_cells: function that reads the cells of a segment from its index file; it returns None if the
+            segment has no usable index.
+        count_replacements: function that returns how many additions have replaced records so far. While this
+            number stays the same, no record has got another key.
+        cell_cache: cache of cells in memory; not used with a device.
+        device: device (such as a GPU) in whose memory all keys are kept; None reads cells from files when
+            needed.
     """
 
     def __init__(
@@ -85,30 +93,35 @@ class CellGroup:
         self._rotation: Tensor | None = None
         self._scanner: tuple[object, CodeScanner | None] = (None, None)
         self.room = cell_cache.size
-        """Maximum number of bytes of decoded keys in memory, of all groups together."""
+        """Largest number of bytes of decoded keys in memory, for all groups together."""
         self.rows = 0
-        """Number of live records."""
+        """Number of records of the group; deleted and replaced records do not count."""
         self.centers = torch.empty(0, dim)
         """Centers of the cells, float32, shape (cells, dim)."""
         self.origins = self.centers
-        """The centers, rotated by the codec."""
+        """The centers, rotated by the group's codec (compressor of keys), shape (cells, width)."""
         self.middle = self._compute_middle()
-        """Origin of the keys in `Cell`: their mean, rotated. With it distances lose the fewest digits."""
+        """Vector that is subtracted from rotated keys and queries to reduce rounding errors, shape (width,).
+
+        It is the mean of `origins` for L2, else 0.
+        """
         self.counts = np.zeros(0, np.int64)
-        """Number of live records of each cell, shape (cells,)."""
+        """Number of records of each cell, shape (cells,); deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Check whether `segments` is the same object that the last `update` received."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search. No search may run meanwhile.
+        """Set the segments (sets of records) to search, and assign new records to cells.
 
-        Only records that are new since the last update are compared with the centers. Records that were
-        moved to another segment, as from memory to disk, stay in their cells.
+        No search may run during the call. Only records that are new since the last update are compared with
+        the cell centers. Records that were moved to another segment, for example from memory to disk, stay in
+        their cells.
 
         Raises:
-            FileNotFoundError: the file of an index is missing. Raised once for each file.
+            FileNotFoundError: the file of an index is missing, for the first time: a writer may have
+                replaced it by another file. A second call treats the index as damaged.
         """
         self._segments = ()
         former_segments = self._find_former_segments(segments)
@@ -145,9 +158,14 @@ class CellGroup:
         self._segments = segments
 
     def _find_former_segments(self, segments: Sequence[Segment]) -> list[ArrangedSegment]:
-        """Return the segments of the last update that are not in `segments`, with their cells.
+        """Return the segments of the last update that are not used any more, with their cells.
 
-        Returns an empty list if records were replaced since, because their keys may have changed.
+        A segment is a set of records, and a cell is a cluster of records with near keys. The cells of records
+        that were moved from an old segment to a new segment are known from the old segment. The list is empty
+        if records were replaced since the last update, because the keys of these records may have changed.
+
+        Args:
+            segments: the segments that are searched from now on.
         """
         former, self._replacements = self._replacements, self._count_replacements()
         if self._replacements != former:
@@ -160,18 +178,33 @@ class CellGroup:
         ]
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        """Rotate vectors, shape (n, dim), to the codec's space, shape (n, width). Distances stay the same."""
+        """Rotate vectors to the space in which the group's codec (compressor of keys) stores keys.
+
+        Distances between vectors stay the same. Without a codec, the vectors are returned unchanged.
+
+        Args:
+            vectors: float32, shape (n, dim).
+
+        Returns:
+            float32, shape (n, width).
+        """
         return vectors if self._rotation is None else vectors @ self._rotation
 
     def _compute_middle(self) -> Tensor:
-        """Compute the origin of the keys: the mean center for L2, else 0."""
+        """Compute the vector that is subtracted from rotated keys and queries, float32, shape (width,).
+
+        For L2, the vector is the mean of the rotated centers of all cells (clusters of near keys); else 0.
+        """
         has_center = self.metric is Metric.L2 and len(self.origins)
         return self.origins.mean(0) if has_center else self.origins.new_zeros(self.origins.shape[1])
 
     def count_matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
-        """Return the number of live records with `ids` in each cell, shape (cells,); None counts all records.
+        """Count the records of each cell (a cluster of near keys) that match a filter, int64, shape (cells,).
 
-        The result for the last `ids` object is cached.
+        Deleted and replaced records do not count. The result for the last `ids` object is cached.
+
+        Args:
+            ids: ids of the records to count; None counts all records.
         """
         if ids is None:
             return self.counts
@@ -182,21 +215,28 @@ class CellGroup:
         return counts
 
     def find_cells(self, ids: IdRanges | None) -> Cells:
-        """Return the cells that have live records with `ids`; None selects all records."""
+        """Return the numbers and centers of all cells that have a record with one of some ids.
+
+        Args:
+            ids: the ids; None returns all cells that have a record.
+        """
         counts, cached = self.count_matching(ids), self._with_records
         if cached is None or cached[0] is not counts:
             cached = self._with_records = counts, Cells.of(self.centers, counts)
         return cached[1]
 
     def read_cell(self, number: int) -> Cell:
-        """Return the live records of a cell by its number, from the cache or from the segments."""
+        """Return the records of the cell with a number, from the cache or from the segments.
+
+        A segment is an immutable set of records. Deleted and replaced records are left out.
+        """
         return self._cell_cache.get(self._version, number, self._read_cell)
 
     def get_scanner(self) -> CodeScanner | None:
-        """Return the scanner that computes distances from codes; None if it cannot be used.
+        """Return the scanner, the object that computes distances from codes (compressed keys).
 
-        It can be used if FAISS is installed, no device holds the keys, and all keys are codes of one product
-        quantizer.
+        Returns None if it cannot be used. It can be used if FAISS is installed, no device is used, and all
+        keys of the group are codes of one product quantizer.
         """
         version, scanner = self._scanner
         if version is not self._version:
@@ -210,13 +250,15 @@ class CellGroup:
         return scanner
 
     def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Read the live records of several cells as codes. All keys must be codes of one codec.
+        """Read the records of several cells (clusters of near keys) as codes (compressed keys).
+
+        All keys of the group must be codes of one codec. Deleted and replaced records are left out.
 
         Args:
             numbers: numbers of the cells, without duplicates.
 
         Returns:
-            The records of each cell, in the order of `numbers`; a cell without records is empty.
+            The ids and codes of each cell's records, in the order of `numbers`.
         """
         file = self._codec_file
         assert file is not None
@@ -233,9 +275,15 @@ class CellGroup:
     def visit_on_device(
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
-        """Compare queries with the records of their cells on the device; see `DeviceKeys.visit`.
+        """Compute on the device the distances between queries and the records of their cells.
 
-        `ids` restricts the records; None compares with all.
+        Args:
+            visitors: the queries that are compared with each cell.
+            queries: query vectors, float32, shape (q, dim), on the device.
+            ids: ids of the records to compare with; None compares with all records.
+
+        Yields:
+            Stacks of distances between some queries and some records of a cell.
         """
         rotated = self.rotate(queries)
         for _, _, alive, keys in self._parts:
@@ -243,14 +291,18 @@ class CellGroup:
             yield from keys.visit(visitors, keys.select_rows(alive, ids), rotated, self.metric)
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find approximately the k nearest records of each query, shape (q, k), nearest first.
+        """Find approximately the k nearest records of each query.
 
-        Rows are padded only if fewer than k records match.
+        If few records match, every query is compared with all of them.
 
         Args:
-            queries: float32, shape (q, dim).
+            queries: query vectors, float32, shape (q, dim).
             k: number of neighbors, >= 1.
-            ids: ids to which the search is restricted; None searches all records.
+            ids: ids of the records that may be found; None allows all records of the group.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Only if fewer than k records match,
+            the rest of a row holds id -1 and distance +inf.
         """
         counts = self.count_matching(ids)
         total, cells = int(counts.sum()), int((counts > 0).sum())
@@ -264,15 +316,17 @@ class CellGroup:
         return neighbors
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
-        """Find the k nearest records of each query among the records of its nearest cells, shape (q, k).
-
-        Rows are padded if the cells hold fewer than k matching records.
+        """Find the k nearest records of each query among all records of the query's nearest cells.
 
         Args:
-            queries: float32, shape (q, dim).
+            queries: query vectors, float32, shape (q, dim).
             k: number of neighbors.
-            ids: ids to which the search is restricted; None searches all records.
-            probes: number of cells of each query.
+            ids: ids of the records that may be found; None allows all records of the group.
+            probes: number of cells to search for each query.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. If the cells have fewer than k
+            matching records, the rest of a row holds id -1 and distance +inf.
         """
         largest = np.sort(self.count_matching(ids))[-probes:].sum()
         step = max(1, DISTANCES_AT_ONCE // int(largest))
@@ -286,15 +340,16 @@ class CellGroup:
     def _choose_centers(
         self, segments: Sequence[Segment], found_cells: Sequence[SegmentCells | None]
     ) -> Keys:
-        """Return the centers that all segments of the group use, shape (cells, dim).
+        """Choose the cell centers that all segments of the group use, float32, shape (cells, dim).
 
-        These are the centers of the largest segment that has an index, or had cells at the last update. If no
-        segment has, for example while a new group is filled, the centers of the last update stay until the
-        number of cells should differ by more than a factor of `_MOST_GROWTH`. Then new centers are fitted.
+        A cell is a cluster of records with near keys; a segment is a set of records. The largest segment
+        whose cells are known decides: its centers are used. If the cells of no segment are known, for example
+        while a new group is filled, the centers of the last update are kept. They are kept until the number
+        of cells should grow or shrink by more than a factor of `_MOST_GROWTH`; then new centers are fitted.
 
         Args:
-            segments: segments of the group.
-            found_cells: known cells of each segment, or None.
+            segments: all segments of the group.
+            found_cells: cells of each segment, from its index or from the last update; None if unknown.
         """
         cell_count = self._policy.cells_for(self.rows)
         known_centers = [
@@ -310,13 +365,23 @@ class CellGroup:
         return fit_centers(list(segments), cell_count)
 
     def _get_nearest_center(self, centers: Keys) -> NearestCenter:
-        """Return the object that finds the nearest of `centers`, cached while the centers stay the same."""
+        """Return an object that finds the nearest of some centers to a key.
+
+        The object is cached as long as the centers stay the same.
+
+        Args:
+            centers: float32, shape (n, dim).
+        """
         if not np.array_equal(self._nearest.centers.numpy(), centers):
             self._nearest = NearestCenter(torch.from_numpy(centers))
         return self._nearest
 
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
-        """Set the group's codec and rotation to those of its largest coded segment; None without one."""
+        """Set the group's codec (compressor of keys), and its rotation matrix, from the group's segments.
+
+        A segment is an immutable set of records. The codec of the largest segment with compressed keys is
+        used. Without such a segment, codec and rotation become None.
+        """
         coded = [segment for segment in segments if segment.columns.codec_file]
         columns = max(coded, key=lambda segment: segment.rows).columns if coded else None
         self._codec_file = columns.codec_file if columns else None
@@ -324,10 +389,10 @@ class CellGroup:
         self._rotation = None if rotation is None else torch.from_numpy(rotation).to(self.device)
 
     def _count_rows(self, rows: Callable[[_SegmentInGroup], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
-        """Count the selected rows of each cell over all segments, shape (cells,).
+        """Count records of each cell in all segments (immutable sets of records), int64, shape (cells,).
 
         Args:
-            rows: returns the mask of the rows of a segment to count, or None for all rows.
+            rows: function that returns a mask of the records of a segment to count; None counts all.
         """
         counts = np.zeros(len(self.centers), np.int64)
         for part in self._parts:
@@ -339,7 +404,10 @@ class CellGroup:
         return counts
 
     def _read_cell(self, number: int) -> Cell:
-        """Read the live records of a cell by its number from all segments, without the cache."""
+        """Read the records of the cell with a number from all segments, without the cache.
+
+        A segment is an immutable set of records. Deleted and replaced records are left out.
+        """
         ids, keys = [], []
         for segment, (rows,) in self._iterate_rows([number]):
             ids.append(segment.columns.ids_at(rows))
@@ -352,10 +420,16 @@ class CellGroup:
         )
 
     def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
-        """Yield each segment that has live rows in one of the cells, with its live rows of each cell.
+        """Find the rows of all segments that belong to some cells, without deleted and replaced records.
+
+        A segment is an immutable set of records.
 
         Args:
-            numbers: numbers of the cells.
+            numbers: numbers of the cells, without duplicates.
+
+        Yields:
+            Each segment with a record in one of the cells, and for each cell the row numbers of its records
+            in the segment, in the order of `numbers`.
         """
         for segment, cells, alive, _ in self._parts:
             row_lists = cells.rows_in(numbers)
@@ -365,7 +439,17 @@ class CellGroup:
                 yield segment, row_lists
 
     def _read_rotated_keys(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
-        """Read the keys of some rows, and rotate them to the codec's space, float32, shape (n, width)."""
+        """Read keys of a segment, decoded and rotated to the space of the group's codec.
+
+        A codec compresses keys. A segment is an immutable set of records.
+
+        Args:
+            segment: the segment.
+            rows: row numbers of the keys in the segment, shape (n,).
+
+        Returns:
+            float32, shape (n, width).
+        """
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:
             return torch.from_numpy(file.codec.turned(columns.codes_at(rows, file)))
@@ -373,12 +457,15 @@ class CellGroup:
 
 
 def _identify_segment(segment: Segment) -> tuple[int, StoredFile | None]:
-    """Return a value that identifies a segment's rows and index: equal for versions with other dead rows."""
+    """Return a value that identifies a segment (an immutable set of records) with its index.
+
+    Versions of a segment that differ only in their deleted records have the same value.
+    """
     return id(segment.columns), segment.index.file if segment.index else None
 
 
 def _make_mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:
-    """Return a mask, shape (count,), that is True for `rows`, ranges of row numbers."""
+    """Convert ranges of row numbers to a mask, bool, shape (count,), that is True for these rows."""
     mask = np.zeros(count, bool)
     for start, stop in rows:
         mask[start:stop] = True

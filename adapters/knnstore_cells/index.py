@@ -1,4 +1,7 @@
-"""The index of a segment: the cell of each row."""
+"""The index of a segment (a set of files with records): the cell of each record.
+
+A cell is a cluster of records whose keys are near each other. Row i of a segment is its i-th record.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,14 +18,14 @@ _FEW = 16  # so many searches for the rows of some cells take less time than sor
 
 
 class SegmentCells:
-    """The cell of each row of a segment.
+    """The cell (cluster of near keys) of each row of a segment; row i is the segment's i-th record.
 
-    Its file holds the centers, with a byte for each component (see `RoundedCodec`), and the cell of each row
-    (uint16, shape (rows,)).
+    The index file holds the centers of the cells, with a byte for each component (see `RoundedCodec`), and
+    the number of the cell of each row (uint16, shape (rows,)).
 
     Args:
-        centers: centers, rounded as in the file, float32, shape (cells, dim).
-        owners: cell of each row, live or dead, uint16, shape (rows,).
+        centers: centers of the cells, rounded as in the file, float32, shape (cells, dim).
+        owners: number of the cell of each row, also of deleted records, uint16, shape (rows,).
     """
 
     def __init__(self, centers: Keys, owners: NDArray[np.uint16]) -> None:
@@ -31,21 +34,26 @@ class SegmentCells:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Number of rows of each cell, shape (cells,)."""
+        """Number of rows of each cell, deleted records included, int64, shape (cells,)."""
         return np.bincount(self.owners, minlength=len(self.centers))
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Begin of each cell in `rows`, and the end of the last one, shape (cells + 1,)."""
+        """Bounds of each cell (a cluster of near keys) in `rows`, int64, shape (cells + 1,).
+
+        The rows of cell i are at the indices starts[i] to starts[i + 1] - 1 of `rows`.
+        """
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     @cached_property
     def rows(self) -> NDArray[np.int32]:
-        """Row numbers, sorted by cell and ascending within a cell, shape (rows,)."""
+        """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,)."""
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
     def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Return for each of several cells its row numbers, ascending, live or dead.
+        """Return for each of several cells (clusters of near keys) the numbers of its rows, ascending, int64.
+
+        Rows of deleted records are included.
 
         Args:
             cells: numbers of the cells, without duplicates.
@@ -62,13 +70,13 @@ class SegmentCells:
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:
-        """Read the index file of a segment that has an index.
+        """Read the index file of a segment, and return the cells (clusters of near keys) of its rows.
 
         Args:
             root: the datastore's directory.
-            segment: the segment.
+            segment: segment (set of files with records) that has an index.
             dim: number of components of a key.
-            cells: number of cells.
+            cells: number of cells in the file.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -86,24 +94,33 @@ class SegmentCells:
         return cls(codec.turned(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
-        """Write the index to a file, which is created or replaced."""
+        """Write centers and cells (clusters of near keys) to an index file, which is created or replaced."""
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
             file.write(self.owners.data)
 
 
 class ArrangedSegment(NamedTuple):
-    """A segment with its cells."""
+    """A segment (set of records of one group) with the cell of each of its rows."""
 
     segment: Segment
     cells: SegmentCells
+    """The cell of each row of the segment."""
 
     def has_centers(self, centers: Keys) -> bool:
-        """Check whether the segment's cells have exactly these centers."""
+        """Check whether the centers of the segment's cells are exactly these, shape (cells, dim)."""
         return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
     def find_cells_of(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the cell of the live record with each id, shape (n,); -1 for an id without a live record."""
+        """Find the cells (clusters of near keys) of records by their ids.
+
+        Args:
+            ids: record ids, int64, shape (n,).
+
+        Returns:
+            Number of the cell of each record, int64, shape (n,); -1 if the segment (an immutable set of
+            records) has no record with the id, or the record was deleted or replaced.
+        """
         segment_ids = self.segment.columns.ids
         positions = np.minimum(np.searchsorted(segment_ids, ids), len(segment_ids) - 1)
         is_found = segment_ids[positions] == ids
@@ -113,13 +130,17 @@ class ArrangedSegment(NamedTuple):
 
 
 def replace_empty_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSegment]:
-    """Return the segments with the center of every empty cell replaced by the center of the fullest cell.
+    """Replace the center of every empty cell (a cluster of near keys) by the center of the fullest cell.
 
-    The center of a cell without live records may be the key of a deleted record.
+    A cell is empty if all its records were deleted or replaced. Its center may be the key of a deleted
+    record, which must not be kept.
 
     Args:
-        former: one or more segments with cells. Segments whose centers differ from the centers of the first
-            are left out of the result.
+        former: one or more segments (immutable sets of records) with cells, which are not changed.
+
+    Returns:
+        The segments with the new centers. Segments whose centers differ from the centers of the first segment
+        are left out.
     """
     centers = former[0].cells.centers
     segments = [arranged for arranged in former if arranged.has_centers(centers)]

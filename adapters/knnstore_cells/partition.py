@@ -1,4 +1,4 @@
-"""Fitting the centers of cells to keys, and finding the nearest center of a key."""
+"""Fitting the centers of cells (clusters of near keys), and finding the nearest center of a key."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from knnstore.errors import CorruptDatastoreError
 from knnstore_cells.index import ArrangedSegment, SegmentCells
 
 CHUNK = 1 << 14
-"""Number of rows that are read and compared at a time."""
+"""Number of keys that are read and compared with centers at a time."""
 
 _SAMPLE_PER_CELL = 64
 _LEAST_PER_CELL = 16
@@ -28,17 +28,17 @@ _PARTS_COMPARED = 4  # parts whose centers are compared with a key
 
 
 def fit_centers(segments: list[Segment], cells: int) -> Keys:
-    """Fit the centers of cells by k-means (Lloyd 1982) to a sample of the live rows of some segments.
+    """Fit the centers of cells (clusters of near keys) by k-means (Lloyd 1982) to a sample of stored keys.
 
-    More than 256 cells are fitted in two levels: first some hundred parts, then the cells of each part. The
-    fit is deterministic. If there are fewer different keys than cells, some cells stay empty.
+    More than 256 cells are fitted in two levels: first some parts, then the cells of each part. The same keys
+    give the same centers. If there are fewer different keys than cells, some cells stay empty.
 
     Args:
-        segments: segments with at least one live row.
+        segments: sets of records, together with at least one record that is neither deleted nor replaced.
         cells: number of cells.
 
     Returns:
-        Centers, float32, shape (cells, dim), rounded as in the files.
+        The centers, float32, shape (cells, dim), rounded as they are stored in index files.
     """
     sample = max(_LEAST_SAMPLE, min(_SAMPLE_PER_CELL * cells, max(_MOST_SAMPLE, _LEAST_PER_CELL * cells)))
     keys = torch.from_numpy(_sample_keys(segments, sample))
@@ -64,7 +64,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
 
 
 class NearestCenter:
-    """Finds the nearest center of a key; with more than 1024 centers approximately.
+    """Finds the nearest of some centers to keys, approximately if there are more than 1024 centers.
 
     Args:
         centers: float32, shape (cells, dim).
@@ -74,7 +74,7 @@ class NearestCenter:
         self.centers, self._norms = centers, (centers * centers).sum(1)
 
     def __call__(self, keys: Tensor) -> Tensor:
-        """Return the index of the nearest center (L2) of each key, int64, shape (n,).
+        """Return for each key the index of its nearest center by Euclidean distance, int64, shape (n,).
 
         Args:
             keys: float32, shape (n, dim); n may be 0.
@@ -86,7 +86,11 @@ class NearestCenter:
 
     @cached_property
     def _part_members(self) -> tuple[Tensor, list[Tensor]]:
-        """Parts of the centers, clustered by k-means: the center of each part, and its members' indices."""
+        """The centers divided into parts by k-means, so that a key is compared with a few parts only.
+
+        A pair: the middle of each part, float32, shape (parts, dim), and for each part the indices of the
+        centers that belong to the part.
+        """
         centers = self.centers
         parts = _fit_k_means(centers, _count_parts(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
         owners = NearestCenter(parts)(centers)
@@ -94,13 +98,20 @@ class NearestCenter:
         return parts[used], [(owners == part).nonzero()[:, 0] for part in used.tolist()]
 
     def _search_all(self, keys: Tensor) -> Tensor:
-        """Return the index of the nearest center of each key, by comparing each key with all centers."""
+        """Return for each key the index of its nearest center, by comparing each key with all centers.
+
+        Args:
+            keys: float32, shape (n, dim).
+        """
         return torch.addmm(self._norms, keys, self.centers.T, alpha=-2).argmin(1)
 
     def _search_parts(self, keys: Tensor) -> Tensor:
-        """Return the index of a near center of each key, usually the nearest.
+        """Return for each key the index of a near center, usually the nearest.
 
-        Each key is compared only with the centers in its nearest parts.
+        Each key is compared only with the centers in its nearest parts (see `_part_members`).
+
+        Args:
+            keys: float32, shape (n, dim).
         """
         parts, members = self._part_members
         away = torch.addmm((parts * parts).sum(1), keys, parts.T, alpha=-2)
@@ -121,16 +132,16 @@ class NearestCenter:
 
 
 def _fit_k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
-    """Fit centers to one or more keys by Lloyd's algorithm (k-means).
+    """Fit centers to keys by Lloyd's algorithm (k-means).
 
     Args:
-        keys: float32, shape (n, dim).
-        count: number of centers.
+        keys: float32, shape (n, dim), n >= 1.
+        count: number of centers. With fewer keys than centers, the first center is repeated.
         rounds: number of iterations.
         generator: source of random numbers.
 
     Returns:
-        float32, shape (count, dim).
+        The centers, float32, shape (count, dim).
     """
     centers = keys[torch.randperm(len(keys), generator=generator)[:count]]
     if len(centers) < count:
@@ -141,7 +152,16 @@ def _fit_k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generat
 
 
 def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> Tensor:
-    """Return new centers: for each center the mean of its keys, or a random key if it has no keys."""
+    """Do one iteration of k-means: return new centers, float32, shape (count, dim).
+
+    A new center is the mean of the keys whose nearest center was the old center. A center without such keys
+    becomes a random key.
+
+    Args:
+        keys: float32, shape (n, dim).
+        centers: old centers, float32, shape (count, dim).
+        generator: source of random numbers.
+    """
     owners = NearestCenter(centers)(keys)
     counts = torch.bincount(owners, minlength=len(centers))
     means = torch.zeros_like(centers).index_add_(0, owners, keys) / counts.clamp(min=1)[:, None]
@@ -151,12 +171,12 @@ def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> 
 
 
 def _count_parts(cells: int) -> int:
-    """Return the number of parts for a number of cells: a power of two near its square root."""
+    """Return into how many parts a number of cells is divided: a power of two near its square root."""
     return 1 << (cells.bit_length() // 2)
 
 
 def _divide_cells(counts: Tensor, cells: int) -> list[int]:
-    """Divide cells among parts in proportion to the parts' numbers of keys.
+    """Divide cells (clusters of near keys) among parts in proportion to the parts' numbers of keys.
 
     Args:
         counts: number of keys of each part.
@@ -173,13 +193,13 @@ def _divide_cells(counts: Tensor, cells: int) -> list[int]:
 def assign_cells(
     segment: Segment, nearest: NearestCenter, former: Sequence[ArrangedSegment] = ()
 ) -> SegmentCells:
-    """Assign each row of a segment, live or dead, to the cell with the nearest center.
+    """Assign each record of a segment, also deleted records, to the cell with the nearest center.
 
     Args:
-        segment: a new or rewritten segment.
-        nearest: finds the center of a key.
-        former: segments that held some of the records before. If their centers are the same, the records keep
-            their cells, and their keys are not read.
+        segment: a new or rewritten set of records.
+        nearest: the object that finds the nearest center of a key.
+        former: segments that had some of the records before. If a former segment has the same centers, its
+            records keep their cells, and their keys are not read.
     """
     owners, centers = np.zeros(segment.rows, np.uint16), nearest.centers.numpy()
     if len(centers) > 1:
@@ -202,9 +222,16 @@ def assign_cells(
 
 
 def _sample_keys(segments: list[Segment], count: int) -> Keys:
-    """Read the keys of about `count` live rows at equal intervals, or of all live rows if there are fewer.
+    """Read about `count` evenly spaced keys of some segments; all keys if there are fewer.
 
-    Returns float32, shape (n, dim).
+    Keys of deleted and replaced records are left out.
+
+    Args:
+        segments: sets of records.
+        count: number of keys to read.
+
+    Returns:
+        The keys, float32, shape (n, dim).
     """
     step = max(1, math.ceil(sum(segment.live for segment in segments) / count))
     parts = []

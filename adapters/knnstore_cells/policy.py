@@ -22,17 +22,22 @@ _LEAST_SHARE = 16  # a segment with less than 1/16 of `_ONE_CELL_UP_TO` rows has
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The parameters of the adapter, checked.
+    """The parameters of the cells adapter, and the choices that follow from them.
+
+    A cell is a cluster of near keys. The records of each group (a numbered set of records, such as a domain)
+    have their own cells.
 
     Args:
-        cells: number of cells of each group; 0 chooses it by the number of records.
-        probes: number of cells that a search compares with a query; 0 chooses it by k.
+        cells: number of cells of each group; 0 chooses the number by the number of records.
+        probes: number of cells whose records a search compares with a query; 0 chooses the number by k.
         memory: MiB of keys that stay in memory between searches, decoded keys and codes together.
-        codes: form of the keys of a large group: ``none`` (half precision), ``int8``, or ``pq32``, ``pq64``,
-            ...; ``auto`` chooses by the number of components.
-        coded_from: number of records from which on a group is large; 0 for the size of a codec's sample.
-        device: torch device whose memory holds all keys for searches, in their stored form. ``none`` reads
-            keys from their files as needed, for the CPU; ``auto`` uses a GPU with enough free memory, if any.
+        codes: how the keys of a large group are stored: ``none`` for half precision; ``int8``, ``pq32``,
+            ``pq64`` and so on for codes (compressed keys); ``auto`` chooses by the number of components.
+        coded_from: number of records from which a group is large; 0 takes the number of keys to which a codec
+            is fitted.
+        device: torch device in whose memory all keys are kept for searches, in their stored form. ``none``
+            reads keys from their files when needed, for the CPU; ``auto`` uses a GPU if one has enough free
+            memory, else ``none``.
     """
 
     cells: int = 0
@@ -44,7 +49,10 @@ class Policy:
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> "Policy":
-        """Return the policy for the parameters that a user gave; omitted parameters have their defaults.
+        """Check the parameters that a user gave, and return the policy.
+
+        Args:
+            params: parameters by name; omitted parameters have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
@@ -64,7 +72,14 @@ class Policy:
         return policy
 
     def coding_for(self, dim: int) -> Coding | None:
-        """Return how keys of `dim` components are coded in large groups; None for half precision."""
+        """Return the rules for compressing the keys of large groups to codes.
+
+        Args:
+            dim: number of components of a key.
+
+        Returns:
+            Kind of codes, and sizes of groups; None if keys stay in half precision.
+        """
         kind = self.codes
         if kind == "auto":
             kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
@@ -72,10 +87,14 @@ class Policy:
         return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
     def cells_for(self, group_rows: int) -> int:
-        """Return the number of cells for a group with `group_rows` live records.
+        """Return the number of cells (clusters of near keys) for a group of records.
 
-        This is the parameter `cells`, but at most `group_rows`. If the parameter is 0, it is 1 for a small
-        group, else a power of two that grows with the number of records.
+        If the parameter `cells` is not 0, the result is this parameter, but at most the number of records.
+        Otherwise the result is 1 for a small group, else a power of two that grows with the number of
+        records.
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
         """
         if self.cells:
             return min(self.cells, group_rows)
@@ -86,21 +105,23 @@ class Policy:
         return min(_MOST_CELLS, int(2 ** round(math.log2(cell_count))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
-        """Check whether a segment needs an index on disk; otherwise its rows are assigned to cells in memory.
+        """Check whether the cells (clusters of near keys) of a segment's records are saved in an index file.
+
+        Without an index file, the records are assigned to cells in memory when they are first searched.
 
         Args:
-            rows: number of rows of the segment.
-            group_rows: number of live records of its group.
+            rows: number of records of the segment (a set of files), deleted records included.
+            group_rows: number of records of its group, without deleted and replaced records.
         """
         small = 0 if self.cells else _ONE_CELL_UP_TO // _LEAST_SHARE
         return self.cells_for(group_rows) > 1 and rows > small
 
     def probes_for(self, k: int, cells: int, rows: int) -> int:
-        """Return the number of cells to search for approximately the k nearest records, at most `cells`.
+        """Return the number of cells to search in order to find approximately the k nearest records.
 
         Args:
             k: number of neighbors.
-            cells: number of cells with matching records.
+            cells: number of cells with matching records; the result is at most this number.
             rows: number of matching records in these cells.
         """
         return min(cells, self.probes or math.ceil(_PER_NEIGHBOR * k * cells / rows) + _LEAST_PROBES)

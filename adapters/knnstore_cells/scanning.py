@@ -1,8 +1,10 @@
-"""Distances between queries and codes, without decoding the codes.
+"""Distances between queries and codes (compressed keys), without decoding the codes.
 
-For each query a table holds the inner product with each entry of each codebook. The inner product with a key
-is the sum of one number for each byte of its code (asymmetric distances, Jégou et al. 2011). FAISS computes
-this, if it is installed. If many queries share a cell, one multiplication with decoded keys is faster.
+A byte of a code is the index of a vector in a table, its codebook. For each query, the inner products with
+all vectors of all codebooks are computed once. The inner product with a key is then a sum of one number for
+each byte of the key's code (asymmetric distances, Jégou et al. 2011). FAISS computes these sums, if it is
+installed. If many queries share a cell (a cluster of near keys), one multiplication with decoded keys is
+faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,60 +26,62 @@ _NONE = -1
 
 
 class CodedCell(NamedTuple):
-    """The live records of a cell as codes."""
+    """The r records of a cell (a cluster of near keys), with codes in place of keys. None is deleted."""
 
     ids: Ids
     """Record ids, int64, shape (r,)."""
 
     codes: NDArray[np.uint8]
-    """Codes, shape (r, size)."""
+    """Codes (compressed keys), uint8, shape (r, size)."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the records of one cell from one or more segments."""
+        """Concatenate the records of one cell that come from one or more sets of files."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 Read = Callable[[Sequence[int]], list[CodedCell]]
-"""Reads the live records of several cells by their numbers, which have no duplicates."""
+"""Function that reads the records of several cells by the cells' numbers, which must have no duplicates."""
 
 
 class _CellNorms(NamedTuple):
-    """Values of the records of a cell that are kept in addition to the codes."""
+    """Values of the r records of a cell that are kept in memory in addition to the codes."""
 
     norms: NDArray[np.float32]
-    """|key|² of each key relative to the middle, shape (r,)."""
+    """|key - middle|² of each key, shape (r,); the middle is the origin of the distances."""
 
     firsts: NDArray[np.intp]
-    """First byte of each code, the number of its center, shape (r,)."""
+    """First byte of each code, which is the number of the codec's center for the key, shape (r,)."""
 
 
 class _PreparedQueries(NamedTuple):
-    """Queries relative to the middle (the mean key), with the cells that each query probes."""
+    """Query vectors minus the middle (origin of the distances), and the cells that each query searches."""
 
     queries: Keys
-    """float32, shape (q, width)."""
+    """Query vectors minus the middle, float32, shape (q, width)."""
 
     cells: list[NDArray[np.int64]]
-    """Numbers of the cells of each query."""
+    """For each query the numbers of its cells."""
 
     center_products: NDArray[np.float32]
-    """Inner products of the queries and the codec's centers, shape (q, 256)."""
+    """Inner products of these vectors and the codec's centers, shape (q, 256)."""
 
     squares: list[float]
-    """|query|² of each query."""
+    """|query - middle|² of each query."""
 
     @classmethod
     def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor) -> Self:
-        """Prepare queries for a scan.
+        """Compute the values of queries that `CodeScanner` needs.
 
         Args:
-            queries: rotated queries, shape (q, width).
-            cells: numbers of the cells of each query, shape (q, p); padded with -1.
+            queries: rotated query vectors, float32, shape (q, width).
+            cells: numbers of the cells (clusters of near keys) that each query searches, shape (q, p); padded
+                with -1.
             middle: origin of the distances, shape (width,).
-            centers: centers of the codec relative to `middle`, one in each column, shape (width, 256).
+            centers: centers of the codec (a compressor of keys) minus `middle`, one in each column, shape
+                (width, 256).
         """
         relative_queries = np.ascontiguousarray(queries - middle)
         cells_of_queries = [np.ascontiguousarray(numbers[numbers != _NONE], np.int64) for numbers in cells]
@@ -92,15 +96,16 @@ class _PreparedQueries(NamedTuple):
 
 
 class CodeScanner:
-    """Computes distances from the codes of a group's cells, and keeps the codes in memory.
+    """Computes distances between queries and the codes (compressed keys) of a group's cells, with FAISS.
 
-    The codes of a cell are read when a query first probes the cell. Threads may share a scanner.
+    A cell is a cluster of near keys. The codes of a cell are read when a query first searches the cell, and
+    are kept in memory. Threads may share a scanner.
 
     Args:
-        codec: codec of all keys of the group.
+        codec: product quantizer that compressed all keys of the group.
         cells: number of cells.
         metric: metric of the distances.
-        cell_cache: cache with which the scanner shares the memory.
+        cell_cache: cache of cells whose memory limit also holds for the codes here.
     """
 
     held: int
@@ -127,15 +132,17 @@ class CodeScanner:
         cell_cache.add_sharer(self)
 
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
-        """Compute the distances of each query to all records of its cells.
+        """Compute the distances of each query to all records of its cells (clusters of near keys).
+
+        A codec compresses keys.
 
         Args:
-            queries: queries in the codec's rotated space, float32, shape (q, width).
-            cells: numbers of the cells of each query, shape (q, p); padded with -1.
-            read: reads cells that are not in memory.
+            queries: query vectors in the codec's rotated space, float32, shape (q, width).
+            cells: numbers of the cells that each query searches, shape (q, p); padded with -1.
+            read: function that reads the codes of cells that are not in memory.
 
         Returns:
-            A stack of q visits; visit i holds the distances of query i to the records of all its cells.
+            A stack of q visits. Visit i has the distances of query i to the records of all its cells.
 
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
@@ -155,17 +162,21 @@ class CodeScanner:
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
-        """Compute the same distances as `scan` for many queries, grouped by cell instead of by query.
+        """Compute the distances of each query to all records of its cells, and return them by cell.
+
+        A codec compresses keys. The distances are those of `scan`; only their arrangement differs.
 
         Args:
-            queries: see `scan`.
-            cells: see `scan`; the cells of each query must be sorted, nearest first.
-            read: see `scan`.
+            queries: query vectors in the codec's rotated space, float32, shape (q, width).
+            cells: numbers of the cells that each query searches, nearest first, shape (q, p); padded with -1.
+            read: function that reads the codes of cells that are not in memory.
 
         Returns:
-            For each cell that a query probes, by ascending number, a stack of one visit: the distances
-                between
-            the cell's queries and its records, with ranks.
+            For each cell that a query searches, by ascending number, a stack of one visit: the distances
+            between the queries that search the cell and the cell's records, with ranks.
+
+        Raises:
+            InvalidVectorError: an inner product is not finite, because a query is too large.
         """
         prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
         queries_of_cell: dict[int, list[tuple[int, int]]] = {}
@@ -200,7 +211,10 @@ class CodeScanner:
         return [Visits.of(visits[number]) for number in sorted(visits)]
 
     def forget(self) -> None:
-        """Drop all cells from memory; the next scan reads them again."""
+        """Drop the codes of all cells (clusters of near keys) from memory; the next scan reads them again.
+
+        Codes are compressed keys.
+        """
         self._index.reset()
         self._cell_norms.clear()
         self.held = 0
@@ -213,14 +227,14 @@ class CodeScanner:
         ids: Ids,
         distances: Distances,
     ) -> None:
-        """Compute the distances of one query to the records of its cells, at least one record.
+        """Compute the distances of one query to all records of its cells, which are in memory.
 
         Args:
-            prepared: queries.
-            row: row number of the query.
-            cell_norms: values of each cell of the query.
-            ids: array that is filled with the record ids, shape (r,).
-            distances: array that is filled with the distances, shape (r,).
+            prepared: the queries.
+            row: row number of the query in `prepared`.
+            cell_norms: values of each cell of the query, in the order of the query's cells.
+            ids: array that is filled with the record ids, int64, shape (r,), r >= 1.
+            distances: array that is filled with the distances, float32, shape (r,).
         """
         # One query at a time: for several FAISS starts threads, which would compete with those of torch.
         self._compute_products(prepared.queries[row], prepared.cells[row], ids, distances)
@@ -234,11 +248,13 @@ class CodeScanner:
         np.maximum(distances, 0, out=distances)
 
     def _load_cells(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
-        """Read the cells that are not in memory yet, and make room for them in the cache.
+        """Read the codes of cells that are not in memory yet, and let the cell cache drop other cells.
+
+        Codes are compressed keys.
 
         Args:
-            cells: numbers of the cells of each query.
-            read: reads cells.
+            cells: for each query the numbers of its cells.
+            read: function that reads the codes of cells.
         """
         # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
         missing = sorted(set(np.concatenate(cells).tolist()) - self._cell_norms.keys())
@@ -255,13 +271,16 @@ class CodeScanner:
         self._room.shrink()
 
     def _compute_products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
-        """Compute the inner products of a query and the keys of cells; the keys' centers are left out.
+        """Compute the inner products of a query with the codebook parts of all keys of some cells.
+
+        A codec compresses keys. A decoded key is the sum of one of the codec's centers and vectors from the
+        codebooks. The product with the center is left out here.
 
         Args:
-            query: query relative to the middle, shape (width,).
+            query: query vector minus the middle, float32, shape (width,).
             cells: numbers of the cells.
-            ids: array that is filled with the record ids, shape (r,).
-            products: array that is filled with the inner products, shape (r,).
+            ids: array that is filled with the record ids, int64, shape (r,).
+            products: array that is filled with the inner products, float32, shape (r,).
 
         Raises:
             InvalidVectorError: a product is not finite.

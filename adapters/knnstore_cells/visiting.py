@@ -1,4 +1,8 @@
-"""Comparison of queries with all records of their nearest cells, over several groups (`visit_cells`)."""
+"""Comparison of queries with all records of their nearest cells, in several groups (`visit_cells`).
+
+A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain, that
+has its own cells.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,30 +20,30 @@ from knnstore_cells.device import QueriesByCell
 from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
-"""Number of distances, float32, that are in memory at once."""
+"""Largest number of distances (float32) that are in memory at the same time."""
 _FEW = 64  # more queries than this may share many of their cells
 _DECODING = 64  # decoding a key costs as much as computing its distance by tables so many times
 
 
 class Cells(NamedTuple):
-    """The cells of a group that have records that match a filter."""
+    """The cells (clusters of near keys) of a group that have a record that matches a filter."""
 
     numbers: NDArray[np.int64]
-    """Numbers of the cells, shape (cells,)."""
+    """Numbers of these cells in the group, int64, ascending, shape (cells,)."""
 
     centers: Tensor
-    """Centers, float32, shape (cells, dim), stored by columns."""
+    """Centers of these cells, float32, shape (cells, dim), stored by columns."""
 
     half_norms: Tensor
-    """|center|²/2, float32, shape (cells,)."""
+    """|center|²/2 of each center, float32, shape (cells,)."""
 
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
-        """Return the cells that have a matching record, with their centers.
+        """Select the cells (clusters of near keys) of a group that have a matching record.
 
         Args:
-            centers: centers of all cells, shape (cells, dim).
-            counts: number of matching records of each cell, shape (cells,).
+            centers: centers of all cells of the group, float32, shape (n, dim).
+            counts: number of matching records of each cell, shape (n,).
         """
         numbers = np.flatnonzero(counts)
         occupied_centers = (
@@ -49,60 +53,86 @@ class Cells(NamedTuple):
 
 
 class Visitable(Protocol):
-    """A group whose records lie in cells; see `CellGroup`, which implements this protocol."""
+    """A group of records that is divided into cells (clusters of near keys). `CellGroup` implements it.
+
+    Deleted and replaced records do not count as records.
+    """
 
     metric: Metric
+    """Metric of the distances."""
     device: torch.device | None
-    """Device that holds all keys; None if cells are read one by one."""
+    """Device (such as a GPU) that has all keys in its memory; None if cells are read when needed."""
 
     middle: Tensor
-    """Origin of the keys in `Cell`, rotated, float32, shape (width,)."""
+    """Vector that is subtracted from the rotated keys in a `Cell`, float32, shape (width,)."""
 
     def find_cells(self, ids: IdRanges | None) -> Cells:
-        """Return the cells that have live records with `ids`; None selects all records."""
+        """Return the numbers and centers of the cells that have a record with one of some ids.
+
+        Args:
+            ids: the ids; None returns all cells that have a record.
+        """
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        """Rotate vectors, shape (n, dim), to the codec's space, shape (n, width). Distances stay the same."""
+        """Rotate vectors, shape (n, dim), to the space in which keys are stored, shape (n, width).
+
+        Distances between vectors stay the same.
+        """
 
     def read_cell(self, number: int) -> Cell:
-        """Return the live records of a cell by its number, from the cache or from the segments."""
+        """Return the records of the cell (a cluster of near keys) with a number, with decoded keys."""
 
     rows: int
-    """Number of live records."""
+    """Number of records of the group."""
 
     room: int
-    """Maximum number of bytes of decoded keys in memory, of all groups together."""
+    """Largest number of bytes of decoded keys in memory, for all groups together."""
 
     def get_scanner(self) -> CodeScanner | None:
-        """Return the scanner that computes distances from codes; None if it cannot read all keys."""
+        """Return the object that computes distances from codes (compressed keys).
+
+        Returns None if it cannot be used, for example because a key is not compressed.
+        """
 
     def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Read the live records of several cells as codes; `numbers` of the cells have no duplicates."""
+        """Read the records of several cells (clusters of near keys) as codes (compressed keys).
+
+        Args:
+            numbers: numbers of the cells, without duplicates.
+        """
 
     def visit_on_device(
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
-        """Compare queries with the records of their cells on the device; see `DeviceKeys.visit`.
+        """Compute on the device the distances between queries and the records of their cells.
 
-        `ids` restricts the records; None compares with all.
+        Args:
+            visitors: the queries that are compared with each cell.
+            queries: query vectors, float32, shape (q, dim), on the device.
+            ids: ids of the records to compare with; None compares with all records.
+
+        Yields:
+            Stacks of distances between some queries and some records of a cell.
         """
 
 
 def visit_cells(
     groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None
 ) -> list[Visits]:
-    """Compute the distances of each query to the records of its nearest cells; see `SupportsCells.visit`.
+    """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
 
-    The cells of all groups together are candidates, except for cells without a matching record.
+    The nearest cells are chosen among the cells of all groups together; cells without a matching record are
+    left out.
 
     Args:
-        groups: groups with the same metric and device.
-        queries: float32, shape (q, dim).
-        probes: number of cells of each query, >= 1.
-        ids: ids to which the records are restricted; None compares with all.
+        groups: groups of records, with the same metric and device.
+        queries: query vectors, float32, shape (q, dim).
+        probes: number of cells to search for each query, >= 1.
+        ids: ids of the records to compare with; None compares with all records.
 
     Returns:
-        Stacks of distances; empty without groups, queries or matching records.
+        Arrays with queries, record ids and distances; empty if there are no groups, queries or matching
+        records.
     """
     if not groups or not len(queries):
         return []
@@ -177,14 +207,15 @@ def visit_cells(
 
 
 def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
-    """Check whether computing distances from codes is faster than decoding the keys of the cells.
+    """Check whether computing distances from codes (compressed keys) is faster than decoding the keys.
 
-    It is faster if few queries share a cell, and if the decoded keys do not fit into the cache.
+    Computing from codes is faster if few queries share a cell (a cluster of near keys), and if the decoded
+    keys do not fit into the cache.
 
     Args:
         groups: the groups to search.
-        nearest: nearest cells of each query, shape (q, probes).
-        cells: cells of each group.
+        nearest: the nearest cells of each query, shape (q, probes).
+        cells: the cells of each group that have matching records.
     """
     decoded_bytes = sum(4 * group.rows * len(group.middle) for group in groups)
     missing_share = max(0.0, 1 - groups[0].room / max(1, decoded_bytes))
@@ -196,13 +227,16 @@ def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Seq
 def _split_by_group(
     nearest: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield for each group the numbers of its cells that each query probes, shape (q, probes).
-
-    The entry is -1 where a query probes a cell of another group.
+    """Divide the nearest cells (clusters of near keys) of each query by the groups to which the cells belong.
 
     Args:
-        nearest: indices into the cells of all groups, one group after the other, shape (q, probes).
-        numbers: cell numbers of each group.
+        nearest: for each query the indices of its nearest cells in the list of all cells, in which one group
+            follows the other; shape (q, probes).
+        numbers: for each group the numbers of its cells in the list.
+
+    Yields:
+        For each group an array of shape (q, probes): the numbers of its cells that each query searches; -1
+        where the cell belongs to another group.
     """
     if len(numbers) == 1:
         yield numbers[0][nearest]
@@ -219,15 +253,15 @@ def _split_by_group(
 
 
 def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
-    """Compare a single query with all records of its cells.
+    """Compute the distances of a single query to all records of its cells (clusters of near keys).
 
     Args:
-        visited: for each cell its group, the query rotated and relative to the group's `middle`, shape
-            (1, width), and the cell's number in the group.
-        ids: ids of the records to compare with; None compares with all.
+        visited: for each cell its group, the rotated query minus the group's `middle`, shape (1, width), and
+            the cell's number in the group.
+        ids: ids of the records to compare with; None compares with all records.
 
     Returns:
-        One visit of the query 0 with the records of all cells.
+        One visit: the distances of query 0 to the records of all cells.
     """
     cells = [_filter_cell(group.read_cell(number), ids) for group, _, number in visited]
     ids_found = np.concatenate([cell.ids for cell in cells])
@@ -248,7 +282,12 @@ def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: I
 
 
 def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
-    """Return the records of a cell with `ids`; None, or a match of all records, returns the cell itself."""
+    """Return a cell (a cluster of near keys) with only the records that have one of some ids.
+
+    Args:
+        cell: the cell; it is returned itself if all its records are kept.
+        ids: ids of the records to keep; None keeps all records.
+    """
     if ids is None:
         return cell
     is_selected = ids.contains(cell.ids)
@@ -261,17 +300,17 @@ def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
 def _find_nearest_cells(
     queries: Tensor, cells: Sequence[Cells], probes: int, metric: Metric, *, is_ranked: bool
 ) -> Tensor:
-    """Find the nearest cells of each query among the cells of all groups.
+    """Find the nearest cells (clusters of near keys) of each query among the cells of all groups.
 
     Args:
-        queries: float32, shape (q, dim).
-        cells: cells of each group.
-        probes: number of cells to find, at most the number of all cells.
+        queries: query vectors, float32, shape (q, dim).
+        cells: for each group its cells that have matching records.
+        probes: number of cells to find for each query, at most the number of all cells.
         metric: metric of the distances.
-        is_ranked: sort the cells of each query, nearest first.
+        is_ranked: True sorts the cells of each query, nearest first; False returns them in any order.
 
     Returns:
-        Indices into the cells of all groups, one group after the other, int64, shape (q, probes).
+        Indices in the list of all cells, in which one group follows the other, int64, shape (q, probes).
     """
     counts = [len(group_cells.numbers) for group_cells in cells]
     if probes == sum(counts) and (probes == 1 or not is_ranked):

@@ -1,5 +1,7 @@
-"""The FAISS adapter: durable key segments; large segments are searched with inverted files.
+"""The FAISS adapter: files of records, of which large ones are searched with inverted files.
 
+A segment is an immutable set of files with records of one group, which is a numbered set of records such as a
+domain. An inverted file is an index that divides keys into lists of near keys; a search visits some lists.
 `Policy` has the parameters and chooses indexes, `InvertedIndex` searches one segment, and `FaissDatastore` is
 the adapter.
 """
@@ -68,48 +70,49 @@ _LARGEST_NUMBER = 1 << 20
 """Largest number in a factory string."""
 
 EXACT_UP_TO = 1 << 15
-"""Number of rows of a group up to which it is searched exactly: no training, and every neighbor is found."""
+"""Largest number of records of a group that is searched exactly: no training, and every neighbor is found."""
 
 SCALAR_UP_TO = 1 << 20
-"""Number of rows of a segment up to which its codes are 8-bit scalars; above, 4-bit product codes."""
+"""Largest number of records of a segment whose index has 8-bit scalar codes. The index of a larger segment
+has 4-bit product codes."""
 
 _CODES_PER_NEIGHBOR = 8
-"""Number of rows to visit for each of the k neighbors."""
+"""Number of records to visit for each of the k neighbors."""
 _MIN_PROBES = 8
-"""Number of lists that are visited in addition to the lists for these rows."""
+"""Number of lists that are visited in addition to the lists for these records."""
 _SMALLEST_INDEXED = 1 << 13
-"""Number of rows from which a segment of a large group has an index."""
+"""Number of records from which a segment of a large group has an index."""
 _RERANKED = 6
-"""Number of candidates for each of the k neighbors if codes are coarse."""
+"""Number of candidates for each of the k neighbors if the codes of the index are coarse."""
 _MIN_RERANKED = 1024
-"""Smallest number of candidates if codes are coarse."""
+"""Smallest number of candidates if the codes of the index are coarse."""
 _HNSW_FROM = 1 << 14
-"""Number of lists from which the nearest lists are found with a graph."""
+"""Number of lists from which a graph is used to find the lists that are nearest to a query."""
 _ROWS_AT_ONCE = 1 << 16
-"""Number of rows that are given to FAISS at once."""
+"""Number of keys that are given to FAISS in one call."""
 _LITTLE_SPACE = 1 << 20
 """Largest free space in bytes at which a failed write is taken for a full disk."""
 _FEW_ROWS = 4096
-"""Number of matching rows up to which all are compared."""
+"""Largest number of matching records that are all compared with a query, without the index."""
 _TABLES = 1 << 31
 """Largest size in bytes of the tables that FAISS computes for a product quantizer, besides its file."""
 
 _REMOVED = {"exact_distances": True, "neighbors": "auto"}
-"""Parameters of earlier versions, with their defaults, which a store may still have; they are ignored."""
+"""Default values of parameters of earlier versions, by name. Old stores may have them; they are ignored."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The adapter's parameters, and the choices that follow from them.
+    """The parameters of the FAISS adapter, and the choices that follow from them.
 
     Args:
-        index: ``"auto"`` (by size), ``"exact"``, or the FAISS factory string of an inverted file,
-            such as ``"IVF1024,SQ8"``.
-        nprobe: number of lists to visit for each query; 0 chooses by k.
-        rerank: number of candidates for each neighbor that are compared again by exact distances; 0 chooses
-            by the index, 1 is off.
+        index: ``"auto"`` chooses an index by the number of records; ``"exact"`` uses no index; any other
+            value is the FAISS factory string of an inverted file, such as ``"IVF1024,SQ8"``.
+        nprobe: number of lists of the inverted file to visit for each query; 0 chooses the number by k.
+        rerank: number of candidates for each neighbor whose exact distances are computed; 0 chooses the
+            number by the index, 1 means the k nearest by the index's own distances.
     """
 
     index: str = "auto"
@@ -118,14 +121,15 @@ class Policy:
 
     @classmethod
     def from_params(cls, params: dict[str, Any], dim: int, metric: Metric) -> "Policy":
-        """Return the policy for the parameters that a user gave; removed parameters are ignored.
+        """Check the parameters that a user gave, and return the policy.
 
-        Logs a warning if a removed parameter has another value than its default.
+        Parameters of earlier versions that do not exist any more are ignored. A warning is logged if such a
+        parameter has another value than its default.
 
         Args:
-            params: parameters that the user gave.
-            dim: number of components of a key, with which a factory string is checked.
-            metric: metric of the distances, with which a factory string is checked.
+            params: parameters by name; omitted parameters have their defaults.
+            dim: number of components of a key; a factory string must work for this number.
+            metric: metric of the distances; a factory string must work for this metric.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
@@ -141,19 +145,26 @@ class Policy:
         return policy
 
     def is_group_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with `group_rows` live rows is searched with indexes."""
+        """Check whether a group of records is searched with indexes, not exactly.
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
+        """
         return self.index != "exact" and (self.index != "auto" or group_rows > EXACT_UP_TO)
 
     def choose_factory(self, rows: int, group_rows: int, dim: int) -> str | None:
-        """Return the FAISS factory string for the index of a segment; None for exact search.
+        """Choose the index of a segment (a set of files with records of one group).
 
-        In a large group even small segments have indexes: each segment holds few of the neighbors, so few
-        rows must be visited, while exact search would visit all rows.
+        In a large group, even small segments have indexes: each segment has few of the neighbors, so few
+        records must be visited, while exact search would visit all records.
 
         Args:
-            rows: number of rows of the segment.
-            group_rows: number of live rows of its group.
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of records of its group, without deleted and replaced records.
             dim: number of components of a key.
+
+        Returns:
+            FAISS factory string of the index; None if the segment needs no index.
         """
         if self.index != "auto":
             return None if self.index == "exact" else self.index
@@ -167,24 +178,24 @@ class Policy:
         return f"{quantizer},PQ{codes}x4fs"
 
     def count_probes(self, k: int, rows: int, matching: int, lists: int) -> int:
-        """Return the number of lists to visit to find about the k nearest of the matching rows.
+        """Return the number of lists to visit in order to find approximately the k nearest records.
 
         Args:
             k: number of neighbors.
-            rows: number of rows of the segment.
-            matching: number of rows that match the filter, >= 1.
-            lists: number of lists of the index.
+            rows: number of records of the segment (an immutable set of records).
+            matching: number of records that match the filter, >= 1. Fewer matching records need more lists.
+            lists: number of lists of the inverted file; the result is at most this number.
         """
         unfiltered = self.nprobe or math.ceil(_CODES_PER_NEIGHBOR * k * lists / rows) + _MIN_PROBES
         return min(math.ceil(unfiltered * rows / matching), lists)
 
     def count_candidates(self, k: int, matching: int, *, coarse: bool) -> int:
-        """Return the number of candidates of a query that are compared again by exact distances, at least k.
+        """Return the number of candidates of a query whose exact distances are computed, at least k.
 
         Args:
             k: number of neighbors.
-            matching: number of rows that match the filter.
-            coarse: True if the index's own distances are too inaccurate to choose the k nearest.
+            matching: number of records that match the filter.
+            coarse: True if the index's own distances are too inaccurate to choose the k nearest records.
         """
         by_index = max(_RERANKED * k, _MIN_RERANKED) if coarse else k
         return max(k, min(k * self.rerank or by_index, matching))
@@ -192,15 +203,19 @@ class Policy:
 
 @cache
 def _warn_of_ignored(names: str) -> None:
-    """Log a warning that the parameters `names` are ignored; once in a process for the same names."""
+    """Log a warning that some parameters are ignored; only once in a process for the same parameters.
+
+    Args:
+        names: names of the parameters, joined by commas.
+    """
     _log.warning("faiss: this version ignores the parameter %s: distances are always exact", names)
 
 
 def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Return an empty, untrained FAISS index (an inverted file); training takes bounded time.
+    """Create an empty, untrained inverted file of FAISS, whose training will take bounded time.
 
     Args:
-        factory: FAISS factory string.
+        factory: FAISS factory string, such as "IVF1024,SQ8".
         dim: number of components of a key.
         metric: metric of the distances.
 
@@ -239,14 +254,18 @@ faiss.cvar.distance_compute_blas_threshold = 1
 
 
 def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
-    """Return the k nearest rows of a matrix, computed on all cores; see `knnstore.datastore.nearest_rows`.
+    """Find the k nearest rows of a matrix of keys for each query exactly, on all cores.
 
     Args:
-        queries: centered queries, float32, shape (q, dim).
-        keys: centered keys, float32, shape (n, dim).
-        k: number of rows to find for each query, >= 1; the result is padded if n < k.
+        queries: query vectors, from which the mean key may be subtracted, float32, shape (q, dim).
+        keys: keys, from which the same vector is subtracted, float32, shape (n, dim).
+        k: number of rows to find for each query, >= 1.
         metric: metric of the distances.
-        norms: squared norms of the keys, shape (n,).
+        norms: squared norm of each key, shape (n,).
+
+    Returns:
+        Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, the rest of a row
+        holds -1 and +inf.
     """
     if len(queries) == 1:  # numpy multiplies a matrix by one vector in half the time
         return nearest_rows_by_numpy(queries, keys, k, metric, norms)
@@ -263,9 +282,15 @@ def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Dista
 
 
 def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
-    """Convert the result of a FAISS search to neighbors; changes the arrays and uses them in the result.
+    """Convert the result of a FAISS search to neighbors. The arrays are changed and used in the result.
 
-    FAISS marks missing neighbors with the id -1 and the largest float; the latter becomes +inf.
+    Inner products become negative inner products. FAISS marks missing neighbors with the id -1 and the
+    largest float; this float becomes +inf.
+
+    Args:
+        ids: ids from FAISS, int64, shape (q, k).
+        distances: distances or inner products from FAISS, float32, shape (q, k).
+        metric: metric of the search.
     """
     if metric is Metric.IP:
         np.negative(distances, out=distances)
@@ -277,12 +302,13 @@ def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
 
 
 def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
-    """Train an index on a sample of a segment, add all rows, and write the index to a file.
+    """Train an inverted file on a sample of a segment's keys, add all keys, and write the index to a file.
 
-    The index returns row numbers of the segment, which stay valid when rows are deleted.
+    The index returns row numbers of the segment (0 for its first record), which stay valid when records are
+    deleted.
 
     Args:
-        segment: the segment.
+        segment: a set of files with records of one group.
         factory: FAISS factory string of the index.
         dim: number of components of a key.
         metric: metric of the distances.
@@ -311,11 +337,13 @@ def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: 
 
 
 def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
-    """Check whether a segment has enough rows for the lists of an index and for the training of its codes.
+    """Check whether a segment has enough records for the lists of an index and for training its codes.
+
+    Codes are compressed keys.
 
     Args:
         factory: FAISS factory string of the index.
-        rows: number of rows of the segment.
+        rows: number of records of the segment (a set of files with records).
         dim: number of components of a key.
         metric: metric of the distances.
     """
@@ -323,11 +351,18 @@ def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
 
 
 class InvertedIndex:
-    """Searches one segment with the index file that the segment's entry in the manifest names.
+    """Searches one segment (a set of files with records of one group) with its index, an inverted file.
+
+    Args:
+        root: the datastore's directory.
+        segment: the segment, which has an index file.
+        dim: number of components of a key.
+        metric: metric of the distances.
+        policy: parameters of the adapter.
 
     Raises:
-        FileNotFoundError: the file does not exist; a newer manifest may have replaced it.
-        CorruptDatastoreError: the file is damaged.
+        FileNotFoundError: the index file does not exist; a writer may have replaced it.
+        CorruptDatastoreError: the index file is damaged.
     """
 
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
@@ -344,19 +379,36 @@ class InvertedIndex:
         self.update(segment)
 
     def update(self, segment: Segment) -> None:
-        """Replace the segment by a newer version, with other live rows."""
+        """Set a newer version of the segment, in which more records may be deleted or replaced.
+
+        No search may run during the call.
+        """
         self.segment = segment
         self._live = segment.live_rows()
         self._live_selector = _make_selector(self._live, segment.rows)
 
     def matching(self, ids: IdRanges | None) -> IdRanges:
-        """Return the live rows of the segment; with `ids` only the rows of these records."""
+        """Select records for a search; deleted and replaced records are never selected.
+
+        Args:
+            ids: ids of the records to select; None selects all records.
+
+        Returns:
+            Row numbers of the records in the segment (an immutable set of records), as ranges.
+        """
         return self._live if ids is None else self.segment.live_rows(ids)
 
     def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
-        """Find approximately the k nearest of the matching rows for each query; see `SegmentIndex.search`.
+        """Find approximately the k nearest of the selected records for each query.
 
-        Rows are padded only if fewer than k rows match.
+        Args:
+            queries: query vectors, float32, shape (q, dim), q >= 1.
+            k: number of neighbors, >= 1.
+            matching: row numbers of the selected records, a result of the method `matching`.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Only if fewer than k records are
+            selected, the rest of a row holds id -1 and distance +inf.
         """
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
@@ -373,16 +425,21 @@ class InvertedIndex:
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Neighbors:
-        """Find the k nearest rows in the `probes` nearest lists of each query; rerank by exact distances.
+        """Find the k nearest records of each query in its nearest lists of the inverted file.
 
-        The ids of the returned neighbors are row numbers of the segment; missing neighbors are padded.
+        The nearest candidates by the index's own distances are compared again by exact distances.
 
         Args:
-            queries: float32, shape (q, dim).
+            queries: query vectors, float32, shape (q, dim).
             k: number of neighbors.
-            selector: rows that may be returned; None for all rows.
+            selector: rows of the segment (an immutable set of records) that may be returned; None allows all
+                rows.
             probes: number of lists to visit for each query.
-            candidates: number of rows of a query that are reranked.
+            candidates: number of candidates of each query whose exact distances are computed.
+
+        Returns:
+            Row numbers of the segment (in `ids`) and distances, each of shape (q, k), nearest first. If the
+            lists have fewer than k allowed rows, the rest of a row holds -1 and +inf.
         """
         params = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         keys = self._columns.keys_file
@@ -400,7 +457,11 @@ class InvertedIndex:
     def _rerank_candidates(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
         """Compute the exact distances of candidates from the stored keys, and return the k nearest, sorted.
 
-        Changes the distances of `candidates`.
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            candidates: row numbers of the segment (in `ids`) and distances, each of shape (q, c). The
+                distances are replaced in place.
+            k: number of candidates to return for each query.
         """
         for query, rows, distances in zip(queries, candidates.ids, candidates.distances, strict=True):
             present = rows >= 0
@@ -410,18 +471,20 @@ class InvertedIndex:
 
 
 def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Check an index file against its SHA-256, and open it; the lists stay on disk if FAISS can map them.
+    """Compare an index file with its SHA-256, and open it with FAISS.
+
+    The lists of the index stay on disk if FAISS can map them into memory.
 
     Args:
         root: the datastore's directory.
-        file: entry of the index file.
-        segment: segment whose rows are indexed.
+        file: name, size and hash of the index file.
+        segment: segment (set of files with records) whose records are in the index.
         dim: number of components of a key.
         metric: metric of the distances.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CorruptDatastoreError: the file is damaged, or not an inverted file over the rows of this segment.
+        CorruptDatastoreError: the file is damaged, or is not an inverted file of this segment.
     """
     mapped = MappedFile(root, file)
     mapped.check()
@@ -442,7 +505,15 @@ def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric
 
 
 def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
-    """Return the FAISS selector of rows, out of `total` rows of a segment; None if all rows are selected."""
+    """Make the object by which FAISS restricts a search to some rows of a segment.
+
+    Args:
+        rows: the row numbers, as ranges.
+        total: number of all rows of the segment.
+
+    Returns:
+        The selector; None if `rows` has all rows.
+    """
     if rows == IdRanges([(0, total)]):
         return None
     mask = np.zeros(total, bool)
@@ -452,9 +523,13 @@ def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
 
 
 def _view_keys(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
-    """Return a flat index that reads the keys in place, without a copy.
+    """Make a FAISS index without lists (a flat index) that reads keys in place, without a copy.
 
     The index can only be searched, and only as long as the caller keeps `keys` alive.
+
+    Args:
+        keys: float16 or float32, shape (n, dim).
+        metric: metric of the distances.
     """
     dim = keys.shape[1]
     if keys.dtype == np.float16:
@@ -472,13 +547,13 @@ def _view_keys(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
 
 
 class FaissDatastore(EmbeddedDatastore):
-    """Vectors in a local folder, searched with FAISS.
+    """A datastore in a local folder that is searched with FAISS, approximately in large groups of records.
 
     Args:
-        segments: the open folder.
+        segments: the open folder with the files of records.
         dim: number of components of a vector.
         metric: metric of the distances.
-        policy: chooses the indexes to build and how much of them to search.
+        policy: parameters of the adapter; it chooses which indexes to build, and how much of them to search.
     """
 
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
@@ -489,9 +564,21 @@ class FaissDatastore(EmbeddedDatastore):
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a datastore in a folder; see `Datastore.open`.
+        """Open or create a datastore in a folder.
 
-        The parameters are `index`, `nprobe` and `rerank`; see `Policy`.
+        Args:
+            location: path of the folder, which only this datastore uses.
+            dim: number of components of a vector, >= 1.
+            metric: metric of the distances.
+            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
+            **params: `index`, `nprobe` and `rerank`; `Policy` explains them.
+
+        Raises:
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         metric = Metric(metric)
         policy = Policy.from_params(params, dim, metric)
@@ -499,33 +586,64 @@ class FaissDatastore(EmbeddedDatastore):
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the largest size of a record in bytes, indexed; see `SupportsSize.record_size`."""
+        """Return the largest number of bytes that a record takes on disk, including its part of an index.
+
+        Args:
+            dim: number of components of a vector.
+            **params: parameters of the adapter; `index` decides the size of the index.
+        """
         is_exact = params.get("index") == "exact"
         is_coded = params.get("index", "auto") == "auto"  # at most 8 bits for each component
         return 2 * dim + 16 + (0 if is_exact else (dim if is_coded else 4 * dim) + 16)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Features of this datastore; searches are exact with ``index="exact"``."""
+        """The features of this datastore; searches are exact only with the parameter ``index="exact"``."""
         return replace(super().capabilities, exact_search=self._policy.index == "exact")
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with `group_rows` live rows is searched with indexes."""
+        """Check whether a group of records is searched with indexes, not exactly.
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
+        """
         return self._policy.is_group_indexed(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the factory string of a segment's index; None if the segment is searched exactly."""
+        """Choose the parameters of the index of a segment (a set of files with records of one group).
+
+        Args:
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of records of its group, without deleted and replaced records.
+
+        Returns:
+            ``{"faiss": FACTORY_STRING}``; None if the segment needs no index.
+        """
         factory = self._policy.choose_factory(rows, group_rows, self._dim)
         if factory is None or not has_enough_rows(factory, rows, self._dim, self._metric):
             return None
         return {"faiss": factory}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Build the index of a segment and write it to a file; see `build_index`."""
+        """Build the index of a segment with FAISS, and write the index to a file.
+
+        Args:
+            segment: a set of files with records of one group.
+            parameters: result of `_index_parameters`.
+            path: file to create.
+        """
         build_index(segment, parameters["faiss"], self._dim, self._metric, path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> InvertedIndex | None:
-        """Open the index of a segment; returns None if another engine built the index."""
+        """Open the index file of a segment (a set of files with records).
+
+        Args:
+            segment: segment with an index.
+            parameters: parameters that were saved with the index.
+
+        Returns:
+            The index; None if another engine than FAISS built the index file.
+        """
         if "faiss" not in parameters:
             return None
         return InvertedIndex(self._segments.root, segment, self._dim, self._metric, self._policy)

@@ -1,7 +1,9 @@
-"""The hnswlib adapter: durable key segments; large segments are searched with graphs.
+"""The hnswlib adapter: files of records, of which large ones are searched with graphs.
 
-`Policy` has the parameters, `Members` maps the nodes of a graph to rows, `GraphIndex` searches one segment,
-and `HnswlibDatastore` is the adapter.
+A segment is an immutable set of files with records of one group, which is a numbered set of records such as a
+domain. Row i of a segment is its i-th record. A graph (HNSW) links each key to near keys; equal keys share
+one node. `Policy` has the parameters, `Members` maps the nodes of a graph to rows, `GraphIndex` searches one
+segment, and `HnswlibDatastore` is the adapter.
 """
 
 import errno
@@ -49,29 +51,31 @@ from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
 # of its 64.
 _LARGEST_M = 512
 _SMALL_SHARE = 8
-"""A segment has a graph if it has more than `exact_up_to` / `_SMALL_SHARE` rows."""
+"""A segment of a large group has a graph if it has at least `exact_up_to` / `_SMALL_SHARE` records."""
 _ROWS_AT_ONCE = 1 << 16
-"""Number of rows that are converted at once."""
+"""Number of keys that are converted in one step."""
 _ROWS_PER_CANDIDATE = 160
-"""Number of rows that are compared with a query in the time of one candidate of a graph search (measured)."""
+"""Number of keys that exact search compares with a query in the time that a graph search takes for one
+candidate (measured)."""
 _QUERIES_PER_READING = 14
-"""Number of queries that are compared with rows in the time in which the rows are read (measured)."""
+"""Number of queries that are compared with keys in the time that reading the keys takes (measured)."""
 _OVER_FETCHED = 1.05
-"""With a filter, number of fetched nodes, as a multiple of the nodes with k matching rows on average."""
+"""With a filter, this many times the nodes are fetched that have k matching records on average."""
 _MIN_OVER_FETCHED = 32
 """With a filter, number of nodes that are fetched in addition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The adapter's parameters, and the choices that follow from them.
+    """The parameters of the hnswlib adapter, and the choices that follow from them.
 
     Args:
-        M: number of links of a row, twice that in the lowest layer; more links find more neighbors and take
-            more memory.
-        ef_construction: number of candidates for the links of a row; more make a better graph, more slowly.
-        ef: smallest number of candidates of a search; at least k are used.
-        exact_up_to: number of rows of a group up to which it is searched exactly, without a graph.
+        M: number of links of a key in the graph, twice as many in the lowest layer. More links find more
+            neighbors and take more memory.
+        ef_construction: number of candidates for the links of a key. More candidates make a better graph, and
+            building it slower.
+        ef: smallest number of candidates of a search; at least k candidates are used.
+        exact_up_to: largest number of records of a group that is searched exactly, without a graph.
     """
 
     M: int = 16
@@ -81,7 +85,10 @@ class Policy:
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> "Policy":
-        """Return the policy for the parameters that a user gave; omitted parameters have their defaults.
+        """Check the parameters that a user gave, and return the policy.
+
+        Args:
+            params: parameters by name; omitted parameters have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
@@ -95,25 +102,37 @@ class Policy:
 
     @property
     def graph_parameters(self) -> dict[str, Any]:
-        """Parameters with which a graph is built, in the form that the manifest keeps."""
+        """Parameters with which a graph is built, as JSON values by name; they are saved with the graph."""
         return {"hnswlib": {"M": self.M, "ef_construction": self.ef_construction}}
 
     def is_group_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with `group_rows` live rows is searched with graphs."""
+        """Check whether a group of records is searched with graphs, not exactly.
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
+        """
         return group_rows > self.exact_up_to
 
     def has_graph(self, rows: int, group_rows: int) -> bool:
-        """Check whether a segment with `rows` rows in a group with `group_rows` live rows has a graph."""
+        """Check whether a segment (a set of files with records of one group) is searched with a graph.
+
+        Args:
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of records of its group, without deleted and replaced records.
+        """
         return self.is_group_indexed(group_rows) and rows >= self.exact_up_to // _SMALL_SHARE
 
 
 def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
-    """Return for each row the number of the first row with the same key, int64, shape (n,).
+    """Return for each key the index of the first key that equals it, int64, shape (n,).
 
     Equal keys share one node of a graph. Of 300 equal keys, hnswlib would link each key to 32 others and to
     nothing else. A search that reaches these keys would not leave them, and a search that starts elsewhere
-    would not find them: with 50 equal keys among 20 000 of a language model, recall@64 was 0.83. Text that
-    repeats itself has hundreds of equal keys.
+    would not find them: with 50 equal keys among 20 000 keys of a language model, recall@64 was 0.83. Text
+    that repeats itself has hundreds of equal keys.
+
+    Args:
+        keys: float16 or float32, shape (n, dim).
     """
     words = keys.view(f"u{keys.dtype.itemsize}")
     factors = np.random.default_rng(0).integers(0, 2**64, keys.shape[1], np.uint64)
@@ -132,11 +151,13 @@ def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
 
 
 class Members:
-    """Map from each node of a graph to the rows of a segment that have the node's key.
+    """Map from the nodes of a graph to those rows of a segment that have the node's key.
+
+    A node stands for one or more records with equal keys. Its number is the first row with this key.
 
     Args:
-        rows: the rows to map to, for example the live rows.
-        first: result of `find_first_equal` for all rows; the number of a node is its first row.
+        rows: row numbers, as ranges, that may be returned, for example without deleted records.
+        first: number of the node of each row of the segment, a result of `find_first_equal`, shape (n,).
     """
 
     def __init__(self, rows: IdRanges, first: NDArray[np.int64]) -> None:
@@ -145,25 +166,29 @@ class Members:
         nodes = first[numbers]
         self._rows = numbers[np.argsort(nodes, kind="stable")]
         self.size = len(numbers)
-        """Number of rows."""
+        """Number of rows that may be returned."""
         self.counts: NDArray[np.int64] = np.bincount(nodes, minlength=len(first))
-        """Number of rows of each node, shape (n,); 0 for a number that is not a node."""
+        """Number of these rows of each node, by the node's number, shape (n,); 0 for a number that is no
+        node."""
         self._starts = np.cumsum(self.counts) - self.counts
         self._any_row = np.append(self._rows, -1)[self._starts]
         self.nodes = int(np.count_nonzero(self.counts))
-        """Number of nodes with at least one row."""
+        """Number of nodes with at least one of these rows."""
         self._every_node_once = self.nodes == len(numbers) == len(first)
 
     def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
-        """Convert the nodes that a search found to the k nearest rows, shape (q, k).
+        """Convert the nodes that a graph search has found to the k nearest rows of the segment.
 
-        A node without rows is skipped, and a node with several rows gives all of them. The ids of the result
-        are row numbers; rows are padded if there are fewer than k.
+        A node without allowed rows is skipped, and a node with several rows gives all its rows.
 
         Args:
-            nodes: nodes found for each query, nearest first, shape (q, f).
+            nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
             distances: distances of the nodes, shape (q, f).
-            k: number of rows, >= 1.
+            k: number of rows to return for each query, >= 1.
+
+        Returns:
+            Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If the nodes have fewer
+            than k rows, the rest of a row holds -1 and +inf.
         """
         if self._every_node_once:
             return Neighbors(nodes[:, :k], distances[:, :k]).padded(k)
@@ -178,13 +203,16 @@ class Members:
     def _expand_nodes(
         self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
     ) -> Neighbors:
-        """Return the first k rows of nodes of which some have no row or several rows; see `nearest`.
+        """Convert nodes to the k nearest rows, in the general case: a node may have no row or several rows.
 
         Args:
-            nodes: nodes found for each query, nearest first, shape (q, f).
+            nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
             distances: distances of the nodes, shape (q, f).
-            counts: number of rows of each node, shape (q, f).
-            k: number of rows.
+            counts: number of allowed rows of each node, shape (q, f).
+            k: number of rows to return for each query.
+
+        Returns:
+            Row numbers (in `ids`) and distances, each of shape (q, k); missing rows are -1 at +inf.
         """
         # A flat list of all rows, ordered by query and by node.
         first_column = np.cumsum(counts, axis=1) - counts  # column of the first row of each node
@@ -202,10 +230,12 @@ class Members:
 
 
 def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path) -> None:
-    """Build a graph over the distinct keys of a segment, deleted rows included, and write it to a file.
+    """Build a graph of the distinct keys of a segment, and write the graph to a file.
+
+    Keys of deleted records are included.
 
     Args:
-        segment: the segment.
+        segment: a set of files with records of one group.
         policy: parameters of the graph.
         dim: number of components of a key.
         metric: metric of the distances.
@@ -224,7 +254,9 @@ def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path
     # inner products, keys of different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbors among
     # 50 clusters.
     norms = (
-        [_squared_norms(keys[batch].astype(np.float32)) for batch in batches] if metric is Metric.IP else []
+        [_compute_squared_norms(keys[batch].astype(np.float32)) for batch in batches]
+        if metric is Metric.IP
+        else []
     )
     largest = max((values.max() for values in norms), default=0)
     try:
@@ -244,11 +276,18 @@ def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path
 
 
 class GraphIndex:
-    """Searches one segment with the graph file that the segment's entry in the manifest names.
+    """Searches one segment (a set of files with records of one group) with its index, a graph.
+
+    Args:
+        root: the datastore's directory.
+        segment: the segment, which has a graph file.
+        dim: number of components of a key.
+        metric: metric of the distances.
+        policy: parameters of the adapter.
 
     Raises:
-        FileNotFoundError: the file does not exist; a newer manifest may have replaced it.
-        CorruptDatastoreError: the file is damaged.
+        FileNotFoundError: the graph file does not exist; a writer may have replaced it.
+        CorruptDatastoreError: the graph file is damaged.
     """
 
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
@@ -276,7 +315,10 @@ class GraphIndex:
         self.update(segment)
 
     def update(self, segment: Segment) -> None:
-        """Replace the segment by a newer version, with other live rows; no search may run meanwhile."""
+        """Set a newer version of the segment, in which more records may be deleted or replaced.
+
+        No search may run during the call.
+        """
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
         self._last_filter: tuple[IdRanges | None, Members] = None, self._live
@@ -286,9 +328,15 @@ class GraphIndex:
         self._deleted[dead] = True
 
     def matching(self, ids: IdRanges | None) -> Members:
-        """Return the live rows of the segment by node; with `ids` only the rows of these records.
+        """Select records for a search; deleted and replaced records are never selected.
 
         The result for the last `ids` is cached.
+
+        Args:
+            ids: ids of the records to select; None selects all records.
+
+        Returns:
+            Map from the nodes of the graph to the rows of the selected records.
         """
         if ids is None:
             return self._live
@@ -299,9 +347,16 @@ class GraphIndex:
         return matching
 
     def search(self, queries: Keys, k: int, matching: Members) -> Neighbors:
-        """Find approximately the k nearest of the matching rows for each query; see `SegmentIndex.search`.
+        """Find approximately the k nearest of the selected records for each query.
 
-        Rows are padded only if fewer than k rows match.
+        Args:
+            queries: query vectors, float32, shape (q, dim), q >= 1.
+            k: number of neighbors, >= 1.
+            matching: the selected records, a result of the method `matching`.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Only if fewer than k records are
+            selected, the rest of a row holds id -1 and distance +inf.
         """
         available = min(k, matching.size)
         fetched = k
@@ -324,20 +379,21 @@ class GraphIndex:
     def _search_nodes(
         self, queries: Keys, k: int, matching: Members, fetched: int, *, is_exact_allowed: bool
     ) -> Neighbors:
-        """Find the k nearest matching rows among the `fetched` nearest nodes of the graph.
+        """Find the k nearest selected records among the nearest nodes of the graph, or exactly.
 
-        If all nodes would be fetched, or if exact search is allowed and faster, all matching rows are
+        If all nodes would be fetched, or if exact search is allowed and faster, all selected records are
         compared with the queries instead.
 
         Args:
-            queries: float32, shape (q, dim), q >= 1.
+            queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors.
-            matching: rows that may be returned.
-            fetched: number of nodes to fetch from the graph for each query.
-            is_exact_allowed: compare all matching rows if that is faster.
+            matching: the selected records.
+            fetched: number of nearest nodes to fetch from the graph for each query.
+            is_exact_allowed: True allows exact search if it is faster.
 
         Returns:
-            Neighbors with record ids; padded if too few of the fetched nodes have a matching row.
+            Record ids and distances, each of shape (q, k). If too few of the fetched nodes have a selected
+            record, the rest of a row holds id -1 and distance +inf.
         """
         # hnswlib visits at least `fetched` nodes that are not deleted, and deleted nodes on the way.
         visited = max(fetched, self._ef) * len(self._nodes) / max(1, self._live.nodes)
@@ -347,10 +403,17 @@ class GraphIndex:
         return self._search_graph(queries, k, matching, fetched).named(self._columns.ids)
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, fetched: int) -> Neighbors:
-        """Find the k nearest matching rows among the `fetched` nearest nodes of the graph.
+        """Find the k nearest selected records among the nearest nodes of the graph.
 
-        The ids of the returned neighbors are row numbers of the segment. A query that reaches fewer than
-        `fetched` nodes has only missing neighbors.
+        Args:
+            queries: query vectors, float32, shape (q, dim), q >= 1.
+            k: number of neighbors.
+            matching: the selected records.
+            fetched: number of nearest nodes to fetch from the graph for each query.
+
+        Returns:
+            Row numbers of the segment (in `ids`) and distances, each of shape (q, k). Missing neighbors are
+            -1 at +inf. A query that reaches fewer than `fetched` nodes has only missing neighbors.
         """
         vectors = queries
         if self._metric is Metric.IP:
@@ -367,20 +430,20 @@ class GraphIndex:
         return matching.nearest(nodes.view(np.int64), distances, k)
 
 
-def _squared_norms(keys: Keys) -> Distances:
+def _compute_squared_norms(keys: Keys) -> Distances:
     """Return the squared norm of each key, float32, shape (n,)."""
     norms: Distances = np.einsum("nd,nd->n", keys, keys)
     return norms
 
 
 class HnswlibDatastore(EmbeddedDatastore):
-    """Vectors in a local folder, searched with hnswlib; approximate in large groups.
+    """A datastore in a local folder that is searched with hnswlib, approximately in large groups of records.
 
     Args:
-        segments: the open folder.
+        segments: the open folder with the files of records.
         dim: number of components of a vector.
         metric: metric of the distances.
-        policy: chooses the graphs to build and how much of them to search.
+        policy: parameters of the adapter; it chooses which graphs to build, and how much of them to search.
     """
 
     merge_ratio = 2
@@ -393,32 +456,75 @@ class HnswlibDatastore(EmbeddedDatastore):
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a datastore in a folder; see `Datastore.open`.
+        """Open or create a datastore in a folder.
 
-        The parameters are `M`, `ef_construction`, `ef` and `exact_up_to`; see `Policy`.
+        Args:
+            location: path of the folder, which only this datastore uses.
+            dim: number of components of a vector, >= 1.
+            metric: metric of the distances.
+            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
+            **params: `M`, `ef_construction`, `ef` and `exact_up_to`; `Policy` explains them.
+
+        Raises:
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         metric, policy = Metric(metric), Policy.from_params(params)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the largest size of a record in bytes, with its node; see `SupportsSize.record_size`."""
+        """Return the largest number of bytes that a record takes on disk, including its node in a graph.
+
+        Args:
+            dim: number of components of a vector.
+            **params: parameters of the adapter; `M` decides the size of a node.
+        """
         return 2 * dim + 16 + 4 * (dim + 1) + 12 * Policy.from_params(params).M + 32
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with `group_rows` live rows is searched with graphs."""
+        """Check whether a group of records is searched with graphs, not exactly.
+
+        Args:
+            group_rows: number of records of the group, without deleted and replaced records.
+        """
         return self._policy.is_group_indexed(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the parameters of a segment's graph; None if the segment is searched exactly."""
+        """Choose the parameters of the graph of a segment (a set of files with records of one group).
+
+        Args:
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of records of its group, without deleted and replaced records.
+
+        Returns:
+            JSON values by name; None if the segment needs no graph.
+        """
         return self._policy.graph_parameters if self._policy.has_graph(rows, group_rows) else None
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Build the graph of a segment and write it to a file; see `build_graph`."""
+        """Build the graph of a segment with hnswlib, and write the graph to a file.
+
+        Args:
+            segment: a set of files with records of one group.
+            parameters: ignored, because the adapter's parameters give the same values.
+            path: file to create.
+        """
         build_graph(segment, self._policy, self._dim, self._metric, path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> GraphIndex | None:
-        """Open the graph of a segment; returns None if another engine built the index."""
+        """Open the graph file of a segment (a set of files with records).
+
+        Args:
+            segment: segment with an index.
+            parameters: parameters that were saved with the index.
+
+        Returns:
+            The graph; None if another engine than hnswlib built the index file.
+        """
         if "hnswlib" not in parameters:
             return None
         return GraphIndex(self._segments.root, segment, self._dim, self._metric, self._policy)

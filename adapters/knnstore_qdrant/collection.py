@@ -1,6 +1,7 @@
 """A collection on a Qdrant server: creating it, recognizing it, and waiting for its index.
 
-`Attempts` repeats calls to the server within a time limit.
+A collection is a named set of points. A point is a vector with an id and a payload (named values); each
+record is stored as a point. `Attempts` repeats calls to the server within a time limit.
 """
 
 import random
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds
 _WRITE_FACTOR = 3
-"""Time limit of a write, as a multiple of the time limit of a read."""
+"""The time limit of a writing call is this many times the time limit of a reading call."""
 _TRANSIENT = {
     StatusCode.UNAVAILABLE: "cannot be reached",
     StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
@@ -49,15 +50,15 @@ _AS_HTTP = {
 
 
 class _NotCompletedError(Exception):
-    """The server accepted a change but did not confirm that it is done."""
+    """Error for a change that the server has accepted, and has not confirmed as done."""
 
 
 class Attempts:
-    """Calls one server, and repeats a failed call within a time limit if a repetition may help.
+    """Makes calls to one server, and repeats a failed call within a time limit if repeating may help.
 
     Args:
         place: address of the server, for messages.
-        timeout: time limit of a read in seconds; a write may take three times as long.
+        timeout: time limit of a reading call in seconds; a writing call may take three times as long.
     """
 
     def __init__(self, place: str, timeout: float) -> None:
@@ -66,14 +67,26 @@ class Attempts:
         self._attempt = threading.local()
 
     def open(self, call: Callable[[], Result]) -> Result:
-        """Make the first call to a server and return its result; raises the errors of `read`.
+        """Make the first call to a server, and return the result of the call.
 
-        Unlike in `read`, the call is not repeated if the server refuses the connection.
+        The method differs from `read` in one point: if the server refuses the connection, the call is not
+        repeated.
+
+        Args:
+            call: function that calls the server.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
         """
         return self._repeat_call(call, self._timeout, retry_refused=False)
 
     def read(self, call: Callable[[], Result]) -> Result:
-        """Make a call that changes nothing, and return its result.
+        """Make a call that changes nothing on the server, and return the result of the call.
+
+        Args:
+            call: function that calls the server; it may be called several times.
 
         Raises:
             StoreUnavailableError: the call was not answered within the time limit.
@@ -83,50 +96,75 @@ class Attempts:
         return self._repeat_call(call, self._timeout)
 
     def write(self, call: Callable[[], Result]) -> Result:
-        """Make a call that changes something and may be repeated, and return its result.
+        """Make a call that changes something on the server, and return the result of the call.
 
-        The time limit is three times the limit of `read`. Raises the errors of `read`.
+        The time limit is three times the limit of `read`.
+
+        Args:
+            call: function that calls the server; it may be called several times.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
         """
         return self._repeat_call(call, _WRITE_FACTOR * self._timeout)
 
     def change(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns the status ``completed``.
 
-        After any other status the server may make the change later or never. Raises the errors of `read`.
+        After any other status, the server may make the change later or never.
+
+        Args:
+            call: function that calls the server and returns the status of the change.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
         """
 
-        def complete() -> None:
+        def require_completed() -> None:
+            """Call the server; raise _NotCompletedError if the change is not confirmed as done."""
             status = call()
             if status != "completed":
                 raise _NotCompletedError(f"says {status!r} of a change, not that it is done")
 
-        self.write(complete)
+        self.write(require_completed)
 
     def seconds_left(self) -> float:
-        """Return the remaining time in seconds of the attempt that this thread makes, at least 0.001."""
+        """Return how many seconds the call that this thread makes now may still take, at least 0.001."""
         until: float = getattr(self._attempt, "until", time.monotonic() + self._timeout)
         return max(until - time.monotonic(), 0.001)
 
     def limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
     ) -> httpx.Response:
-        """Send an HTTP request with the remaining time as its timeout; used as a middleware of the client."""
+        """Send an HTTP request with the remaining time as its timeout, and return the response.
+
+        The HTTP client calls this method for each request, as a middleware.
+
+        Args:
+            request: the request.
+            send: function that sends the request.
+        """
         request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
         return send(request)
 
     def _repeat_call(
         self, call: Callable[[], Result], seconds: float, *, retry_refused: bool = True
     ) -> Result:
-        """Make a call, and repeat it for at most `seconds` after errors that may pass; return its result.
+        """Make a call, repeat it after errors that may be temporary, and return the result of the call.
 
         Args:
-            call: the call.
+            call: function that calls the server.
             seconds: time limit of all attempts together.
-            retry_refused: repeat the call also after a refused connection.
+            retry_refused: True also repeats the call if the server refuses the connection.
 
         Raises:
-            StoreUnavailableError: the time is over, or a connection was refused without `retry_refused`.
-            DatastoreError: repeating the call does not help.
+            StoreUnavailableError: the time is over, or the server refused the connection and `retry_refused`
+                is False.
+            DatastoreError: the error is not temporary, so the call is not repeated.
         """
         deadline = time.monotonic() + seconds
         for pause in pauses():
@@ -145,12 +183,17 @@ class Attempts:
         raise AssertionError("the pauses never end")
 
     def _explain_retry(self, error: Exception) -> tuple[str, float]:
-        """Return why a call failed, and the pause in seconds that the server requests before the next call.
+        """Explain an error after which a call may be repeated.
 
-        The pause is 0 if the server requests no pause.
+        Args:
+            error: the exception that the call raised.
+
+        Returns:
+            The reason of the failure as text for messages; and the pause in seconds that the server requests
+            before the next call, 0 if it requests none.
 
         Raises:
-            DatastoreError: repeating the call does not help.
+            DatastoreError: the error is not temporary, so repeating the call does not help.
         """
         match error:
             case _NotCompletedError():
@@ -160,7 +203,7 @@ class Attempts:
             case ResponseHandlingException(source=httpx.TimeoutException()):
                 return "did not answer in time", 0
             case ResponseHandlingException(source=httpx.TransportError() as cause):
-                return f"cannot be reached: {_first_line(cause)}", 0
+                return f"cannot be reached: {_get_first_line(cause)}", 0
             case UnexpectedResponse(status_code=int() as code):
                 if code in (408, 429) or code >= 500:
                     return f"failed with {code}", 0
@@ -171,10 +214,15 @@ class Attempts:
                 raise self._make_refusal_error(
                     _AS_HTTP.get(error.code(), 400), str(error.details())[:200]
                 ) from error
-        raise DatastoreError(f"{self.place} cannot be used: {_first_line(error)}") from error
+        raise DatastoreError(f"{self.place} cannot be used: {_get_first_line(error)}") from error
 
     def _make_refusal_error(self, code: int, text: str) -> DatastoreError:
-        """Make the error for an HTTP status with which the server refuses a call, without raising it."""
+        """Return, without raising it, the error for a call that the server has refused.
+
+        Args:
+            code: HTTP status of the answer.
+            text: text of the answer.
+        """
         line = " ".join(text.split())
         if code == 404:
             return DatastoreNotFoundError(f"{self.place}: {line}")
@@ -188,15 +236,18 @@ class Attempts:
 
 
 def pauses() -> Iterator[float]:
-    """Yield pauses in seconds without end, growing to `_LONGEST_PAUSE`, with random jitter."""
+    """Yield lengths of pauses between attempts, in seconds, without end.
+
+    The pauses grow up to `_LONGEST_PAUSE`, and are made shorter by random amounts.
+    """
     pause = _FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1)  # noqa: S311  # no secret
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class."""
+def _get_first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; if the message is empty, the name of the error's class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -204,23 +255,23 @@ DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
 """Qdrant's names of the metrics."""
 
 MARK = "knnstore"
-"""Key of a collection's metadata whose value is a random number that identifies the collection."""
+"""Name in a collection's metadata under which a random number that identifies the collection is saved."""
 
 OWNER = "knnstore_owner"
-"""Key of a collection's metadata whose value is the owner."""
+"""Name in a collection's metadata under which the owner, the store to which the keys belong, is saved."""
 
 GROUP = "group"
-"""Payload field with a record's group, an integer."""
+"""Name in a point's payload of the record's group number (such as the number of its domain), an integer."""
 
 POSITION = "position"
-"""Payload field with a record's position, an integer.
+"""Name in a point's payload of the record's position (the number of its token in the store), an integer.
 
 Qdrant cannot filter by ranges of ids, and its ranges of a field are floats. A record id begins with its
 position, so ranges of ids become ranges of positions, whose 43 bits a float represents exactly.
 """
 
 _BULK = 100_000
-"""Number of records added to an open store after which the server postpones indexing until `index`."""
+"""Number of added records after which the server is told to postpone indexing until the load is complete."""
 
 _INDEXES: Mapping[str, models.IntegerIndexParams] = {
     # `is_principal`: the server stores the points of a group together and links them in the graph.
@@ -241,16 +292,22 @@ _QUANTIZATION: Mapping[str, models.QuantizationConfig | None] = {
 
 
 class Collection:
-    """A collection on a server; call `open` before anything else."""
+    """A collection (a named set of vectors) on a Qdrant server. Call `open` before searching or adding.
+
+    Args:
+        client: client of the server.
+        attempts: object that makes calls to the server, and repeats failed calls.
+        options: parameters of the adapter, among them the name of the collection.
+    """
 
     mark: str | None = None
-    """Random number in the metadata; None if the server keeps no metadata (before 1.16)."""
+    """Random number that identifies the collection; None if the server keeps no metadata (before 1.16)."""
 
     exact_keys = True
-    """True if vectors are stored as float32."""
+    """True if vectors are stored as float32; False if they are stored as float16."""
 
     quantized = False
-    """True if searches use codes of the vectors."""
+    """True if the server searches compressed vectors (codes)."""
 
     def __init__(self, client: QdrantClient, attempts: Attempts, options: Options) -> None:
         self.client, self.attempts, self.options = client, attempts, options
@@ -259,13 +316,13 @@ class Collection:
         self._is_indexing_postponed = False
 
     def open(self, dim: int, metric: Metric, *, create: bool, must_create: bool) -> None:
-        """Look the collection up, or create it, and compare it with the arguments.
+        """Find the collection on the server, or create it, and check its dimension and metric.
 
         Args:
             dim: number of components of a vector.
             metric: metric of the distances.
-            create: create the collection if it does not exist, and complete an interrupted creation.
-            must_create: raise an error if the collection exists already.
+            create: True creates the collection if it does not exist, and completes an interrupted creation.
+            must_create: True raises an error if the collection exists already.
 
         Raises:
             DatastoreNotFoundError: the collection does not exist, and `create` is False.
@@ -299,7 +356,7 @@ class Collection:
         self.quantized = (info.config.quantization_config or vectors.quantization_config) is not None
 
     def erase(self) -> None:
-        """Delete the collection; does nothing if the collection does not exist.
+        """Delete the collection from the server. Does nothing if the collection does not exist.
 
         Raises:
             DatastoreMismatchError: another program made the collection.
@@ -312,19 +369,27 @@ class Collection:
         self.attempts.write(lambda: self.client.delete_collection(self.name))
 
     def owner(self) -> str | None:
-        """Return the owner; None if nobody claimed the collection or the server keeps no metadata."""
+        """Return the name of the store to which the collection belongs.
+
+        Returns None if no store has claimed the collection, if the collection does not exist, or if the
+        server keeps no metadata.
+        """
         info = self._fetch_info()
         owner = (info.config.metadata or {}).get(OWNER) if info else None
         return owner if isinstance(owner, str) else None
 
     def claim(self, owner: str) -> None:
-        """Save a new owner; the server keeps the other metadata."""
+        """Save the name of the store to which the collection belongs; other metadata stay as they are."""
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
     def will_add(self, records: int) -> None:
-        """Count records that the caller will add; from 100,000 records on, postpone the server's indexing.
+        """Count records that the caller is about to add, and postpone the server's indexing if they are many.
 
-        During a bulk load the server would otherwise index the same points again and again.
+        From 100,000 added records on, indexing is postponed until `resume_indexing` or `index` is called.
+        Otherwise the server would index the same points again and again.
+
+        Args:
+            records: number of records that will be added.
         """
         self._added += records
         if self._added >= _BULK and not self._is_indexing_postponed:
@@ -332,7 +397,7 @@ class Collection:
             self._is_indexing_postponed = True
 
     def resume_indexing(self) -> None:
-        """Start the server's indexing in the background if it was postponed."""
+        """Let the server index new points again, in the background, if indexing was postponed."""
         self._added = 0
         if self._is_indexing_postponed:
             self._configure_indexing(
@@ -341,7 +406,7 @@ class Collection:
             self._is_indexing_postponed = False
 
     def index(self) -> None:
-        """Wait until the server has indexed all points.
+        """Let the server index all points, and wait until it is done.
 
         Raises:
             DatastoreError: the server reports that it cannot index.
@@ -358,7 +423,7 @@ class Collection:
             time.sleep(pause)
 
     def _fetch_info(self) -> models.CollectionInfo | None:
-        """Return the server's description of the collection; None if it does not exist."""
+        """Return the server's description of the collection; None if the collection does not exist."""
         try:
             return self.attempts.open(lambda: self.client.get_collection(self.name))
         except DatastoreNotFoundError:
@@ -366,16 +431,24 @@ class Collection:
 
     @staticmethod
     def _read_mark(info: models.CollectionInfo) -> str | None:
-        """Return the random number that identifies a collection; None if its metadata has none."""
+        """Return the random number that identifies a collection; None if its metadata has no such number.
+
+        Args:
+            info: the server's description of the collection.
+        """
         return (info.config.metadata or {}).get(MARK)
 
     @staticmethod
     def _is_complete(info: models.CollectionInfo) -> bool:
-        """Check whether the collection has all indexes of the payload, so its creation was completed."""
+        """Check whether the creation of a collection was completed: whether its payload indexes exist.
+
+        Args:
+            info: the server's description of the collection.
+        """
         return set(_INDEXES) <= set(info.payload_schema)
 
     def _create_collection(self, dim: int, metric: Metric, mark: str) -> None:
-        """Create the collection with the `Options`; an existing collection is not changed.
+        """Create the collection with the adapter's parameters. An existing collection is not changed.
 
         Args:
             dim: number of components of a vector.
@@ -385,6 +458,7 @@ class Collection:
         options = self.options
 
         def create() -> None:
+            """Create the collection unless it exists."""
             if self.client.collection_exists(self.name):
                 return  # the answer to an earlier attempt was lost, or another process was faster; see `open`
             self.client.create_collection(
@@ -412,13 +486,26 @@ class Collection:
         self.attempts.write(create)
 
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
-        """Create the index of a payload field, and wait for it."""
+        """Let the server index a value of the points' payload, and wait until the index exists.
+
+        Args:
+            field: name of the value in the payload.
+            index: parameters of the index.
+        """
         self.attempts.change(
             lambda: self.client.create_payload_index(self.name, field, index, wait=True).status.value
         )
 
     def _check_vectors(self, info: models.CollectionInfo, dim: int, metric: Metric) -> models.VectorParams:
-        """Check that the collection has the expected vectors, and return their description.
+        """Check that a collection was made by knnstore for vectors of a dimension and a metric.
+
+        Args:
+            info: the server's description of the collection.
+            dim: expected number of components of a vector.
+            metric: expected metric.
+
+        Returns:
+            The server's description of the vectors.
 
         Raises:
             DatastoreMismatchError: another program made the collection, or dim or metric differ.
@@ -437,11 +524,15 @@ class Collection:
         return vectors
 
     def _make_not_ours_error(self) -> DatastoreMismatchError:
-        """Make the error for a collection that another program made, without raising it."""
+        """Return, without raising it, the error for a collection that another program made."""
         return DatastoreMismatchError(
             f"{self.attempts.place}: collection {self.name!r} was not made by knnstore: name another"
         )
 
     def _configure_indexing(self, optimizers: models.OptimizersConfigDiff) -> None:
-        """Change the configuration of the server's indexing of this collection."""
+        """Change how the server indexes the points of this collection.
+
+        Args:
+            optimizers: the settings to change.
+        """
         self.attempts.write(lambda: self.client.update_collection(self.name, optimizers_config=optimizers))

@@ -1,6 +1,7 @@
-"""The points of a collection on a Qdrant server: which ones are meant, writing, searching and reading them.
+"""The points of a collection on a Qdrant server: selecting, writing, searching and reading points.
 
-`Condition` selects points, `ServerPoints` calls the server over REST, and `GrpcPoints` over gRPC.
+A point is a vector with an id and a payload (named values); each record is stored as a point. `Condition`
+selects points, `ServerPoints` calls the server over REST, and `GrpcPoints` calls the server over gRPC.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,39 +31,44 @@ from knnstore.errors import DatastoreError, InvalidVectorError
 from knnstore_qdrant.collection import GROUP, MARK, POSITION, Collection
 
 _LISTED_IDS = 10_000
-"""Largest number of ids that a condition lists; more are looked up first."""
+"""Largest number of ids that a condition lists without asking the server which of them exist."""
 _BATCH_BYTES = 1 << 20
 """Largest size in bytes of the vectors in one request that adds points; JSON takes up to five times that."""
 _BATCH_POINTS = 1000
 """Largest number of points in one request that adds points."""
 _LARGEST = 65504.0
-"""Largest number in half precision. Qdrant converts larger ones to infinity, to which nothing is near."""
+"""Largest number in half precision. Qdrant converts larger numbers to infinity, to which nothing is near."""
 _PROBE_SECONDS = 2.0
-"""Time in seconds to find out whether the server answers over gRPC."""
+"""Largest time in seconds to find out whether the server answers over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A set of points: all points of some groups, or the points with some positions or ids.
+    """A choice of points: all points of some groups, or the points with some positions or ids.
 
-    False if it selects nothing.
+    A group is a numbered set of records, such as a domain. A position is the number of a record's token in
+    the store. The truth value of a condition is False if it selects no point.
     """
 
     groups: tuple[int, ...] = ()
-    """Groups whose points are selected; if there are any, `positions` and `ids` are empty."""
+    """Group numbers whose points are selected; if it is not empty, `positions` and `ids` are empty."""
     positions: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of positions."""
+    """Ranges [start, stop) of positions whose points are selected."""
     ids: tuple[int, ...] = ()
-    """Single ids."""
+    """Record ids whose points are selected, in addition to `positions`."""
 
     def __bool__(self) -> bool:
         return bool(self.groups or self.positions or self.ids)
 
 
 def condition_from_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -> Condition:
-    """Convert a filter to a condition, by groups if the filter has groups, because these are indexed.
+    """Convert a filter of records to a condition on points.
 
-    See `condition_from_ranges` for `read_ids`.
+    If the filter has groups, the condition selects the groups, because the server has an index of them.
+
+    Args:
+        where: the filter.
+        read_ids: function that returns the ids of all stored points that a condition selects.
     """
     if where.groups is not None:
         return Condition(groups=tuple(sorted(where.groups)))
@@ -70,14 +76,15 @@ def condition_from_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -
 
 
 def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]) -> Condition:
-    """Convert ranges of ids to ranges of positions and single ids.
+    """Convert ranges of record ids to a condition with ranges of positions and single ids.
 
-    knnstore itself uses ranges of whole positions only. In other ranges, the ids of the positions at the ends
-    are listed if they are few; otherwise the ids that exist are looked up.
+    A record id encodes a position and a token. knnstore itself uses only ranges that contain all ids of a
+    position. For other ranges, the ids at their ends are listed if they are few; otherwise the server is
+    asked which of these ids exist.
 
     Args:
-        ranges: the ranges; no ranges give an empty condition.
-        read_ids: returns the ids of all stored points that a condition selects.
+        ranges: the ranges; no ranges give a condition that selects nothing.
+        read_ids: function that returns the ids of all stored points that a condition selects.
     """
     whole = whole_positions(ranges)
     rest = ranges - ranges_of(whole.starts, whole.stops)
@@ -92,7 +99,7 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
 
 
 def _to_rest_filter(condition: Condition) -> models.Filter:
-    """Convert a condition that selects something to a filter of Qdrant's REST interface."""
+    """Convert a condition that selects at least one point to a filter of Qdrant's REST interface."""
     if condition.groups:
         match = models.MatchAny(any=list(condition.groups))
         return models.Filter(must=[models.FieldCondition(key=GROUP, match=match)])
@@ -106,22 +113,26 @@ def _to_rest_filter(condition: Condition) -> models.Filter:
 
 
 def _to_grpc_filter(condition: Condition | None) -> Any:
-    """Convert a condition to a gRPC message; None selects all points."""
+    """Convert a condition to the gRPC message of a filter; None, which selects all points, stays None."""
     return None if condition is None else RestToGrpc.convert_filter(_to_rest_filter(condition))
 
 
 def _convert_hits(
     answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_attribute: str = "id"
 ) -> Neighbors:
-    """Convert the hits of each query to neighbors, shape (q, k), padded for a query with fewer than k hits.
+    """Convert the server's hits (points that it found) to neighbors.
 
-    Qdrant's score is the square root of our L2 distance, or the inner product.
+    Qdrant's score is the square root of knnstore's L2 distance, or the inner product.
 
     Args:
-        answers: hits of each query, each with an id and a score, nearest first.
+        answers: for each query its hits, nearest first; each hit has an id and a score.
         k: number of neighbors of each query.
         metric: metric of the collection.
-        id_attribute: path of the attribute of a hit that is its id.
+        id_attribute: name of the attribute of a hit that is its id; dots lead to nested attributes.
+
+    Returns:
+        Record ids and distances, each of shape (q, k), nearest first. If a query has fewer than k hits, the
+        rest of its row holds id -1 and distance +inf.
     """
     neighbors = Neighbors.nothing(len(answers), k)
     for row, hits in enumerate(answers):
@@ -137,8 +148,9 @@ def _convert_hits(
 class ServerPoints:
     """The points of an open collection, read and written over REST.
 
-    A condition of None selects all points; no condition may be empty. A writing method returns when its
-    change is visible, and raises if that is not certain.
+    A point is a vector with an id and a payload; each record is a point. A condition selects points; None
+    selects all points, and a condition that selects nothing is not allowed. A writing method returns when its
+    change is visible; if this is not certain, the method raises an error.
 
     Args:
         collection: the open collection.
@@ -149,7 +161,7 @@ class ServerPoints:
     exact_search: bool
     """True if every search compares the query with all points."""
     exact_keys: bool
-    """True if vectors are stored as float32, False if as float16."""
+    """True if vectors are stored as float32; False if they are stored as float16."""
 
     def __init__(self, collection: Collection, dim: int, metric: Metric) -> None:
         self._collection, self._dim, self._metric = collection, dim, metric
@@ -160,15 +172,15 @@ class ServerPoints:
         self._senders = ThreadPoolExecutor(collection.options.parallel, thread_name_prefix="qdrant")
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points, and replace points with the same ids. Several requests are in flight at once.
+        """Add points, and replace points with the same ids. Several requests are sent at the same time.
 
-        If a request fails, no further request is sent. The error is raised after the running requests have
-        ended; some points may be stored then.
+        If a request fails, no further request is sent, and the error is raised when the running requests have
+        ended. Some of the points may be stored then.
 
         Args:
-            ids: int64, shape (n,).
-            keys: float32, shape (n, dim).
-            groups: group of each record, shape (n,).
+            ids: record ids, int64, shape (n,).
+            keys: vectors, float32, shape (n, dim).
+            groups: group number of each record, int32, shape (n,).
 
         Raises:
             InvalidVectorError: a component is too large for float16; no point is added.
@@ -192,7 +204,13 @@ class ServerPoints:
                 future.result()
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points with one request, and wait until the server has stored them."""
+        """Add points with a single request, and wait until the server has stored them.
+
+        Args:
+            ids: record ids, int64, shape (n,).
+            keys: vectors, float32, shape (n, dim).
+            groups: group number of each record, int32, shape (n,).
+        """
         batch = models.Batch(
             ids=ids.tolist(),
             vectors=keys.tolist(),
@@ -204,13 +222,17 @@ class ServerPoints:
         self.attempts.change(lambda: self._client.upsert(self._name, batch, wait=True).status.value)
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
-        """Return the k nearest points of each query.
+        """Find the k nearest points of each query with a single request.
 
         Args:
-            queries: shape (q, dim), q >= 1.
+            queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
-            condition: points to search.
-            exact: compare with all of these points instead of searching the graph.
+            condition: points that may be found; None allows all points.
+            exact: True compares each query with all these points; False searches the graph, approximately.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
         """
         params = self._make_search_params(k, exact)
         selection = None if condition is None else _to_rest_filter(condition)
@@ -227,19 +249,22 @@ class ServerPoints:
         self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
     def count(self) -> int:
-        """Return the exact number of points."""
+        """Return the exact number of points (stored vectors)."""
         return self.attempts.read(lambda: self._client.count(self._name, exact=True)).count
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
-        """Return the points with the smallest ids >= `first`, by ascending id.
+        """Read the next points by ascending id, beginning at an id.
 
         Args:
             first: smallest id to return.
-            limit: number of points, >= 1; fewer are returned only at the end.
-            condition: points to return.
-            keys: True to return vectors and groups; otherwise these arrays are empty.
+            limit: number of points to return, >= 1. Fewer points are returned only if no more exist.
+            condition: points to return; None returns all points.
+            keys: True also returns vectors and group numbers; False returns empty arrays in their place.
+
+        Returns:
+            Record ids int64 (n,), vectors float32 (n, dim), and group numbers int32 (n,).
         """
         selection = None if condition is None else _to_rest_filter(condition)
         records, _ = self.attempts.read(
@@ -260,11 +285,11 @@ class ServerPoints:
         )
 
     def optimize(self) -> None:
-        """Wait until the server has indexed everything."""
+        """Let the server index all points (stored vectors), and wait until it is done."""
         self._collection.index()
 
     def close(self) -> None:
-        """Start the server's indexing if it was postponed, and close the connections."""
+        """Let the server index new points again if indexing was postponed, and close the connections."""
         self._senders.shutdown()
         try:
             self._collection.resume_indexing()
@@ -272,11 +297,19 @@ class ServerPoints:
             self._client.close()
 
     def _clip_to_half(self, queries: Keys) -> Keys:
-        """Limit the components of queries to the range of float16 if the vectors are stored as float16."""
+        """Clip the components of queries to the range of float16 if the vectors are stored as float16.
+
+        If the vectors are stored as float32, the queries are returned unchanged.
+        """
         return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
     def _make_search_params(self, k: int, exact: bool) -> models.SearchParams:
-        """Return Qdrant's parameters of a search for k neighbors; `exact` compares all points."""
+        """Return Qdrant's parameters of a search.
+
+        Args:
+            k: number of neighbors.
+            exact: True compares each query with all points; False searches the graph.
+        """
         rescored = models.QuantizationSearchParams(rescore=True, oversampling=self._options.oversampling)
         return models.SearchParams(
             hnsw_ef=max(k, self._options.ef),
@@ -286,9 +319,13 @@ class ServerPoints:
 
 
 def answers_over_grpc(collection: Collection) -> bool:
-    """Check whether the server at the port for gRPC is the server that REST reaches.
+    """Check whether a server answers at the port for gRPC, and is the server that REST reaches.
 
-    Always False for a server that keeps no metadata of collections (before 1.16).
+    The random number in the collection's metadata must be the same over gRPC and REST. So the result
+    is always False for a server that keeps no metadata of collections (before 1.16).
+
+    Args:
+        collection: open collection.
     """
     request: Any = grpc.GetCollectionInfoRequest(collection_name=collection.name)
     timeout = min(_PROBE_SECONDS, collection.options.timeout)
@@ -301,16 +338,26 @@ def answers_over_grpc(collection: Collection) -> bool:
 
 
 class GrpcPoints(ServerPoints):
-    """The points of an open collection, read and written over gRPC as bytes.
+    """The points of an open collection, read and written over gRPC. All methods are those of `ServerPoints`.
 
-    With k=1024 the objects of qdrant-client take several times longer than the search, and vectors as lists
-    of floats longer than their bytes.
+    Messages are built from bytes, and answers are read without qdrant-client: with k=1024, creating its
+    Python objects takes several times as long as the search.
     """
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points with one request; see `ServerPoints.send`."""
+        """Add points with a single request over gRPC, and wait until the server has stored them.
+
+        Args:
+            ids: record ids, int64, shape (n,).
+            keys: vectors, float32, shape (n, dim).
+            groups: group number of each record, int32, shape (n,).
+        """
         rows = zip(
-            ids.tolist(), _dense_vectors(keys), groups.tolist(), positions_of(ids).tolist(), strict=True
+            ids.tolist(),
+            _iterate_vector_messages(keys),
+            groups.tolist(),
+            positions_of(ids).tolist(),
+            strict=True,
         )
         points = [
             grpc.PointStruct(
@@ -327,7 +374,18 @@ class GrpcPoints(ServerPoints):
         self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
-        """Return the k nearest points of each query; see `ServerPoints.query`."""
+        """Find the k nearest points of each query with a single request over gRPC.
+
+        Args:
+            queries: query vectors, float32, shape (q, dim), q >= 1.
+            k: number of neighbors, >= 1.
+            condition: points that may be found; None allows all points.
+            exact: True compares each query with all these points; False searches the graph, approximately.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
+        """
         shared: dict[str, Any] = {
             "collection_name": self._name,
             "limit": k,
@@ -339,7 +397,7 @@ class GrpcPoints(ServerPoints):
             collection_name=self._name,
             query_points=[
                 grpc.QueryPoints(query=grpc.Query(nearest=grpc.VectorInput(dense=query)), **shared)
-                for query in _dense_vectors(self._clip_to_half(queries))
+                for query in _iterate_vector_messages(self._clip_to_half(queries))
             ],
         )
         answer = self.attempts.read(lambda: self._send_request("QueryBatch", request))
@@ -351,20 +409,30 @@ class GrpcPoints(ServerPoints):
         return _convert_hits(hits, k, self._metric, id_attribute="id.num")
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects; see `ServerPoints.delete`."""
+        """Delete the points that a condition selects over gRPC, and wait until the change is visible."""
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
         self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
 
     def count(self) -> int:
-        """Return the exact number of points."""
+        """Return the exact number of points (stored vectors)."""
         request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
         return int(self.attempts.read(lambda: self._send_request("Count", request)).result.count)
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
-        """Return the points with the smallest ids >= `first`; see `ServerPoints.scroll`."""
+        """Read the next points by ascending id over gRPC, beginning at an id.
+
+        Args:
+            first: smallest id to return.
+            limit: number of points to return, >= 1. Fewer points are returned only if no more exist.
+            condition: points to return; None returns all points.
+            keys: True also returns vectors and group numbers; False returns empty arrays in their place.
+
+        Returns:
+            Record ids int64 (n,), vectors float32 (n, dim), and group numbers int32 (n,).
+        """
         request: Any = grpc.ScrollPoints(
             collection_name=self._name,
             offset=grpc.PointId(num=first),
@@ -384,17 +452,26 @@ class GrpcPoints(ServerPoints):
         return ids, vectors, np.array(groups, np.int32)
 
     def _send_request(self, method: str, request: Any) -> Any:
-        """Send one request and return the answer, within the remaining time of the current attempt."""
+        """Send a request over gRPC, and return the answer, within the remaining time of the current call.
+
+        Args:
+            method: name of the server's gRPC method.
+            request: gRPC message of the request.
+        """
         return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
 
 
 def _read_status(answer: Any) -> str:
-    """Return the status of a change in lower case, such as "completed", as REST gives it."""
+    """Return the status of a change from a gRPC answer, in lower case, such as "completed"."""
     return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
 
 
-def _dense_vectors(vectors: Keys) -> Iterator[Any]:
-    """Yield each row of vectors as a gRPC message. Messages are parsed from bytes, because that is faster."""
+def _iterate_vector_messages(vectors: Keys) -> Iterator[Any]:
+    """Yield a gRPC message for each vector. The messages are parsed from bytes, because this is faster.
+
+    Args:
+        vectors: float32, shape (n, dim).
+    """
     message: Any = grpc.DenseVector
     dim = vectors.shape[1]
     serialized: bytes = message(data=[0.0] * dim).SerializeToString()

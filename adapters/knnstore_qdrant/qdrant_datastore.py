@@ -1,6 +1,7 @@
-"""The Qdrant adapter: a store is one collection on a server.
+"""The Qdrant adapter: a datastore is one collection (a named set of vectors) on a Qdrant server.
 
-`QdrantDatastore` is the adapter. The functions after it connect to a server and choose its API key.
+`QdrantDatastore` is the adapter. The functions after it connect to a server, and choose the API key that is
+sent to it.
 """
 
 import logging
@@ -51,7 +52,7 @@ from knnstore_qdrant.points import (
 from knnstore_qdrant.qdrant_options import Options
 
 _NEIGHBORS_AT_ONCE = 1 << 14
-"""Largest number of neighbors in one answer: each is a Python object for a moment."""
+"""Largest number of neighbors in one answer of the server; each becomes a Python object for a moment."""
 _ANSWER_BYTES = 8 << 20
 """Largest size in bytes of the vectors in one answer."""
 _IDS_AT_ONCE = 10_000
@@ -64,7 +65,7 @@ KNNSTORE_QDRANT_API_KEY_FILE may name a file with the same content instead.
 """
 
 SERVER_VARIABLE = "KNNSTORE_QDRANT_URL"
-"""Environment variable with the addresses of the servers of these keys, in the same order."""
+"""Environment variable with the addresses of the servers to which the API keys belong, in the same order."""
 
 _HOW_TO_GIVE_A_KEY = (
     f"give the key in {API_KEY_VARIABLE}, or in a file that {API_KEY_VARIABLE}_FILE names, and the address "
@@ -73,20 +74,21 @@ _HOW_TO_GIVE_A_KEY = (
 
 _log = logging.getLogger(__name__)
 _compared: set[str] = set()
-"""Addresses of the servers whose version was compared already."""
+"""Addresses of the servers whose version was already compared with the client's version."""
 
 
 class QdrantDatastore:
-    """Vectors in a collection on a Qdrant server.
+    """A datastore whose records are points in a collection on a Qdrant server.
 
-    The id of a point is the record's id; the payload has the record's group and position, both indexed. A
-    search of the graph that finds fewer than k neighbors is repeated exactly.
+    The id of a point is the record's id. The payload (named values of a point) has the record's group number
+    and position, both indexed. If a search of the server's graph finds fewer than k neighbors, the search is
+    repeated exactly.
 
     Args:
         points: the points of the open collection.
         dim: number of components of a vector.
         metric: metric of the distances.
-        mode: see `Datastore.open`.
+        mode: ``"r"`` only reads; ``"a"`` and ``"x"`` also write.
     """
 
     def __init__(self, points: ServerPoints, dim: int, metric: Metric, mode: Mode) -> None:
@@ -99,20 +101,23 @@ class QdrantDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a collection, over gRPC if the server answers there; see `Datastore.open`.
+        """Open or create a collection on a server. gRPC is used if the server answers over gRPC, else REST.
 
         Args:
             location: address of the server, ``http://HOST:PORT`` or ``https://HOST:PORT``.
             dim: number of components of a vector, 1 to 65536.
             metric: metric of the distances.
-            mode: see `Datastore.open`.
-            **params: see `Options`.
+            mode: ``"r"`` reads an existing collection, ``"a"`` opens for writing or creates, ``"x"`` creates.
+            **params: parameters of the adapter, which `Options` explains; `collection` is the name of the
+                collection.
 
         Raises:
             ConfigError: the location is not an address, a parameter is not valid, or the environment does not
-                say which server an API key is for.
+                say to which server an API key belongs.
             StoreUnavailableError: the server cannot be reached.
-            DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError: see `Datastore.open`.
+            DatastoreNotFoundError: mode ``"r"``, and the collection does not exist.
+            DatastoreExistsError: mode ``"x"``, and the collection exists.
+            DatastoreMismatchError: the collection has another dim or metric, or another program made it.
         """
         if not 1 <= dim <= 65536:
             raise ConfigError(f"dim must be between 1 and 65536, got {dim}")
@@ -129,19 +134,34 @@ class QdrantDatastore:
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
-        """Delete the collection; without one, nothing happens. See `SupportsErase.erase`."""
+        """Delete the collection from the server. Does nothing if the collection does not exist.
+
+        Args:
+            location: address of the server.
+            **params: parameters of the adapter; `collection` is the name of the collection.
+        """
         with _connect_collection(location, Options.from_params(params)) as collection:
             collection.erase()
             collection.client.close()
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the size of a point on the server's disk in bytes; see `SupportsSize.record_size`."""
+        """Return an estimate of the bytes that a record takes on the server's disk.
+
+        Args:
+            dim: number of components of a vector.
+            **params: parameters of the adapter.
+        """
         return Options.from_params(params).point_size(dim)
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the owner of the collection, None without an owner; see `SupportsOwner.owner`."""
+        """Return the name of the store to which the collection belongs; None if no name is saved.
+
+        Args:
+            location: address of the server.
+            **params: parameters of the adapter; `collection` is the name of the collection.
+        """
         with _connect_collection(location, Options.from_params(params)) as collection:
             owner = collection.owner()
             collection.client.close()
@@ -149,14 +169,28 @@ class QdrantDatastore:
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Save a new owner of the collection on the server; see `SupportsOwner.claim`."""
+        """Save on the server the name of the store to which the collection belongs.
+
+        Args:
+            location: address of the server.
+            owner: name of the store, one line of text.
+            **params: parameters of the adapter; `collection` is the name of the collection.
+        """
         with _connect_collection(location, Options.from_params(params)) as collection:
             collection.claim(owner)
             collection.client.close()
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
-        """Choose an unused name for a copy of the collection; see `SupportsBeside.beside`."""
+        """Choose a name for a copy of the collection that no collection on the server has. Creates nothing.
+
+        Args:
+            location: address of the server.
+            **params: parameters of the adapter; `collection` is the name of the present collection.
+
+        Returns:
+            ``{"collection": NEW_NAME}``: the parameter that must differ for the copy.
+        """
         options = Options.from_params(params)
         with _connect_collection(location, options) as collection:
             answer = collection.attempts.read(collection.client.get_collections)
@@ -177,7 +211,7 @@ class QdrantDatastore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Features of this collection."""
+        """The features of this collection, which depend on its parameters; several processes may write."""
         return Capabilities(
             exact_search=self._points.exact_search,
             exact_keys=self._points.exact_keys,
@@ -186,18 +220,38 @@ class QdrantDatastore:
         )
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add records, and replace records with the same ids; see `Datastore.add`.
+        """Store records. A new record replaces an older record with the same id.
 
-        After an error some of the records may be stored: adding them again completes the change.
+        The change is durable when the call returns. After an error, some of the records may be stored; the
+        same call again stores the rest.
+
+        Args:
+            ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
+            keys: vectors, shape (n, dim), finite.
+            groups: group number of each record, integers, shape (n,), >= 0.
+
+        Raises:
+            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
+            ReadOnlyError: the store was opened with mode ``"r"``.
         """
-        points = self._writable_points()
+        points = self._get_writable_points()
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         if len(ids):
             points.upsert(ids, keys, groups)
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Return the k nearest records of each query; see `Datastore.search`."""
-        points, k = self._open_points(), checked_k(k)
+        """Find the k nearest records of each query, approximately unless the parameter `exact` is True.
+
+        Args:
+            queries: query vectors, shape (q, dim), finite; q may be 0.
+            k: number of neighbors, >= 1.
+            where: records that may be found; None allows all records.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, the
+            rest of a row holds id -1 and distance +inf.
+        """
+        points, k = self._get_open_points(), checked_k(k)
         queries = checked_keys(queries, self._dim, what="queries")
         condition = None if where is None else condition_from_filter(where, self._read_ids)
         if not len(queries) or (condition is not None and not condition):
@@ -210,20 +264,28 @@ class QdrantDatastore:
         return Neighbors.joined(batches, axis=0)
 
     def delete(self, ids: IdRanges) -> None:
-        """Delete all records in the ranges; see `Datastore.delete`."""
-        points = self._writable_points()
+        """Delete every record whose id is in the ranges; ids without a record are ignored.
+
+        The deletion is durable when the call returns. Raises ReadOnlyError in mode ``"r"``.
+        """
+        points = self._get_writable_points()
         condition = condition_from_ranges(ids, self._read_ids)
         if condition:
             points.delete(condition)
 
     def count(self) -> int:
-        """Return the number of records."""
-        return self._open_points().count()
+        """Return the exact number of records."""
+        return self._get_open_points().count()
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every record once, by ascending id; see `Datastore.iterate`."""
+        """Yield every record once, by ascending id, as batches (ids, keys, groups).
+
+        Args:
+            ids: ids of the records to yield; None yields all records.
+            batch_size: largest number of records in a batch, >= 1; a batch may have fewer.
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         condition = None if ids is None else condition_from_ranges(ids, self._read_ids)
@@ -233,12 +295,18 @@ class QdrantDatastore:
         yield from self._iterate_points(limit, condition, keys=True)
 
     def get(self, ids: Ids) -> Keys:
-        """Return the keys of some records; see `SupportsGet.get`."""
+        """Return the keys of records by id, float32, shape (n, dim), in the order of `ids`.
+
+        Raises RecordNotFoundError if an id has no record.
+        """
         return read_keys(self, ids)
 
     def flush(self) -> None:
-        """Do nothing: each change was durable when its call returned. See `Datastore.flush`."""
-        self._open_points()
+        """Do nothing, because each change is durable when its call returns.
+
+        Raises DatastoreClosedError after `close`.
+        """
+        self._get_open_points()
 
     def optimize(self) -> None:
         """Wait until the server has indexed all records and freed the space of deleted records.
@@ -246,10 +314,10 @@ class QdrantDatastore:
         Until then, each query is compared with all records that are not indexed. Call this method after
         adding many records.
         """
-        self._writable_points().optimize()
+        self._get_writable_points().optimize()
 
     def close(self) -> None:
-        """Close the connections; a second call does nothing."""
+        """Close the connections to the server. A second call does nothing."""
         with self._closing:
             if self._closed:
                 return
@@ -264,24 +332,38 @@ class QdrantDatastore:
     ) -> None:
         self.close()
 
-    def _open_points(self) -> ServerPoints:
-        """Return the points, or raise `DatastoreClosedError` if the store was closed."""
+    def _get_open_points(self) -> ServerPoints:
+        """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`."""
         if self._closed:
             raise DatastoreClosedError("this Qdrant store was closed; open it again")
         return self._points
 
-    def _writable_points(self) -> ServerPoints:
-        """Return the points, or raise `ReadOnlyError` if the store was opened for reading."""
-        points = self._open_points()
+    def _get_writable_points(self) -> ServerPoints:
+        """Return the object that reads and writes the points, if the store is open for writing.
+
+        Raises `ReadOnlyError` in mode ``"r"``, and `DatastoreClosedError` after `close`.
+        """
+        points = self._get_open_points()
         if self._mode == "r":
             raise ReadOnlyError("this Qdrant store was opened for reading; open it with mode 'a' to write")
         return points
 
     @staticmethod
     def _search_batch(points: ServerPoints, queries: Keys, k: int, condition: Condition | None) -> Neighbors:
-        """Return the k nearest points of each query; see `ServerPoints.query`.
+        """Find the k nearest points of each query.
 
-        A search of the graph that finds fewer than k neighbors is repeated exactly.
+        If the search of the server's graph finds fewer than k neighbors of a query, the search for this query
+        is repeated exactly.
+
+        Args:
+            points: the object that calls the server.
+            queries: query vectors, float32, shape (q, dim), q >= 1.
+            k: number of neighbors.
+            condition: points that may be found; None allows all points.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
         """
         neighbors = points.query(queries, k, condition, exact=points.exact_search)
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
@@ -293,20 +375,25 @@ class QdrantDatastore:
     def _iterate_points(
         self, limit: int, condition: Condition | None, *, keys: bool
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield all points that a condition selects, `limit` at a time; see `ServerPoints.scroll`.
+        """Yield all points that a condition selects, by ascending id, as batches (ids, keys, groups).
 
         Raises `DatastoreClosedError` if the store is closed during the iteration.
+
+        Args:
+            limit: largest number of points in a batch.
+            condition: points to yield; None yields all points.
+            keys: True also reads vectors and group numbers; False yields empty arrays in their place.
         """
         first, size = 0, limit
         while size >= limit:
-            batch = self._open_points().scroll(first, limit, condition, keys=keys)
+            batch = self._get_open_points().scroll(first, limit, condition, keys=keys)
             size = len(batch[0])
             if size:
                 first = int(batch[0][-1]) + 1  # read before `yield`: the caller may change the arrays
                 yield batch
 
     def _read_ids(self, condition: Condition) -> Ids:
-        """Return the ids of all points that a condition selects, ascending."""
+        """Read from the server the ids of all points that a condition selects, int64, ascending."""
         batches = self._iterate_points(_IDS_AT_ONCE, condition, keys=False)
         return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
 
@@ -316,7 +403,13 @@ _conforms: type[Datastore] = QdrantDatastore  # a type checker compares every si
 
 @contextmanager
 def _connect_collection(location: str | Path, options: Options) -> Iterator[Collection]:
-    """Yield a collection that is not open yet; its connections are closed if the block raises an error.
+    """Connect to a server, and yield an object for a collection on it, which is not looked up yet.
+
+    If the ``with`` block raises an error, the connections are closed. Otherwise the caller closes them.
+
+    Args:
+        location: address of the server.
+        options: parameters of the adapter, among them the name of the collection.
 
     Raises:
         ConfigError: the location is not the address of a server, or no API key can be chosen for it.
@@ -354,7 +447,13 @@ def _connect_collection(location: str | Path, options: Options) -> Iterator[Coll
 
 
 def _compare_versions(collection: Collection) -> None:
-    """Log a warning, once for each server, if server and client are more than one minor version apart."""
+    """Compare the versions of the server and of qdrant-client; log a warning if they differ too much.
+
+    More than one minor version is too much. Each server is compared only once in a process.
+
+    Args:
+        collection: collection on the server.
+    """
     place = collection.attempts.place
     if place in _compared:
         return
@@ -374,7 +473,10 @@ def _compare_versions(collection: Collection) -> None:
 
 
 def _refuse_folder(location: str | Path) -> None:
-    """Raise `ConfigError` if a location is a folder, in which older versions kept keys with `qdrant_edge`."""
+    """Raise `ConfigError` if a location is a folder and not the address of a server.
+
+    Older versions of knnstore kept keys in a folder with Qdrant's engine; the message says what to do then.
+    """
     if "://" in str(location):
         return
     if Path(location, "qdrant-shard").exists():
@@ -390,7 +492,10 @@ def _refuse_folder(location: str | Path) -> None:
 
 
 def _check_address(url: str) -> str:
-    """Return the normalized address of a server, which contains no secret.
+    """Check the address of a server, and return it in a normalized form without secrets.
+
+    Args:
+        url: address as the user or the store names it, for example ``http://localhost:6333``.
 
     Raises:
         ConfigError: the URL is not an address, or contains a password or a key.
@@ -411,10 +516,13 @@ def _check_address(url: str) -> str:
 
 
 def _find_api_key(place: str) -> str | None:
-    """Return the API key that the environment has for the server at an address; None without a key.
+    """Return the API key for a server from the environment; None if the environment has no key for it.
 
-    The address comes from the store, which may be from a stranger. So a key is sent only to the server that
-    the user named with the key, and a file that the store names is never read.
+    The address comes from the store, which a stranger may have made. So a key is sent only to the server that
+    the user named together with the key, and a file that the store names is never read.
+
+    Args:
+        place: normalized address of the server, a result of `_check_address`.
 
     Raises:
         ConfigError: the numbers of keys and servers differ, the name of a server is not an address, a key

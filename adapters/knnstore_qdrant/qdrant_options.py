@@ -14,33 +14,37 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Parameters for creating, reaching and searching a collection.
+    """The parameters of the Qdrant adapter, for creating, reaching and searching a collection.
 
-    The parameters up to `full_scan_threshold` and from `shards` on apply when the collection is created;
-    Qdrant keeps them with the collection.
+    A collection is a named set of points (vectors) on a server. The parameters up to `full_scan_threshold`
+    and from `shards` on apply when the collection is created; Qdrant keeps them with the collection.
 
     Args:
         m: number of links of a point in the graph (HNSW, Malkov and Yashunin 2018), >= 2.
-        ef_construct: number of candidates while a point is linked, >= 4.
-        quantization: ``"none"``, ``"scalar"`` (8 bits a component) or ``"binary"`` (1 bit). Codes are kept in
-            memory and searched; the points found are compared again by their vectors.
+        ef_construct: number of candidates for the links of a point when the graph is built, >= 4.
+        quantization: compressed form (codes) of the vectors that is kept in memory and searched: ``"none"``,
+            ``"scalar"`` (8 bits for each component) or ``"binary"`` (1 bit for each component). The points
+            that are found are compared again by their vectors.
         datatype: datatype of the stored vectors, ``"float32"`` or ``"float16"``.
-        on_disk: keep the vectors on disk, cached by the operating system; sensible with `quantization`.
-        graph_on_disk: keep the graph on disk too.
-        indexing_threshold: size of the vectors in kilobytes from which a segment gets a graph, >= 1.
+        on_disk: True keeps the vectors on disk, cached by the operating system; sensible with `quantization`.
+        graph_on_disk: True keeps the graph on disk too.
+        indexing_threshold: size of the vectors in kilobytes from which a part of the collection gets a graph,
+            >= 1.
         full_scan_threshold: size of the vectors in kilobytes up to which all points that match a filter are
             compared without the graph, >= 1.
-        ef: number of candidates while the graph is searched, >= 1; at least k are used.
-        exact: compare each query with every point.
-        oversampling: number of points found by codes and compared again, as a multiple of k, >= 1.
+        ef: number of candidates of a search of the graph, >= 1; at least k candidates are used.
+        exact: True compares each query with every point.
+        oversampling: k times this number of points are found by codes and then compared by their vectors,
+            >= 1.
         collection: name of the collection; each store on a server needs another name.
-        timeout: time in seconds after which an unanswered read raises StoreUnavailableError, >= 0.1; a write
-            may take three times as long.
+        timeout: time in seconds after which an unanswered reading call raises StoreUnavailableError, >= 0.1;
+            a writing call may take three times as long.
         api_key_file: only present in stores of older versions; the file is never read.
-        prefer_grpc: use gRPC if the server answers there; otherwise REST.
+        prefer_grpc: True uses gRPC if the server answers over gRPC, else REST; False always uses REST.
         grpc_port: port of the server for gRPC.
-        parallel: number of requests in flight while many records are added, >= 1.
-        shards: number of shards of the collection in a cluster; 0 lets the server decide.
+        parallel: number of requests that are sent at the same time when many records are added, >= 1.
+        shards: number of shards (parts on different nodes) of the collection in a cluster; 0 lets the server
+            decide.
         replicas: number of nodes that keep each shard, >= 1.
         write_consistency: number of replicas that must apply a write before it succeeds, 1 to `replicas`.
     """
@@ -71,7 +75,10 @@ class Options:
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> Self:
-        """Return the options for the parameters that a user gave; omitted options have their defaults.
+        """Check the parameters that a user gave, and return the options.
+
+        Args:
+            params: parameters by name; omitted parameters have their defaults.
 
         Raises:
             ConfigError: a parameter is unknown, or its value is not allowed.
@@ -90,7 +97,13 @@ class Options:
         return options
 
     def point_size(self, dim: int) -> int:
-        """Return the size of a point on the disk in bytes: vector, codes, payload, links and log entry."""
+        """Return an estimate of the bytes that a record takes on the server's disk.
+
+        The estimate includes vector, codes (compressed keys), payload, links in the graph, and log entry.
+
+        Args:
+            dim: number of components of a vector.
+        """
         return (4 + 4 + 1) * dim + 16 * self.m + 512
 
 
@@ -106,7 +119,14 @@ _MINIMA: dict[str, float] = {
 
 
 def _check_option(name: str, value: Any, kind: type) -> Any:
-    """Return the value of a parameter; an integer is converted to float where a float is expected.
+    """Check the type and value of a parameter, and return the value.
+
+    An integer is converted to float if a float is expected.
+
+    Args:
+        name: name of the parameter.
+        value: value from the user.
+        kind: expected type: int, float, bool or str.
 
     Raises:
         ConfigError: the type or the value is not allowed.

@@ -1,4 +1,9 @@
-"""Reads of the catalog: the store's identity, documents, domains, tags and settings."""
+"""Reading the catalog, the SQL database of a store: its identity, documents, domains, tags and settings.
+
+A document is *live* from the moment when it is completely stored until it is removed. Only live documents
+are visible to readers. Its *external id* is the id that the user chose, unique in its domain; its *primary
+key* is the number of its row in the database.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,18 +74,20 @@ _CHECKED_AT_ONCE = 4000
 
 
 class Catalog:
-    """Catalog of one store in one database. Thread-safe.
+    """The SQL database of one store, opened for reading. Thread-safe.
 
-    Use `create` or `open` to construct it.
+    The catalog holds the store's documents, domains, tags, tokens, settings and API keys. The vector keys are
+    in the datastore. `CatalogWriter` makes changes. Use `create` or `open` to construct a catalog. A document
+    is *live* if it is completely stored and not removed; most methods return only live documents.
 
     Args:
         engine: SQLAlchemy engine of the database; `close` disposes it.
 
     Raises:
         StoreNotFoundError: the database holds no store.
-        SchemaOutdatedError, SchemaTooNewError: the schema differs from this package's.
+        SchemaOutdatedError, SchemaTooNewError: the tables were made by an older or newer version of knnstore.
         StoreUnavailableError: the database cannot be reached.
-        CatalogError: the store's identity is damaged.
+        CatalogError: the store's identity (its model and parameters) is damaged.
     """
 
     def __init__(self, engine: SqlEngine) -> None:
@@ -104,14 +111,14 @@ class Catalog:
 
     @classmethod
     def create(cls, url: URL, identity: Identity, engine: Engine, *, store_id: str | None = None) -> Self:
-        """Create the tables and the store's row in one transaction, and open the catalog.
+        """Create the tables and the description of a new store in one transaction, and open the catalog.
 
         Args:
-            url: database to create the catalog in.
-            identity: model, key and metric of the store.
-            engine: adapter that holds the keys.
-            store_id: id of the store; None chooses a random id. An existing store with this id that was
-                never written to comes from an interrupted creation, so it is created again.
+            url: database in which the tables are created.
+            identity: model and parameters of the store, which never change.
+            engine: vector engine that holds the keys: name, location and parameters.
+            store_id: id of the store; None chooses a random id. If the database holds a store with this id
+                that was never opened for writing, its creation was interrupted, and it is created again.
 
         Raises:
             StoreExistsError: the database already holds a store.
@@ -128,42 +135,50 @@ class Catalog:
 
     @classmethod
     def open(cls, url: URL) -> Self:
-        """Open an existing catalog.
+        """Open the catalog of an existing store.
+
+        Args:
+            url: database of the catalog.
 
         Raises:
             StoreNotFoundError: the database holds no store.
-            SchemaOutdatedError, SchemaTooNewError: the schema differs from this package's.
+            SchemaOutdatedError, SchemaTooNewError: the tables were made by an older or newer version of
+                knnstore.
             StoreUnavailableError: the database cannot be reached.
         """
         return cls(schema.connect_existing(url))
 
     def close(self) -> None:
-        """Close the connections; releases the writer's lock if this process holds it."""
+        """Close all connections to the database.
+
+        On PostgreSQL, this also releases the writer's lock if a `CatalogWriter` of this catalog holds it.
+        """
         self.opened.close()
 
     def take_in_log(self) -> None:
-        """Copy SQLite's write-ahead log into the database file and empty the log; see `sqlite.take_in_log`.
+        """Copy SQLite's write-ahead log (file ``-wal``) into the database file, and empty the log.
 
         Does nothing on PostgreSQL and for a database in memory. If readers block the copy or the disk is
-        full, the log stays and no error is raised.
+        full, the log stays as it is, and no error is raised.
         """
         if is_sqlite_file(self.sql.url):
             take_in_log(self.sql)
 
     def database(self) -> tuple[str, str]:
-        """Return an identifier that a copy of the database does not share, and the location for messages.
+        """Return an identifier of the database, and its location as text for messages.
 
-        The location is the absolute path of a SQLite file; see `render_location` for other databases.
+        A copy of the database has another identifier. The location is the absolute path of a SQLite file,
+        ":memory:" for a database in memory, else the URL with *** in place of the password.
         """
         url = self.sql.url
         location = render_location(url)
         return identify(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
 
     def revision(self) -> int:
-        """Return the revision: a counter in the database that grows with every change that readers can see.
+        """Return the store's revision: a counter that grows with every change that readers can see.
 
-        Every search calls this method. So the revision is cached until `Commits` notices a commit to the
-        SQLite file. On PostgreSQL, and where `Commits` cannot notice commits, each call runs a query.
+        Every search calls this method. On SQLite, the revision is cached until a commit to the file is
+        noticed, which costs less than a query. On PostgreSQL, each call runs a query.
         """
         version = self._commits.version() if self._commits else None
         cached_version, cached_revision = self._cached_revision
@@ -180,12 +195,18 @@ class Catalog:
         return revision
 
     def engine(self) -> Engine:
-        """Return the adapter that holds the keys; `CatalogWriter.move` changes it."""
+        """Return the name, location and parameters of the vector engine that holds the store's keys.
+
+        `CatalogWriter.move` changes this engine.
+        """
         with run_read_transaction(self.sql) as session:
             return read_engine(session)
 
     def snapshot(self) -> Snapshot:
-        """Return an immutable snapshot of all live documents at the current revision.
+        """Return the positions and domains of all live documents, as immutable arrays.
+
+        All values are read at the same revision (state of the store). Live documents are completely stored
+        and not removed.
 
         Raises:
             CatalogError: the positions of documents overlap or are out of range.
@@ -203,13 +224,17 @@ class Catalog:
         offset: int = 0,
         limit: int | None = None,
     ) -> list[Document]:
-        """List live documents in the order in which they were added. Unknown names give an empty list.
+        """List live documents that match all arguments, in the order in which they were added.
+
+        Live documents are completely stored and not removed. Unknown names give an empty list.
 
         Args:
-            domain: name of the documents' domain; None allows all.
-            domains: names of domains, each allowed; None allows all.
-            id: external id of the documents, which several domains may use; None allows all.
-            tag: tag that the documents carry; None allows all.
+            domain: name of the documents' domain; None allows all domains.
+            domains: names of allowed domains, in addition to `domain`; None allows all domains, and an empty
+                sequence gives an empty list.
+            id: id that the user gave the documents; several domains may have a document with this id. None
+                allows all ids.
+            tag: tag that the documents carry; None allows documents with any tags or none.
             offset: number of documents to skip; ignored if `limit` is None.
             limit: maximum number of documents; None returns all.
 
@@ -226,16 +251,29 @@ class Catalog:
             return list(read_documents(session, session.execute(statement)).values())
 
     def documents_of(self, rows: Iterable[int]) -> dict[int, Document]:
-        """Return the live documents with the primary keys `rows`, by primary key; other keys are left out."""
+        """Return live documents by the primary keys of their rows in the database.
+
+        Args:
+            rows: primary keys; keys of unknown or removed documents are left out of the result.
+        """
         with run_read_transaction(self.sql) as session:
             return read_documents(
                 session, select_among(session, restrict_to_live(DOCUMENTS), DocumentRow.id, rows)
             )
 
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
-        """Return the primary keys of the live documents with a domain, external id and tag, in any order.
+        """Return the primary keys (row numbers in the database) of live documents, in any order.
 
-        The arguments mean the same as in `documents`; unknown names give an empty list.
+        A live document is completely stored and not removed. The documents must match all arguments. Unknown
+        names give an empty list.
+
+        Args:
+            domain: name of the documents' domain; None allows all domains.
+            id: id that the user gave the documents; None allows all ids.
+            tag: tag that the documents carry; None allows documents with any tags or none.
+
+        Raises:
+            InputError: a name is not valid, see `check_name`.
         """
         with run_read_transaction(self.sql) as session:
             statement = restrict_to_live(
@@ -244,9 +282,16 @@ class Catalog:
             return list(session.scalars(statement))
 
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
-        """Return the primary keys of live documents by external id; unknown ids are left out.
+        """Return the primary keys (row numbers in the database) of live documents by their external ids.
 
-        An id has several keys if several domains hold a document with this id.
+        A live document is completely stored and not removed.
+
+        Args:
+            ids: ids that the user gave the documents.
+
+        Returns:
+            For each id the primary keys of its documents: several keys if several domains have a document
+            with this id. Unknown ids are left out.
         """
         ids = check_names(ids, "the document's id")
         statement = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
@@ -254,7 +299,10 @@ class Catalog:
             return group_rows_by_value(select_among(session, statement, DocumentRow.external_id, ids))
 
     def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
-        """Return the primary keys of live documents by tag; unknown tags are left out."""
+        """Return for each tag the primary keys (row numbers in the database) of live documents with the tag.
+
+        A live document is completely stored and not removed. Tags that no live document carries are left out.
+        """
         tags = check_names(tags, "the tag")
         statement = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:
@@ -263,9 +311,11 @@ class Catalog:
     def rows_where(self, condition: str, groups: Collection[int]) -> list[int]:
         """Return the primary keys of the live documents whose metadata meet a condition, in any order.
 
+        A live document is completely stored and not removed.
+
         Args:
-            condition: condition as text; see `knnstore.catalog.conditions`.
-            groups: ids of the domains to search.
+            condition: condition as text, for example ``year >= 2020``; see `knnstore.catalog.conditions`.
+            groups: primary keys of the domains whose documents are tested; empty gives an empty list.
 
         Raises:
             ConfigError: the condition is not valid, or too complex for the database.
@@ -278,7 +328,13 @@ class Catalog:
             return [row for (row,) in select_among(session, statement, DocumentRow.domain_id, groups)]
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Return (external id, domain) of live documents by primary key; other rows are left out."""
+        """Return the pair (id, name of the domain) of live documents, by the primary keys of the documents.
+
+        The id is the id that the user gave the document.
+
+        Args:
+            rows: primary keys; keys of unknown or removed documents are left out of the result.
+        """
         columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
         statement = restrict_to_live(select(*columns).join(DomainRow))
         with run_read_transaction(self.sql) as session:
@@ -288,10 +344,13 @@ class Catalog:
             }
 
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
-        """Return the token ids of a live document, uint32, shape (n,); None if the row is not live.
+        """Return the token ids of a live document, uint32, shape (n,).
+
+        A live document is completely stored and not removed. Returns None if no live document has the primary
+        key `row`.
 
         Raises:
-            CatalogError: the tokens are damaged.
+            CatalogError: the tokens do not match their digest.
         """
         with run_read_transaction(self.sql) as session:
             columns = TokensRow.tokens, TokensRow.digest
@@ -300,18 +359,25 @@ class Catalog:
         return None if stored is None else decode_tokens(*stored)
 
     def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
-        """Return the content hashes of live documents by primary key; other rows are left out."""
+        """Return the SHA-256 of the text of live documents, by the primary keys of the documents.
+
+        Args:
+            rows: primary keys; keys of unknown or removed documents are left out of the result.
+        """
         statement = select(DocumentRow.id, DocumentRow.content_hash).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:
             return dict(select_among(session, statement, DocumentRow.id, rows))
 
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-        """Yield primary key and token ids, uint32, shape (n,), of live documents, in any order.
+        """Yield pairs (primary key, token ids) of live documents, in any order.
 
-        Rows that are not live are left out.
+        The token ids are uint32, shape (n,).
+
+        Args:
+            rows: primary keys; keys of unknown or removed documents are left out.
 
         Raises:
-            CatalogError: the tokens of a document are damaged.
+            CatalogError: the tokens of a document do not match their digest.
         """
         statement = select(DocumentRow.id, TokensRow.tokens, TokensRow.digest).join(TokensRow).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:
@@ -319,10 +385,13 @@ class Catalog:
                 yield row, decode_tokens(blob, digest)
 
     def altered(self, rows: Iterable[int]) -> set[int]:
-        """Return the primary keys, among `rows`, of live documents whose stored fields were altered.
+        """Return the primary keys of documents whose stored values are damaged; empty if none are.
 
-        A document was altered if its tokens, tags or other fields do not match their digests, or cannot be
-        read. Vector keys are not checked. The result is empty if all documents match.
+        A document is damaged if its tokens, tags or other fields do not match their digests (checksums), or
+        cannot be read. Vector keys are not checked.
+
+        Args:
+            rows: primary keys of the documents to check; keys of documents that are not live are ignored.
         """
         altered: set[int] = set()
         ordered = sorted(rows)
@@ -343,19 +412,27 @@ class Catalog:
         return altered.intersection(ordered)
 
     def checksums(self) -> dict[int, str]:
-        """Return the stored checksums of the live documents' vector keys, by primary key of the document.
+        """Return the stored checksum of each live document's vector keys, by primary key of the document.
 
-        A document without a stored checksum is left out. So the result is empty if the engine checks its keys
-        itself, because the store then saves no checksums.
+        A live document is completely stored and not removed. A document without a stored checksum is left
+        out. If the vector engine checks its keys itself, the store saves no checksums, and the result is
+        empty.
         """
         statement = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:
             return dict(session.execute(statement).all())
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
-        """Return primary key, content hash, metadata and tags of a domain's live documents, by external id.
+        """Return primary key, SHA-256 of the text, metadata and tags of some live documents of a domain.
 
-        Ids that the domain does not hold are left out; an unknown domain gives an empty result.
+        A live document is completely stored and not removed.
+
+        Args:
+            domain: name of the domain; an unknown domain gives an empty result.
+            ids: ids that the user gave the documents. Ids that the domain does not have are left out.
+
+        Returns:
+            The values by document id.
 
         Raises:
             InputError: a name is not valid, see `check_name`.
@@ -373,19 +450,29 @@ class Catalog:
             }
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
-        """Return the primary keys of live documents by content hash; unknown hashes are left out."""
+        """Return for each hash the primary keys of the live documents whose text has this SHA-256.
+
+        A live document is completely stored and not removed.
+
+        Args:
+            hashes: SHA-256 of texts, hexadecimal. Hashes without a document are left out of the result.
+        """
         with run_read_transaction(self.sql) as session:
             return read_rows_by_content(session, hashes)
 
     def domains(self) -> list[Domain]:
-        """Return the domains that have a live document, sorted by name."""
+        """Return the domains that have a live document, with their totals, sorted by name.
+
+        A live document is completely stored and not removed.
+        """
         with run_read_transaction(self.sql) as session:
             return read_domains(session, has_prefix=self.identity.has_prefix)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """Return the documents that are pending or deleting, by position; empty if none.
+        """Return the documents that are half added or half removed, sorted by position; empty if none.
 
-        A writer is adding or removing these documents, or a crash interrupted a writer.
+        A writer is adding these documents (state "pending") or removing them (state "deleting") now, or a
+        crash interrupted a writer.
         """
         statement = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
         with run_read_transaction(self.sql) as session:
@@ -393,20 +480,29 @@ class Catalog:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def problems(self) -> list[str]:
-        """Check the database. Returns one message per problem; an empty list if the database is sound."""
+        """Check the database file and the counter of positions for damage.
+
+        Returns one message for each problem; an empty list if the database is sound.
+        """
         with run_read_transaction(self.sql) as session:
             return find_problems(session)
 
     def retired_content(self) -> set[str]:
-        """Return the content hashes of the documents in the state "deleting"."""
+        """Return the SHA-256 of the text of each removed document whose records may still exist.
+
+        These documents are in the state "deleting": invisible to readers, and not yet deleted completely.
+        """
         with run_read_transaction(self.sql) as session:
             retired = select(DocumentRow.content_hash).where(IS_UNSETTLED, DocumentRow.state == DELETING)
             return set(session.scalars(retired))
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
-        """Return the settings saved for exactly this set of domains; None if none are saved.
+        """Return the retrieval settings that are saved for a set of domains; None if none are saved.
 
-        No domains stand for the whole store.
+        Settings that are saved for a larger or smaller set are not returned.
+
+        Args:
+            domains: names of the domains, in any order; an empty sequence stands for the whole store.
 
         Raises:
             CatalogError: the settings are damaged.
@@ -416,10 +512,12 @@ class Catalog:
             return None if row is None else _check_settings_row(row)
 
     def all_settings(self) -> dict[tuple[str, ...], Mapping[str, Any]]:
-        """Return all saved settings by their sorted domains; the key () stands for the whole store.
+        """Return all saved retrieval settings, by the set of domains for which they are saved.
+
+        A set is a sorted tuple of domain names; the empty tuple stands for the whole store.
 
         Raises:
-            CatalogError: settings are damaged.
+            CatalogError: some saved settings are damaged.
         """
         with _explain_damaged_settings(), run_read_transaction(self.sql) as session:
             return {
@@ -427,10 +525,10 @@ class Catalog:
             }
 
     def damaged_settings(self) -> list[str]:
-        """Return the keys of saved settings that are damaged; empty if none are.
+        """Return the primary keys of saved retrieval settings that are damaged; empty if none are.
 
-        A key identifies a set of domains, see `SettingRow.scope`. `CatalogWriter.drop_settings` deletes
-        settings by these keys.
+        Such a key is a SHA-256 of the names of the domains for which the settings are saved.
+        `CatalogWriter.drop_settings` deletes settings by these keys.
         """
         damaged = []
         with run_read_transaction(self.sql) as session:
@@ -448,7 +546,7 @@ class Catalog:
 
 @contextmanager
 def _explain_damaged_settings() -> Iterator[None]:
-    """Convert a CatalogError in the block to a CatalogError that says how to repair the saved settings."""
+    """Convert a CatalogError of the ``with`` block to one that says how to repair the saved settings."""
     try:
         yield
     except CatalogError as error:
@@ -459,7 +557,15 @@ def _explain_damaged_settings() -> Iterator[None]:
 
 
 def _check_settings_row(row: SettingRow) -> Mapping[str, Any]:
-    """Return the settings of a row; raises CatalogError if they do not match the row's digest or key."""
+    """Return the saved settings of a row after a check.
+
+    Args:
+        row: row of the table of settings.
+
+    Raises:
+        CatalogError: the settings do not match the row's digest (checksum), or the row's key does not match
+            the names of its domains.
+    """
     if row.digest != hash_values(row.domains, row.payload) or row.scope != settings_key(row.domains)[0]:
         raise CatalogError("saved settings were altered")
     return row.payload

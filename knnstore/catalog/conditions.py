@@ -9,9 +9,9 @@ An example is ``year >= 2020 and (author = 'Ida' or not draft = true)``. The gra
     like        % matches any characters, _ matches one, a backslash makes the next character literal
 
 A comparison is true if the document has the field, the field's value has the same kind as the compared
-value (string, number or boolean), and the operator holds. It is false for every other document, also if the
-comparison is negated (``!=``, ``not in``, ``not like``). `Not` inverts the result, so it is true for
-documents without the field.
+value (string, number or boolean), and the operator holds. A comparison is false for every other document,
+also if it is negated (``!=``, ``not in``, ``not like``). `Not` inverts the result of a condition, so ``not
+year = 2020`` is true for documents without a year.
 
 The SQL uses `json_each` in SQLite and the JSON operators in PostgreSQL. Names and values are bound
 parameters, never part of the statement text. Both databases compare text by code points.
@@ -38,39 +38,44 @@ Field = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of a field with values of one kind."""
+    """Condition that compares a metadata field with values of one kind (strings, numbers or booleans)."""
 
     field: Field
+    """Path of the field."""
     operator: str
-    """``in`` accepts any of `values`; ``<``, ``<=``, ``>``, ``>=`` and ``like`` use the single value."""
+    """``in``, ``<``, ``<=``, ``>``, ``>=`` or ``like``. ``in`` is true if the field equals any of `values`;
+    the other operators use the only element of `values`."""
     values: tuple[Value, ...]
+    """Values to compare with."""
     negated: bool = False
+    """True for ``!=``, ``not in`` and ``not like``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """True if a document has the field with a value other than null."""
+    """Condition that is true if a document has the field with a value other than null."""
 
     field: Field
+    """Path of the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """True if the condition `part` is false."""
+    """Condition that is true if the condition `part` is false."""
 
     part: "Condition"
 
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """True if all conditions are true."""
+    """Condition that is true if all conditions in `parts` are true."""
 
     parts: "tuple[Condition, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Some:
-    """True if at least one condition is true."""
+    """Condition that is true if at least one condition in `parts` is true."""
 
     parts: "tuple[Condition, ...]"
 
@@ -79,7 +84,7 @@ Condition = Comparison | Exists | Not | Every | Some
 
 
 def _collect_fields(condition: Condition) -> tuple[Field, ...]:
-    """Return the fields that a condition uses, without duplicates, in order of first use."""
+    """Return the paths of the metadata fields that a condition uses, each once, in order of first use."""
     match condition:
         case Not(part):
             return _collect_fields(part)
@@ -88,13 +93,13 @@ def _collect_fields(condition: Condition) -> tuple[Field, ...]:
     return (condition.field,)
 
 
-def _nesting_depth(condition: Condition) -> int:
-    """Return the nesting depth of a condition; 1 for a single comparison."""
+def _compute_nesting_depth(condition: Condition) -> int:
+    """Return the nesting depth of a condition: 1 for one comparison, 1 more for each enclosing operator."""
     match condition:
         case Not(part):
-            return 1 + _nesting_depth(part)
+            return 1 + _compute_nesting_depth(part)
         case Every(parts) | Some(parts):
-            return 1 + max(map(_nesting_depth, parts))
+            return 1 + max(map(_compute_nesting_depth, parts))
     return 1
 
 
@@ -138,7 +143,10 @@ NUMBER: /[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?/i
 
 
 def check_condition(text: object) -> None:
-    """Check that a value is a valid condition.
+    """Check that a value is a string with a valid condition on metadata.
+
+    Args:
+        text: the value, for example ``"year >= 2020"``.
 
     Raises:
         ConfigError: `text` is no string, has a syntax error, or exceeds a limit; the message says where.
@@ -149,28 +157,40 @@ def check_condition(text: object) -> None:
 
 
 def list_condition_fields(text: str) -> tuple[str, ...]:
-    """Return the fields that a condition uses, written as in a condition: joined by dots, quoted if needed.
+    """Return the metadata fields that a condition uses, each once, in order of first use.
 
-    Each field occurs once, in order of first use.
+    A field is returned as it is written in a condition: names joined by dots, in double quotes if needed.
+
+    Args:
+        text: the condition, for example ``"author.name = 'Ida'"``, which gives ``("author.name",)``.
 
     Raises:
-        ConfigError: see `check_condition`.
+        ConfigError: the condition has a syntax error or exceeds a limit.
     """
     return tuple(".".join(map(_quote_field_name, field)) for field in _collect_fields(parse_condition(text)))
 
 
 def _quote_field_name(name: str) -> str:
-    """Return a field name as written in a condition; quoted if it is a keyword or no plain name."""
+    """Return a field name as it must be written in a condition.
+
+    The name is put in double quotes if it is a keyword or contains other characters than letters, digits and
+    underscores.
+    """
     plain = re.fullmatch(r"[^\W\d]\w*", name) and name.lower() not in _WORDS
     return name if plain else '"{}"'.format(name.replace('"', '""'))
 
 
 @lru_cache(256)
 def parse_condition(text: str) -> Condition:
-    """Parse a condition. The results for the 256 conditions that were used last are cached.
+    """Parse the text of a condition on metadata, and return it as nested condition objects.
+
+    The results for the 256 conditions that were used last are cached.
+
+    Args:
+        text: the condition, for example ``"year >= 2020 and not draft = true"``.
 
     Raises:
-        ConfigError: see `check_condition`.
+        ConfigError: the text has a syntax error (the message says where), or exceeds a limit.
     """
     if len(text) > LONGEST:
         raise ConfigError(f"the condition has {len(text):,} characters, at most {LONGEST:,} are allowed")
@@ -188,14 +208,17 @@ def parse_condition(text: str) -> Condition:
             f"the condition cannot be read from {place} on: {text[:200]!r}; write it as {EXAMPLE!r}, "
             "strings in single quotes"
         ) from error
-    if _nesting_depth(condition) > DEEPEST:
+    if _compute_nesting_depth(condition) > DEEPEST:
         raise ConfigError(f"the condition is nested more than {DEEPEST} deep: write it flatter")
     return condition  # type: ignore[no-any-return]
 
 
 @cache
 def _build_parser() -> Any:
-    """Build the parser, once per process. Its method `parse` converts a text to a `Condition`."""
+    """Build the parser of conditions; later calls return the same parser.
+
+    The parser's method `parse` converts the text of a condition to a `Condition`.
+    """
     from lark import Lark, Transformer, v_args  # imported late: most runs parse no condition
 
     class Conditions(Transformer[Any, Condition]):
@@ -209,15 +232,19 @@ def _build_parser() -> Any:
         negation = v_args(inline=True)(lambda _, part: part.part if isinstance(part, Not) else Not(part))
 
         def some(self, parts: list[Condition]) -> Condition:
+            """Build the condition "a or b or ..."."""
             return Some(tuple(parts))
 
         def every(self, parts: list[Condition]) -> Condition:
+            """Build the condition "a and b and ..."."""
             return Every(tuple(parts))
 
         def among(self, parts: list[Any]) -> Condition:
+            """Build the condition "FIELD in (VALUE, ...)"; the first part is the field."""
             return Comparison(parts[0], "in", _check_same_kind(parts[1:]))
 
         def not_among(self, parts: list[Any]) -> Condition:
+            """Build the condition "FIELD not in (VALUE, ...)"; the first part is the field."""
             return Comparison(parts[0], "in", _check_same_kind(parts[1:]), negated=True)
 
         def field(self, names: list[str]) -> tuple[str, ...]:
@@ -230,25 +257,34 @@ def _build_parser() -> Any:
             return tuple(names)
 
         def plain(self, parts: list[Any]) -> str:
+            """Return a field name that is written without quotes."""
             return str(parts[0])
 
         def quoted(self, parts: list[Any]) -> str:
+            """Return a field name that is written in double quotes, without the quotes."""
             return str(parts[0])[1:-1].replace('""', '"')
 
         def text(self, parts: list[Any]) -> str:
+            """Return a string that is written in single quotes, without the quotes."""
             return str(parts[0])[1:-1].replace("''", "'")
 
         def true(self, _: list[Any]) -> bool:
+            """Return the value of the word "true"."""
             return True
 
         def false(self, _: list[Any]) -> bool:
+            """Return the value of the word "false"."""
             return False
 
     return Lark(_GRAMMAR, parser="lalr", transformer=Conditions())
 
 
 def _parse_number(digits: str) -> int | float:
-    """Parse a number, an int if possible; raises ConfigError beyond 64 signed bits or the range of floats."""
+    """Parse a number of a condition: return an int if the text is a whole number, else a float.
+
+    Raises:
+        ConfigError: the int does not fit into 64 bits with sign, or the float is infinite.
+    """
     try:
         whole = int(digits)
     except ValueError:
@@ -262,9 +298,16 @@ def _parse_number(digits: str) -> int | float:
 
 
 def _make_comparison(field: tuple[str, ...], operator: str, value: Value) -> Condition:
-    """Build a comparison with one value; ``=`` becomes ``in`` with one value, and ``!=`` its negation.
+    """Build the comparison of a field with one value.
 
-    Raises ConfigError if a boolean is compared by order.
+    Args:
+        field: path of the field.
+        operator: ``=``, ``!=``, ``<``, ``<=``, ``>`` or ``>=``. ``=`` becomes ``in`` with one value, and
+            ``!=`` the negation of this ``in``.
+        value: value to compare with.
+
+    Raises:
+        ConfigError: a boolean is compared with another operator than ``=`` and ``!=``.
     """
     if operator in ("=", "!="):
         return Comparison(field, "in", (value,), negated=operator == "!=")
@@ -274,15 +317,28 @@ def _make_comparison(field: tuple[str, ...], operator: str, value: Value) -> Con
 
 
 def _make_like(field: tuple[str, ...], pattern: str, *, negated: bool = False) -> Condition:
-    """Build a `like` comparison; raises ConfigError if the last backslash of the pattern escapes nothing."""
+    """Build a ``like`` comparison of a field with a pattern.
+
+    Args:
+        field: path of the field.
+        pattern: pattern with the wildcards ``%`` and ``_``; a backslash makes the next character literal.
+        negated: True for ``not like``.
+
+    Raises:
+        ConfigError: the pattern ends with a backslash that makes no character literal.
+    """
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ConfigError(f"the pattern {pattern!r} ends with a backslash that nothing follows: write two")
     return Comparison(field, "like", (pattern,), negated)
 
 
 def _check_same_kind(values: list[Value]) -> tuple[Value, ...]:
-    """Return the values as a tuple; raises ConfigError if their kinds (string, number, boolean) differ."""
-    if len(set(map(_value_kind, values))) > 1:
+    """Return the values of a list after ``in`` as a tuple.
+
+    Raises:
+        ConfigError: the values are not all strings, all numbers, or all booleans.
+    """
+    if len(set(map(_get_value_kind, values))) > 1:
         raise ConfigError("values after `in` must be all strings, all numbers, or all true and false")
     return tuple(values)
 
@@ -300,12 +356,14 @@ _INVALID_ESCAPES = rf"\\u0000|{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW}"
 
 
 def build_condition_clause(condition: Condition, metadata: Metadata, dialect: str) -> ColumnElement[bool]:
-    """Build the SQL expression that is true if a row's metadata meet a condition; it is never NULL.
+    """Build the SQL expression that tells whether the metadata of a row meet a condition.
+
+    The expression is true or false, never NULL.
 
     Args:
-        condition: result of `parse_condition`.
+        condition: the condition, a result of `parse_condition`.
         metadata: JSON column that holds the metadata.
-        dialect: ``sqlite`` or ``postgresql``.
+        dialect: database for which the SQL is built, ``sqlite`` or ``postgresql``.
     """
     document = _replace_invalid_escapes(metadata)
     if dialect == "sqlite":  # SQLite stores any value in any column: invalid JSON counts as an empty object
@@ -317,11 +375,11 @@ def build_condition_clause(condition: Condition, metadata: Metadata, dialect: st
 
 
 def _translate_condition(condition: Condition, test: Any) -> ColumnElement[bool]:
-    """Translate a condition to SQL.
+    """Translate a condition to a SQL expression, with AND, OR and NOT for combined conditions.
 
     Args:
         condition: condition to translate.
-        test: function that translates one `Comparison` or `Exists` to SQL.
+        test: function that translates a condition on one field, a `Comparison` or `Exists`, to SQL.
     """
     match condition:
         case Not(part):
@@ -336,9 +394,13 @@ def _translate_condition(condition: Condition, test: Any) -> ColumnElement[bool]
 
 
 def _replace_invalid_escapes(metadata: Metadata) -> ColumnElement[str]:
-    """Build the SQL expression for the metadata as JSON text, with U+FFFD in place of invalid escapes.
+    """Build the SQL expression for the metadata as JSON text without escapes that PostgreSQL rejects.
 
-    Without the replacement, PostgreSQL would refuse the whole query because of one invalid escape.
+    Escapes of NUL and of unpaired surrogates are replaced by U+FFFD. Otherwise PostgreSQL would refuse the
+    whole query because of one such escape in one document.
+
+    Args:
+        metadata: JSON column that holds the metadata.
     """
     backslash = "\x01"  # placeholder for an escaped backslash: each remaining backslash starts an escape
     text = cast(metadata, Text)
@@ -351,20 +413,27 @@ def _replace_invalid_escapes(metadata: Metadata) -> ColumnElement[str]:
 
 
 def regexp_replace(text: Any, pattern: str, replacement: str, _global: str) -> Any:
-    """Replace all matches of a regular expression in a text; the SQL function `regexp_replace` for SQLite.
+    """Replace all matches of a regular expression in a text, and return the new text.
 
-    PostgreSQL has this function itself. Returns None if `text` is not a string. The last argument, flags, is
-    ignored.
+    SQLite calls this function as the SQL function ``regexp_replace``, which PostgreSQL has built in.
+
+    Args:
+        text: the text; for a value that is no string, the function returns None.
+        pattern: regular expression of Python's module `re`.
+        replacement: text to insert for each match.
+        _global: ignored; PostgreSQL's function has an argument for flags here.
     """
     return re.sub(pattern, replacement, text) if isinstance(text, str) else None
 
 
 def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exists) -> ColumnElement[bool]:
-    """Build the SQL expression of one test for SQLite. Each level of nested objects is a `json_each` table.
+    """Build SQLite's SQL expression for a condition on one field.
+
+    Each level of nested objects becomes a ``json_each`` table in the expression.
 
     Args:
         document: SQL expression of the metadata as valid JSON text.
-        test: test of one field.
+        test: condition on one field.
     """
     levels: list[Any] = []
     for _ in test.field:
@@ -384,16 +453,18 @@ def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exist
         holds = field_level.value.op("GLOB", is_comparison=True)(_convert_like_to_glob(str(values[0])))
     else:
         holds = _ORDER_OPERATORS[test.operator](field_level.value, values[0])
-    is_of_kind = field_level.type.in_(_JSON_KINDS["sqlite"][_value_kind(test.values[0])])
+    is_of_kind = field_level.type.in_(_JSON_KINDS["sqlite"][_get_value_kind(test.values[0])])
     return matches.where(is_of_kind, not_(holds) if test.negated else holds).exists()
 
 
 def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> ColumnElement[bool]:
-    """Build the SQL expression of one test for PostgreSQL. CASE checks the kind before the value is cast.
+    """Build PostgreSQL's SQL expression for a condition on one field.
+
+    The expression checks the JSON type of the field before it casts the value, so a cast never fails.
 
     Args:
         document: SQL expression of the metadata as JSON.
-        test: test of one field.
+        test: condition on one field.
     """
     *above, name = test.field
     for part in above:
@@ -401,7 +472,7 @@ def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> Colum
     kind = func.json_typeof(document[name])
     if isinstance(test, Exists):
         return func.coalesce(kind != "null", false())
-    compared = _value_kind(test.values[0])
+    compared = _get_value_kind(test.values[0])
     text, values = document[name].astext, list[Any](test.values)
     if compared is float:
         values = [Decimal(repr(value)) for value in values]
@@ -420,17 +491,23 @@ def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> Colum
     return case((is_of_kind, not_(holds) if test.negated else holds), else_=false())
 
 
-def _value_kind(value: Value) -> type:
-    """Return the kind of a value as a type: str, bool, or float for every number."""
+def _get_value_kind(value: Value) -> type:
+    """Return the kind of a value as a Python type: str, bool, or float for ints and floats."""
     return str if isinstance(value, str) else bool if isinstance(value, bool) else float
 
 
 def _convert_like_to_glob(pattern: str) -> str:
-    """Convert a `like` pattern to a pattern for SQLite's GLOB, which is case-sensitive (LIKE is not)."""
+    """Convert a ``like`` pattern to a pattern for SQLite's operator GLOB.
+
+    GLOB is used because it is case-sensitive; SQLite's LIKE is not.
+
+    Args:
+        pattern: pattern with the wildcards ``%`` and ``_``; a backslash makes the next character literal.
+    """
     parts = re.findall(r"\\?.", pattern, re.DOTALL)  # keep a backslash together with the character it escapes
     return "".join({"%": "*", "_": "?"}.get(part) or _escape_glob(part[-1]) for part in parts)
 
 
 def _escape_glob(character: str) -> str:
-    """Return a GLOB pattern that matches only this character."""
+    """Return a pattern for SQLite's GLOB that matches one character and nothing else."""
     return f"[{character}]" if character in "*?[" else character

@@ -1,6 +1,7 @@
 """Connections to the catalog's database: SQLite in a file or in memory, or PostgreSQL by URL.
 
-The module parses and renders URLs, makes engines, runs transactions and translates the drivers' errors.
+The module parses and renders database URLs, makes SQLAlchemy engines, runs transactions, and converts the
+exceptions of the database drivers to exceptions of knnstore.
 """
 
 import json
@@ -33,12 +34,12 @@ _DRIVERS = {
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
 
 _DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zlib.error)
-"""Exceptions that reading a stored value of a wrong type can raise."""
+"""Exceptions that can occur when a stored value has a wrong type, because the database is damaged."""
 
 _TOO_COMPLEX = re.compile(
     r"at most \d+ tables|too many|tree is too large|stack overflow|too complex|too big|stack depth limit"
 )
-"""Matches errors of SQLite and PostgreSQL about a statement that is too large or too deeply nested."""
+"""Pattern of error messages of SQLite about a statement that is too large or too deeply nested."""
 _NO_TEXT = re.compile(r"Could not decode to UTF-8 column '([^']*)'")
 _UNREACHABLE_SQLITE = (
     "SQLITE_BUSY",
@@ -53,7 +54,7 @@ _UNREACHABLE_SQLITE = (
     "SQLITE_PERM",
     "SQLITE_AUTH",
 )
-"""Names of SQLite errors whose cause is neither the statement nor the data."""
+"""Beginnings of the names of SQLite errors that neither the statement nor the data caused."""
 
 PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # the variable's name, not a password
 """Environment variable with the password, as for PostgreSQL's clients; PGPASSWORD_FILE names its file."""
@@ -75,11 +76,17 @@ SECONDS_TO_WAIT = 30
 """Seconds that a statement waits for locks and readers of other connections."""
 
 LOCK = 0x6B6E6E73
-"""First half of the keys of advisory locks on PostgreSQL; the second half is a hash of the schema's name."""
+"""First half of the key of knnstore's advisory locks on PostgreSQL.
+
+The second half is a hash that contains the name of the database schema.
+"""
 
 
 def parse_url(url: str) -> URL:
-    """Parse a SQLAlchemy URL. Returns the URL with the driver that the catalog uses, psycopg on PostgreSQL.
+    """Parse the URL of a catalog's database, and set the driver that knnstore uses (psycopg on PostgreSQL).
+
+    Args:
+        url: URL in SQLAlchemy's form, for example ``postgresql://USER@HOST/DATABASE``.
 
     Raises:
         ConfigError: the URL is not valid, names an unsupported database, or has its password as an option.
@@ -98,31 +105,34 @@ def parse_url(url: str) -> URL:
 
 
 def sqlite_url(path: Path) -> URL:
-    """Return the URL of a SQLite database in a file."""
+    """Return the SQLAlchemy URL of the SQLite database in the file `path`. The file is not touched."""
     return URL.create("sqlite", database=str(path))
 
 
 def without_password(url: URL) -> str:
-    """Render the URL without its password, to store the URL or to compare it with another."""
+    """Convert a database URL to text without its password, so that the text can be stored or compared."""
     return url._replace(password=None).render_as_string()
 
 
 def mask_password(url: URL) -> str:
-    """Render the URL for messages, with *** in place of the password."""
+    """Convert a database URL to text for messages, with *** in place of the password."""
     return url.render_as_string(hide_password=True)
 
 
 def is_sqlite_file(url: URL) -> bool:
-    """Check whether the database is a file, not in memory or on a server."""
+    """Check whether a URL names a SQLite database in a file, not one in memory or on a server."""
     return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
 
 
 def connect(url: URL) -> Engine:
-    """Make a SQLAlchemy engine with the durability settings that the commit protocol relies on.
+    """Make a SQLAlchemy engine for the catalog's database, set up so that commits are durable.
 
-    Connects to no database yet. The password of PostgreSQL comes from the URL, else from the environment
-    variable PGPASSWORD or the file that PGPASSWORD_FILE names. A database in memory has one connection, which
-    threads use in turn.
+    The function does not connect to the database yet. The password of PostgreSQL comes from the URL, else
+    from the environment variable PGPASSWORD or the file that PGPASSWORD_FILE names. A database in memory has
+    a single connection, so threads wait for each other.
+
+    Args:
+        url: URL of the database, a result of `parse_url` or `sqlite_url`.
 
     Raises:
         ConfigError: the database driver is not installed, or the password file cannot be read.
@@ -162,7 +172,7 @@ def connect(url: URL) -> Engine:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON; returns the placeholder `TOO_DEEP` for a value that is nested too deeply."""
+    """Parse JSON text, and return its value; the placeholder `TOO_DEEP` if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -170,7 +180,14 @@ def _parse_json(text: str) -> Any:
 
 
 def _check_encoding(connection: Any, _record: object) -> None:
-    """Raise ConfigError, and close the connection, if a PostgreSQL database has the encoding SQL_ASCII."""
+    """Refuse a PostgreSQL database with the encoding SQL_ASCII: close the connection, raise ConfigError.
+
+    SQLAlchemy calls this function for each new connection.
+
+    Args:
+        connection: the driver's new connection.
+        _record: ignored.
+    """
     info = connection.info
     if info.parameter_status("server_encoding") == "SQL_ASCII":  # the driver would return bytes as text
         database = info.dbname
@@ -182,15 +199,21 @@ def _check_encoding(connection: Any, _record: object) -> None:
 
 
 def _begin_transaction(connection: Connection) -> None:
-    """Begin a transaction on SQLite with the statement in the execution option `_BEGIN`."""
+    """Begin a transaction on SQLite.
+
+    The statement is ``BEGIN``, unless the connection's execution option `_BEGIN` holds another statement.
+    """
     connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
 
 @contextmanager
 def translate_errors(engine: Engine) -> Iterator[None]:
-    """Convert the exceptions of drivers and SQLAlchemy in the block to subclasses of KnnstoreError.
+    """Convert exceptions of database drivers and SQLAlchemy in the ``with`` block to KnnstoreErrors.
 
     A KnnstoreError that the block raises passes unchanged.
+
+    Args:
+        engine: SQLAlchemy engine that the block uses; its URL is named in messages.
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
@@ -247,7 +270,7 @@ def _is_too_complex(error: DBAPIError, reason: str) -> bool:
 
 
 def _is_unreachable(error: DBAPIError) -> bool:
-    """Check whether an error has a cause outside the statement and the data, so that a retry can succeed."""
+    """Check whether a retry can succeed, because neither the statement nor the data caused the error."""
     if error.connection_invalidated:
         return True
     if not isinstance(error, OperationalError):
@@ -261,10 +284,10 @@ def _is_unreachable(error: DBAPIError) -> bool:
 
 
 def render_location(url: URL) -> str:
-    """Render the location of the database for messages.
+    """Return the location of a database as text for messages.
 
-    Returns the path of a SQLite file, ":memory:" for a database in memory, else the URL without options and
-    with *** in place of the password.
+    The text is the path of a SQLite file, ":memory:" for a database in memory, else the URL without options
+    and with *** in place of the password.
     """
     if url.get_backend_name() == "sqlite":
         return url.database or ":memory:"
@@ -272,11 +295,14 @@ def render_location(url: URL) -> str:
 
 
 def identify(engine: Engine) -> str:
-    """Return an identifier of the database that a copy of the database does not share.
+    """Return an identifier of a database. A copy of the database has another identifier.
 
-    For a SQLite file, the identifier consists of the inode numbers of the folder and the file. A renamed
-    folder keeps its inode number. On PostgreSQL, the identifier consists of the server's system identifier,
-    or "-" if this user may not read it, and the database's OID. For a database in memory, it is "memory".
+    For a SQLite file, the identifier is made of the inode numbers of its folder and of the file; renaming
+    changes neither. On PostgreSQL, it is made of the server's system identifier ("-" if this user may not
+    read it) and the database's OID. For a database in memory, it is "memory".
+
+    Args:
+        engine: SQLAlchemy engine of the database.
     """
     if is_sqlite_file(engine.url):
         return identify_file(Path(str(engine.url.database)))
@@ -292,20 +318,26 @@ def identify(engine: Engine) -> str:
 
 
 def identify_file(path: Path) -> str:
-    """Return the inode numbers of a file's folder and of the file, joined by "-"; see `identify`.
+    """Return an identifier of a file: the inode numbers of its folder and of the file, joined by "-".
 
-    Raises OSError if the file does not exist.
+    A copy of the file has another identifier. Raises OSError if the file does not exist.
     """
     return f"{path.parent.stat().st_ino}-{path.stat().st_ino}"
 
 
 @contextmanager
 def run_transaction(engine: Engine) -> Iterator[Session]:
-    """Yield a session in one transaction: commit at the end of the block, roll back on an exception.
+    """Run the ``with`` block in one transaction, and yield its SQLAlchemy session.
+
+    The transaction is committed at the end of the block, and rolled back if the block raises an exception.
+
+    Args:
+        engine: SQLAlchemy engine of the database.
 
     Raises:
-        StoreUnavailableError: the SQLite file changed during the block; see `sqlite.fail_if_changed`.
-        KnnstoreError: the database failed, see `translate_errors`.
+        StoreUnavailableError: the database cannot be reached, or the SQLite file was opened without its log
+            and changed during the block; trying again is safe.
+        KnnstoreError: the database failed in another way, see `translate_errors`.
     """
     with (
         translate_errors(engine),
@@ -317,9 +349,16 @@ def run_transaction(engine: Engine) -> Iterator[Session]:
 
 
 def run_read_transaction(engine: Engine) -> AbstractContextManager[Session]:
-    """Yield a session in one transaction whose queries all see the same snapshot of the database.
+    """Run the ``with`` block in one transaction, all of whose queries see the same state of the database.
 
-    Raises the exceptions of `run_transaction`.
+    Yields the SQLAlchemy session of the transaction.
+
+    Args:
+        engine: SQLAlchemy engine of the database.
+
+    Raises:
+        StoreUnavailableError: the database cannot be reached; trying again is safe.
+        KnnstoreError: the database failed in another way, see `translate_errors`.
     """
     if engine.dialect.name == "postgresql":  # SQLite isolates every transaction in this way
         engine = engine.execution_options(isolation_level="REPEATABLE READ")
@@ -328,10 +367,14 @@ def run_read_transaction(engine: Engine) -> AbstractContextManager[Session]:
 
 @contextmanager
 def run_exclusive_transaction(engine: Engine) -> Iterator[Connection]:
-    """Yield a connection in one transaction that may change the schema. Commits at the end of the block.
+    """Run the ``with`` block in one transaction that may change the tables, and yield its connection.
 
-    Other transactions of this function, also in other processes, wait until this one ends. On SQLite, foreign
-    keys are not enforced in the block.
+    The transaction is committed at the end of the block, and rolled back if the block raises an exception.
+    Another call of this function, also in another process, waits until the transaction ends. On SQLite,
+    foreign keys are not enforced in the block.
+
+    Args:
+        engine: SQLAlchemy engine of the database.
     """
     with translate_errors(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":

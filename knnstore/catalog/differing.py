@@ -1,4 +1,4 @@
-"""Comparison of documents with the stored documents of a domain."""
+"""Comparison of new documents with the documents that a domain has stored."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,30 +17,34 @@ Change = Literal["added", "replaced", "described", "unchanged"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Changes that would make a domain equal to a list of documents: ids, in the order of the list."""
+    """Changes that would make a domain equal to a list of documents, as ids of documents.
+
+    The ids in `added`, `replaced`, `described` and `unchanged` are in the order of the list.
+    """
 
     added: tuple[str, ...]
-    """Ids that the domain does not hold."""
+    """Ids in the list that the domain does not have."""
     replaced: tuple[str, ...]
-    """Ids that the domain holds with a different text."""
+    """Ids that the domain has with a different text."""
     described: tuple[str, ...]
-    """Ids that the domain holds with the same text, but with different metadata or fewer tags."""
+    """Ids that the domain has with the same text, but with different metadata, or without a required tag."""
     unchanged: tuple[str, ...]
+    """Ids that the domain has with the same text and metadata, and with all required tags."""
     removed: tuple[str, ...]
-    """Ids that the domain holds and the list does not; sorted."""
+    """Ids that the domain has and the list does not have; sorted."""
     renamed: Mapping[str, str]
-    """New id by old id, for each removed document whose text is added under another id."""
+    """New id by old id, for each document in `removed` whose text is in `added` under another id."""
 
     @classmethod
     def of(
         cls, catalog: Catalog, domain: str, documents: Iterable[TextDocument], tags: frozenset[str]
     ) -> "Difference":
-        """Compare documents with the live documents of a domain; see `StoreReader.difference`.
+        """Compare a list of documents with the documents that a domain has stored. Changes nothing.
 
         Args:
             catalog: catalog to read.
-            domain: name of the domain, which need not exist.
-            documents: documents that the domain should hold.
+            domain: name of the domain; an unknown domain counts as a domain without documents.
+            documents: documents that the domain should have; they are read once.
             tags: tags that each document should carry.
         """
         ids_by_change: dict[Change, list[str]] = {
@@ -72,16 +76,16 @@ class Difference:
 
 
 def classify_change(document: TextDocument, stored: StoredVersion | None, tags: frozenset[str]) -> Change:
-    """Return the change that storing a document would make.
+    """Return the kind of change that storing a document would make. Changes nothing.
 
     Args:
         document: document to store.
-        stored: live version with the document's id; None if the domain has no document with this id.
-        tags: tags to store. Further tags of the stored version do not count as a change.
+        stored: the stored document with the same id; None if the domain has no document with this id.
+        tags: tags to store. Additional tags of the stored document do not count as a change.
 
     Returns:
-        "added" without a stored version, "replaced" if the text differs, "described" if only the metadata
-        differ or a tag is missing, else "unchanged".
+        "added" if `stored` is None, "replaced" if the text differs, "described" if the text is the same and
+        the metadata differ or a tag is missing, else "unchanged".
     """
     if stored is None:
         return "added"
@@ -92,15 +96,16 @@ def classify_change(document: TextDocument, stored: StoredVersion | None, tags: 
 
 
 def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-    """Find texts that a domain already holds under another id; see `StoreReader.other_ids`.
+    """Find documents whose text a domain already has under another id.
 
     Args:
         catalog: catalog to read.
         domain: name of the domain.
-        ids: new ids by content hash.
+        ids: id of each new document, by the SHA-256 of its text.
 
     Returns:
-        The stored id by new id. New ids whose text the domain does not hold under another id are left out.
+        For each new id the id under which the domain has the text. New ids whose text the domain does not
+        have, or has only under the same id, are left out.
     """
     rows = catalog.rows_by_content(ids)
     labels = catalog.labels(chain(*rows.values()))
@@ -113,7 +118,7 @@ def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dic
 
 
 def _split_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
-    """Yield the documents in lists of at most `_TOGETHER`."""
+    """Yield the documents in lists of at most `_TOGETHER` documents, in the same order."""
     remaining = iter(documents)
     while group := list(islice(remaining, _TOGETHER)):
         yield group

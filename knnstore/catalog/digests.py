@@ -1,9 +1,9 @@
-"""Digests of the catalog's content. They detect flipped bits, which a database does not notice.
+"""Digests (checksums) of the catalog's content. They detect flipped bits, which a database does not notice.
 
 A digest is BLAKE2b with 16 bytes, in hexadecimal, and is stored in the catalog. A document has two digests.
-The first covers its tokens and is checked at every read of the tokens. The second covers the document's
-other fields and the first digest, so it also detects tokens that were swapped between two documents;
-`knnstore verify` checks it.
+The first digest covers the tokens, and is checked whenever the tokens are read. The second digest covers the
+document's other fields and the first digest, so it also detects tokens that were swapped between two
+documents; `knnstore verify` checks the second digest.
 """
 
 import hashlib
@@ -19,14 +19,15 @@ _NOT_HASHED = {"model"}
 
 
 def hash_bytes(content: bytes) -> str:
-    """Return the BLAKE2b digest of bytes, for example of a document's tokens: 32 hexadecimal digits."""
+    """Return the BLAKE2b digest (16 bytes) of some bytes as 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def hash_values(*values: Any) -> str:
-    """Return the digest of JSON values; the order of the values matters, that of an object's keys does not.
+    """Return the BLAKE2b digest of a sequence of JSON values as 32 hexadecimal digits.
 
-    Numeric keys of objects count as strings.
+    The order of the values matters; the order of the keys in an object does not. Numeric keys of objects
+    count as strings.
     """
     normalized_values = json.loads(json.dumps(values))  # numeric keys become strings, as in the database
     return hash_bytes(json.dumps(normalized_values, sort_keys=True).encode())
@@ -43,22 +44,29 @@ def hash_document_fields(
     tags: Iterable[str],
     tokens: str,
 ) -> str:
-    """Return the digest of a document's fields; the order of the tags does not matter.
+    """Return the digest (checksum) of a document's fields as 32 hexadecimal digits.
 
     Args:
-        id: external id.
+        id: id that the user gave the document.
         domain: name of the domain.
-        start: position of the first token.
-        stop: position after the last token.
+        start: position of the first token in the store.
+        stop: position of the last token plus one.
         content_hash: SHA-256 of the text.
-        metadata: metadata.
-        tags: tags.
-        tokens: digest of the document's tokens.
+        metadata: metadata of the document, JSON values by name.
+        tags: tags of the document, in any order.
+        tokens: digest of the document's tokens, a result of `hash_bytes`.
     """
     return hash_values(id, domain, start, stop, content_hash, dict(metadata), sorted(tags), tokens)
 
 
 def hash_store_identity(identity: Identity, params: Mapping[str, Any]) -> str:
-    """Return the digest of a store's identity, without the model's path, and of its engine's parameters."""
+    """Return the digest (checksum) of a store's identity and its engine's parameters, 32 hexadecimal digits.
+
+    The path of the model is not included, because it may change.
+
+    Args:
+        identity: model and parameters of the store.
+        params: parameters of the vector engine that holds the keys.
+    """
     hashed = {name: value for name, value in asdict(identity).items() if name not in _NOT_HASHED}
     return hash_values(hashed, dict(params))

@@ -1,7 +1,7 @@
 """API keys of a server: rights, domains and limits. The catalog stores only the hash of a key.
 
-Readers of the store do not see the rows of keys. So keys are changed in separate transactions, which need no
-`CatalogWriter`.
+An API key is a password with rights that a client sends to the server. Changes of API keys do not concern
+readers of documents, so they run in separate transactions, which need no `CatalogWriter`.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _FORM = re.compile(r"knn_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 
 
 class Right(StrEnum):
-    """Right that an API key grants."""
+    """A right on a server that an API key grants."""
 
     PREDICT = "predict"
     """Generate and score text."""
@@ -40,31 +40,33 @@ class Right(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """Description of an API key, without its secret."""
+    """Description of an API key (a password with rights), without its secret part."""
 
     id: str
     """Public part of the key."""
     name: str
+    """Name for people, which need not be unique; may be empty."""
     rights: frozenset[Right]
+    """Rights that the key grants."""
     domains: tuple[str, ...] | None
-    """Names of the domains that the key can access; None is all."""
+    """Names of the domains that the key can access; None means all domains."""
     created_at: str
-    """ISO 8601, UTC."""
+    """Time of creation, ISO 8601, UTC."""
     expires_at: str | None
-    """ISO 8601, UTC; None is never."""
+    """Time from which the key is no longer accepted, ISO 8601, UTC; None means never."""
     requests: int | None = None
-    """Maximum number of concurrent requests; None is unlimited."""
+    """Maximum number of concurrent requests; None means unlimited."""
     tokens: int | None = None
-    """Maximum number of tokens a minute, prompt and generated; None is unlimited."""
+    """Maximum number of tokens a minute, prompt and generated; None means unlimited."""
 
     @property
     def has_expired(self) -> bool:
-        """True if the time of expiry has passed."""
+        """True if the key's time of expiry has passed; False if the key never expires."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 
 class AccessKeys:
-    """Creates, lists, revokes and looks up the API keys of one store.
+    """Creates, lists, revokes and looks up the API keys (passwords with rights) of one store's server.
 
     Args:
         catalog: open catalog, which the caller closes.
@@ -83,15 +85,16 @@ class AccessKeys:
         requests: int | None = None,
         tokens: int | None = None,
     ) -> tuple[AccessKey, str]:
-        """Create a random key and store its hash.
+        """Create a random API key, and store its description and the hash of its secret.
 
         Args:
             rights: rights that the key grants; at least one.
             name: name for people, which need not be unique; may be empty.
-            domains: names of the domains that the key can access, which need not exist yet; None is all.
-            expires_at: time of expiry, with a time zone; None is never.
-            requests: maximum number of concurrent requests, >= 1; None is unlimited.
-            tokens: maximum number of tokens a minute, prompt and generated, >= 1; None is unlimited.
+            domains: names of the domains that the key can access, which need not exist yet; None means all
+                domains.
+            expires_at: time of expiry, with a time zone; None means never.
+            requests: maximum number of concurrent requests, >= 1; None means unlimited.
+            tokens: maximum number of tokens a minute, prompt and generated, >= 1; None means unlimited.
 
         Returns:
             The key's description, and the text of the key, which cannot be read again.
@@ -131,13 +134,16 @@ class AccessKeys:
             return _describe_key(row), f"knn_{id}_{secret}"
 
     def all(self) -> list[AccessKey]:
-        """Return all keys in the order of their creation, expired keys included."""
+        """Return descriptions of all API keys in the order of creation, expired keys included."""
         with run_read_transaction(self._sql) as session:
             rows = session.scalars(select(KeyRow).order_by(KeyRow.created_at, KeyRow.id))
             return [_describe_key(row) for row in rows]
 
     def revoke(self, id: str) -> AccessKey:
-        """Delete a key, and return its description.
+        """Delete an API key, so that the server no longer accepts it, and return its description.
+
+        Args:
+            id: public part of the key.
 
         Raises:
             KeyNotFoundError: no key has this id.
@@ -152,13 +158,14 @@ class AccessKeys:
 
     @staticmethod
     def has_key_format(text: str) -> bool:
-        """Check whether a text has the format of an API key; the key itself need not exist."""
+        """Check whether a text has the format of an API key. The text is not compared with stored keys."""
         return _FORM.fullmatch(text) is not None
 
     def find(self, text: str) -> AccessKey | None:
-        """Look up an API key. Returns its description, or None for an unknown, malformed or expired key.
+        """Look up an API key by its text, and return its description.
 
-        The secret is compared in constant time, also if no key has the id.
+        Returns None for an unknown, malformed or expired key. A wrong key takes as long as a right one, so
+        that the time tells an attacker nothing.
 
         Args:
             text: the whole key, as `add` returned it.
@@ -173,15 +180,15 @@ class AccessKeys:
 
 
 def _hash_secret(secret: str) -> str:
-    """Return the SHA-256 of a secret, hexadecimal.
+    """Return the SHA-256 of the secret part of an API key as 64 hexadecimal digits.
 
-    Secrets have 256 random bits, so a slow hash is not needed.
+    Secrets have 256 random bits, so a slow password hash is not needed.
     """
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def _describe_key(row: KeyRow) -> AccessKey:
-    """Convert a key's row to its description, with all times in UTC."""
+    """Convert the database row of an API key to the key's description, with all times in UTC."""
     return AccessKey(
         id=row.id,
         name=row.name,

@@ -1,7 +1,7 @@
-"""Queries of the catalog that `Catalog` and `CatalogWriter` share.
+"""Queries of the catalog (the SQL database of a store) that `Catalog` and `CatalogWriter` share.
 
-The `read_` functions run queries in the caller's session and check the rows. The others build statements, or
-convert values.
+The functions whose names begin with `read_` run queries in the caller's session, and check the results. The
+other functions build statements or convert values. *Live* documents are completely stored and not removed.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ DOCUMENTS = select(DocumentRow, DomainRow.name).join(DomainRow).order_by(Documen
 
 
 def split_into_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split values into lists of at most `MANY`; empty input gives no list."""
+    """Yield the values in lists of at most `MANY` values, in the same order; empty input gives no list."""
     listed = list(values)
     return (listed[start : start + MANY] for start in range(0, len(listed), MANY))
 
@@ -48,25 +48,28 @@ def select_among(
     column: InstrumentedAttribute[Any],
     values: Iterable[Any],
 ) -> Iterator[Row[*tuple[Any, ...]]]:
-    """Yield the rows that a statement selects, restricted to rows with certain values in a column.
+    """Run a SELECT statement, restricted to rows with certain values in a column, and yield the rows.
 
-    The statement runs once for each `MANY` values, so the rows follow no order across chunks.
+    The values may be too many for one statement, so the statement runs once for every `MANY` values. Its
+    ORDER BY therefore holds only within the rows of one run.
 
     Args:
         session: session in which the statement runs.
-        statement: statement to restrict.
-        column: column to compare.
-        values: allowed values; without any value no statement runs.
+        statement: SELECT statement to restrict.
+        column: column that must have one of the values.
+        values: allowed values; if empty, no statement runs and no row is yielded.
     """
     for chunk in split_into_chunks(values):
         yield from session.execute(statement.where(column.in_(chunk)))
 
 
 def group_rows_by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
-    """Group primary keys by value; returns a list of keys for each value, in the order of the rows.
+    """Convert pairs (value, primary key) to a dict from each value to the list of its primary keys.
+
+    The keys of a value are in the order of the pairs.
 
     Args:
-        rows: tuples (value, primary key).
+        rows: pairs (value, primary key), for example rows of a query.
     """
     keys_by_value: dict[str, list[int]] = {}
     for value, row in rows:
@@ -75,11 +78,11 @@ def group_rows_by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
 
 
 def check_names(names: Iterable[str], noun: str) -> list[str]:
-    """Check names, and return them as a list in the same order.
+    """Check that names are valid, and return them as a list in the same order.
 
     Args:
-        names: names to check.
-        noun: what a name is called in the message.
+        names: names to check, for example of domains.
+        noun: noun for a name in the error message, for example "the tag".
 
     Raises:
         InputError: a name is not valid, see `check_name`.
@@ -91,15 +94,20 @@ def check_names(names: Iterable[str], noun: str) -> list[str]:
 
 
 def convert_to_utc(moment: datetime) -> datetime:
-    """Convert a stored time to UTC. SQLite drops the time zone, so a time without one is taken as UTC."""
+    """Convert a time that was read from the database to UTC.
+
+    A time without a time zone is taken as UTC, because SQLite does not store the time zone.
+    """
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def settings_key(domains: Iterable[str]) -> tuple[str, list[str]]:
-    """Return the primary key of the settings for a set of domains, and the names of the domains, sorted.
+    """Return the primary key under which settings for a set of domains are saved, and the sorted names.
 
-    The primary key is the SHA-256 of the sorted names in JSON, hexadecimal. Duplicate names count once. No
-    domains stand for the whole store.
+    The primary key is the SHA-256 of the sorted names in JSON, 64 hexadecimal digits.
+
+    Args:
+        domains: names of the domains; duplicates count once. Empty stands for the whole store.
     """
     names = sorted(set(domains))
     return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names
@@ -112,13 +120,15 @@ def restrict_to_live(
     id: str | None = None,
     tag: str | None = None,
 ) -> Select[*tuple[Any, ...]]:
-    """Return a statement over documents and domains restricted to live documents that match all arguments.
+    """Restrict a SELECT statement to live documents that match all arguments, and return the new statement.
+
+    Live documents are completely stored and not removed.
 
     Args:
-        statement: statement to restrict; it is not changed.
-        domain: name of the documents' domain; None allows all.
-        id: external id of the documents; None allows all.
-        tag: tag that the documents carry; None allows all.
+        statement: statement that selects from the tables of documents and domains; it is not changed.
+        domain: name of the documents' domain; None allows all domains.
+        id: id that the user gave the documents; None allows all ids.
+        tag: tag that the documents carry; None allows documents with any tags or none.
 
     Raises:
         InputError: a name is not valid, see `check_name`.
@@ -137,7 +147,12 @@ def restrict_to_live(
 
 
 def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
-    """Return the tags, in any order, of documents by primary key; documents without tags are left out."""
+    """Return the tags of documents, in any order, by the documents' primary keys.
+
+    Args:
+        session: session in which the query runs.
+        rows: primary keys of documents; documents without tags are left out of the result.
+    """
     tags: dict[int, list[str]] = {}
     for row, tag in select_among(session, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
@@ -145,7 +160,14 @@ def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
 
 
 def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
-    """Return the primary keys of the live documents with each content hash; absent hashes are left out."""
+    """Return for each hash the primary keys of the live documents whose text has this SHA-256.
+
+    A live document is completely stored and not removed.
+
+    Args:
+        session: session in which the query runs.
+        hashes: SHA-256 of texts, hexadecimal. Hashes without a document are left out of the result.
+    """
     unique_hashes = set(hashes)
     statement = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
     # Content hashes have no index, so each statement scans all documents. Many hashes share one scan.
@@ -155,11 +177,11 @@ def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, l
 
 
 def read_documents(session: Session, rows: Iterable[Any]) -> dict[int, Document]:
-    """Convert rows of `DOCUMENTS` to documents with their tags. Returns documents by primary key.
+    """Convert database rows of documents to `Document` objects, and return them by primary key.
 
     Args:
-        session: session in which the tags are read.
-        rows: tuples (document row, name of its domain).
+        session: session in which the tags of the documents are read.
+        rows: pairs (row of the document, name of its domain), as the statement `DOCUMENTS` selects them.
     """
     listed = list(rows)
     tags = read_tags(session, [row.id for row, _ in listed])
@@ -180,7 +202,14 @@ def read_documents(session: Session, rows: Iterable[Any]) -> dict[int, Document]
 def read_domains(session: Session, *, has_prefix: bool) -> list[Domain]:
     """Return the domains that have a live document, sorted by name, with their totals.
 
-    `has_prefix` is `Identity.has_prefix`. In a store without keys, the number of records is 0.
+    A live document is completely stored and not removed. The totals are numbers of documents, tokens and
+    records. A record is a stored token with its vector key; in a store without keys, the number of records is
+    0.
+
+    Args:
+        session: session in which the queries run.
+        has_prefix: True if the first token of a document has a record, because the model puts a prefix token
+            before every document.
     """
     tokens = func.sum(DocumentRow.stop - DocumentRow.start)
     records = func.sum(count_records_clause(has_prefix=has_prefix))
@@ -199,7 +228,7 @@ def read_domains(session: Session, *, has_prefix: bool) -> list[Domain]:
 
 
 def read_engine(session: Session) -> Engine:
-    """Return the adapter that holds the keys, with its location and parameters.
+    """Read name, location and parameters of the vector engine that holds the store's keys.
 
     Raises:
         CatalogError: the stored values are damaged.
@@ -214,9 +243,12 @@ def read_engine(session: Session) -> Engine:
 
 
 def read_identity(row: StoreRow) -> Identity:
-    """Return the store's identity.
+    """Convert the store's row to its identity: the model and the parameters for which it was created.
 
     The type and range of each value are checked, because SQLite stores any value in any column.
+
+    Args:
+        row: the only row of the table of the store.
 
     Raises:
         CatalogError: a value is invalid, or the digest of the identity and the engine's parameters differs.
@@ -237,11 +269,14 @@ def read_identity(row: StoreRow) -> Identity:
 
 
 def read_snapshot(session: Session, *, has_prefix: bool) -> Snapshot:
-    """Return the live documents at one revision.
+    """Read the positions and domains of all live documents as immutable arrays.
+
+    A live document is completely stored and not removed.
 
     Args:
-        session: session of `run_read_transaction`, so that all queries see the same revision.
-        has_prefix: True if the first token of a document has a record; see `Identity.has_prefix`.
+        session: session of `run_read_transaction`, so that all queries see the same state of the database.
+        has_prefix: True if the first token of a document has a record, because the model puts a prefix token
+            before every document.
 
     Raises:
         CatalogError: the positions of documents overlap or are out of range.
@@ -271,17 +306,22 @@ def read_snapshot(session: Session, *, has_prefix: bool) -> Snapshot:
 
 
 def count_records_clause(*, has_prefix: bool) -> ColumnElement[int]:
-    """Build the SQL expression for a document's number of records; see `Identity.has_prefix`."""
+    """Build the SQL expression for the number of records of a document (one per token with a predecessor).
+
+    Args:
+        has_prefix: True if the model puts a prefix token before every document. Then all tokens have a
+            predecessor; otherwise all tokens except the first.
+    """
     tokens = DocumentRow.stop - DocumentRow.start
     # Without a prefix, the first token has no predecessor and so no record.
     return tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
 
 
 def find_problems(session: Session) -> list[str]:
-    """Check the database. Returns one message per problem; an empty list if the database is sound.
+    """Check the database for damage. Returns one message for each problem; an empty list if it is sound.
 
-    Runs SQLite's integrity check (nothing of this kind on PostgreSQL), and checks that the counter of token
-    positions is at or beyond the end of every document.
+    The function runs SQLite's integrity check (PostgreSQL has none). It also checks that the counter from
+    which new documents get their positions is not below the end of any document.
     """
     problems = []
     if session.get_bind().dialect.name == "sqlite":
@@ -295,11 +335,11 @@ def find_problems(session: Session) -> list[str]:
 
 
 def decode_tokens(blob: bytes, digest: str) -> NDArray[np.uint32]:
-    """Decode a document's tokens to a read-only array, uint32, shape (n,).
+    """Convert the stored bytes of a document's tokens to token ids: a read-only array, uint32, shape (n,).
 
     Args:
-        blob: stored bytes of the tokens.
-        digest: stored digest of the bytes.
+        blob: stored bytes, four for each token.
+        digest: stored digest (checksum) of the bytes.
 
     Raises:
         CatalogError: the stored bytes do not match their digest.
@@ -312,10 +352,15 @@ def decode_tokens(blob: bytes, digest: str) -> NDArray[np.uint32]:
 
 
 def find_altered(session: Session, first: int, last: int) -> set[int]:
-    """Return the primary keys of altered live documents, among the keys from `first` to `last` inclusive.
+    """Return the primary keys of live documents whose stored values do not match their digests (checksums).
 
-    A document is altered if its digests do not match. The digests cover tokens, tags and the other fields,
-    not the vector keys. Raises an error if a stored value has a wrong type.
+    A live document is completely stored and not removed. The digests cover tokens, tags and the other fields,
+    not the vector keys. A stored value of a wrong type raises an error.
+
+    Args:
+        session: session in which the queries run.
+        first: smallest primary key to check.
+        last: largest primary key to check.
     """
     statement = (
         select(DocumentRow, DomainRow.name, TokensRow)
@@ -341,12 +386,12 @@ def find_altered(session: Session, first: int, last: int) -> set[int]:
 
 
 def compute_document_digest(row: DocumentRow, domain: str, tags: Iterable[str], tokens: str) -> str:
-    """Compute the digest of a document from its present fields; see `hash_document_fields`.
+    """Compute the digest (checksum) of a document from the fields of its row, 32 hexadecimal digits.
 
     Args:
         row: the document's row; its stored digest is not used.
-        domain: name of the domain.
-        tags: tags, in any order.
+        domain: name of the document's domain.
+        tags: tags of the document, in any order.
         tokens: stored digest of the document's tokens.
     """
     return hash_document_fields(

@@ -1,4 +1,4 @@
-"""Schema of the catalog's database: creation, check of the version, and upgrade by Alembic."""
+"""The schema (tables) of the catalog's database: creation, check of the version, and upgrade by Alembic."""
 
 from dataclasses import asdict
 from importlib.resources import files
@@ -30,7 +30,9 @@ VERSION_TABLE = "knnstore_alembic_version"
 
 
 def script_location() -> Path:
-    """Return the folder of the migrations: inside the package if installed, next to it in a checkout.
+    """Return the folder of Alembic's migrations (scripts that create and change the tables).
+
+    The folder is inside the installed package, or next to the package in a checkout of the repository.
 
     Raises:
         CatalogError: the folder is missing; the installation is broken.
@@ -44,12 +46,12 @@ def script_location() -> Path:
 
 
 def lacks_catalog(connection: Connection) -> bool:
-    """Check whether the database holds no catalog; other tables do not matter."""
+    """Check whether a database has no catalog. Tables of other applications do not matter."""
     return not inspect(connection).has_table(VERSION_TABLE)
 
 
 def make_not_found_error(url: URL) -> StoreNotFoundError:
-    """Make the error for a database that holds no catalog, without raising it."""
+    """Return, without raising it, the error for a database that has no catalog."""
     return StoreNotFoundError(
         f"there is no catalog in {render_location(url)}; restore it from a backup, or make a store with "
         "`knnstore init`"
@@ -57,11 +59,16 @@ def make_not_found_error(url: URL) -> StoreNotFoundError:
 
 
 def connect_existing(url: URL) -> SqlEngine:
-    """Make a SQLAlchemy engine for an existing database; see `connect`. Does not check for a catalog.
+    """Make a SQLAlchemy engine for an existing database.
+
+    The function checks that a SQLite file exists, and nothing else; the database may lack a catalog.
+
+    Args:
+        url: URL of the database.
 
     Raises:
         StoreNotFoundError: the SQLite file does not exist.
-        ConfigError: see `connect`.
+        ConfigError: the database driver is not installed, or the password file cannot be read.
     """
     if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would create the file
         raise make_not_found_error(url)
@@ -69,11 +76,12 @@ def connect_existing(url: URL) -> SqlEngine:
 
 
 def check_version(connection: Connection) -> None:
-    """Check that the database holds a catalog with this package's schema.
+    """Check that this version of knnstore can use the catalog in a database.
 
     Raises:
-        StoreNotFoundError: the database holds no catalog.
-        SchemaOutdatedError, SchemaTooNewError: the schema differs from this package's.
+        StoreNotFoundError: the database has no catalog.
+        SchemaOutdatedError: an older version of knnstore made the tables.
+        SchemaTooNewError: a newer version of knnstore made the tables.
     """
     if lacks_catalog(connection):
         raise make_not_found_error(connection.engine.url)
@@ -84,11 +92,16 @@ def check_version(connection: Connection) -> None:
 
 
 def upgrade_catalog(url: URL) -> None:
-    """Upgrade an existing catalog to this package's schema; does nothing if it has this schema.
+    """Upgrade the tables of an existing catalog to this version of knnstore.
+
+    Does nothing if the tables are up to date.
+
+    Args:
+        url: URL of the catalog's database.
 
     Raises:
-        StoreNotFoundError: the database holds no store.
-        SchemaTooNewError: the schema is newer than this package.
+        StoreNotFoundError: the database has no catalog.
+        SchemaTooNewError: a newer version of knnstore made the tables.
     """
     sql = connect_existing(url)
     try:
@@ -101,25 +114,33 @@ def upgrade_catalog(url: URL) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Create the tables, or upgrade them to the newest schema; does nothing if the schema is the newest.
+    """Create the tables of a catalog, or upgrade old tables to this version of knnstore.
+
+    Does nothing if the tables are up to date.
 
     Args:
         connection: connection in a transaction of `run_exclusive_transaction`, which the caller commits.
 
     Raises:
-        SchemaTooNewError: the schema is newer than this package.
+        SchemaTooNewError: a newer version of knnstore made the tables.
     """
     if not _is_newest(connection):
         command.upgrade(_make_config(connection), "head")
 
 
 def create_store(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | None) -> None:
-    """Create the tables and the store's row in one transaction; see `Catalog.create`.
+    """Create the tables of a catalog and the row that describes the store, in one transaction.
 
-    An existing row with `store_id`, left by an interrupted creation, is replaced.
+    Args:
+        sql: SQLAlchemy engine of the database.
+        identity: model and parameters of the store.
+        engine: vector engine that holds the keys: name, location and parameters.
+        store_id: id of the store; None chooses a random id. If the database has a store with this id that was
+            never opened for writing, its creation was interrupted, and its row is replaced.
 
     Raises:
-        StoreExistsError: the database holds a store with another id, or this store after a writer opened it.
+        StoreExistsError: the database has a store with another id, or a store with this id that was opened
+            for writing.
     """
     with run_exclusive_transaction(sql) as connection:
         if not lacks_catalog(connection):
@@ -142,9 +163,10 @@ def create_store(sql: SqlEngine, identity: Identity, engine: Engine, store_id: s
 
 
 def _is_newest(connection: Connection) -> bool:
-    """Check whether the database has the newest schema; False also for a database without a catalog.
+    """Check whether a database has the tables of this version of knnstore.
 
-    Raises SchemaTooNewError if this package does not know the schema's version.
+    Returns False for older tables, and for a database without a catalog. Raises SchemaTooNewError if a newer
+    version of knnstore made the tables.
     """
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
@@ -158,7 +180,12 @@ def _is_newest(connection: Connection) -> bool:
 
 
 def _make_config(connection: Connection | None = None) -> Config:
-    """Build the configuration of Alembic. Migrations run on `connection`, if it is not None."""
+    """Build the configuration of Alembic, which changes the tables.
+
+    Args:
+        connection: connection on which migrations run; None if the configuration is only used to list
+            migrations.
+    """
     config = Config()
     config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
     config.attributes["connection"] = connection

@@ -1,10 +1,10 @@
 """SQLite files: connections, also to files that cannot be written, and the meaning of SQLite's errors.
 
-SQLite's write-ahead log needs two more files next to the database, even for reading. If they cannot be
+SQLite's write-ahead log needs two more files next to the database, even for reading. If these files cannot be
 created, on a read-only or full disk, the database is opened as immutable, without the log. Reads are then
-right only while the file does not change, but another machine or a writer that finds free space can still
-change it. So an `UnloggedConnection` records the state of the files when it opens them. If the state changes,
-reads fail with StoreUnavailableError, and the pool replaces the connection.
+right only while the database file does not change; but another machine, or a writer that finds free space,
+can still change it. So an `UnloggedConnection` remembers the state of the files when it opens them. If the
+state changes, reads fail with StoreUnavailableError, and the pool replaces the connection.
 """
 
 import os
@@ -37,22 +37,29 @@ _SECONDS_FOR_READERS = 1
 
 
 class UnloggedConnection(sqlite3.Connection):
-    """Read-only connection that does not use the write-ahead log; see the module's docstring."""
+    """Read-only connection that does not use SQLite's write-ahead log, for disks that cannot be written.
+
+    Its reads are right only as long as the database file does not change; `is_stale` checks this.
+    """
 
     path: Path
+    """The database file."""
     seen: tuple[int, ...]
-    """State of the files when the connection was opened; see `_read_file_state`."""
+    """State of the files when the connection was opened, a result of `_read_file_state`."""
 
     def is_stale(self) -> bool:
-        """Check whether the database has changed since the connection was opened."""
+        """Check whether the database file or its log has changed since the connection was opened."""
         return _read_file_state(self.path) != self.seen
 
 
 class Commits:
     """Detects commits to a SQLite file, at a hundredth of the cost of a query. Thread-safe.
 
-    Uses a separate connection that never writes. SQLite counts the commits of all other connections for it,
-    including connections of other processes.
+    The object has a separate connection that never writes. For this connection, SQLite counts the commits of
+    all other connections, also in other processes.
+
+    Args:
+        engine: SQLAlchemy engine of the SQLite file.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,10 +68,10 @@ class Commits:
         self._connection: PoolProxiedConnection | None = None
 
     def version(self) -> int | None:
-        """Return a number that changes with each commit of another connection. Opens a connection if needed.
+        """Return a number that changes whenever another connection, of any process, commits to the file.
 
-        Returns None if commits cannot be detected: the database is open without its write-ahead log, or
-        cannot be read. No error is raised then.
+        Opens the separate connection if it is not open. Returns None, and raises no error, if commits cannot
+        be detected: the database is open without its write-ahead log, or cannot be read.
         """
         with self._lock:
             try:
@@ -81,12 +88,12 @@ class Commits:
                 return None
 
     def close(self) -> None:
-        """Close the connection, if one is open; the next call of `version` opens a new connection."""
+        """Close the separate connection if it is open. The next call of `version` opens a new connection."""
         with self._lock:
             self._close_connection()
 
     def _close_connection(self) -> None:
-        """Close the connection if one is open. The caller holds the lock."""
+        """Close the separate connection if it is open. The caller holds `_lock`."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
@@ -95,18 +102,20 @@ class Commits:
 def register_handlers(engine: Engine) -> None:
     """Register this module's event handlers with a SQLAlchemy engine for SQLite.
 
-    The engine then opens connections by `_open_connection` and defines the SQL function `regexp_replace` in
-    each. When the pool hands out a connection, a stale `UnloggedConnection` is replaced.
+    Afterwards the engine opens connections by `_open_connection`, and defines the SQL function
+    ``regexp_replace`` in each connection. When the pool hands out an `UnloggedConnection` whose file has
+    changed, a new connection takes its place.
     """
     event.listen(engine, "do_connect", _open_connection)
     event.listen(engine, "connect", _add_regexp_replace)
-    event.listen(engine, "checkout", _refuse_stale)
+    event.listen(engine, "checkout", _raise_if_stale)
 
 
 def create_private_file(path: Path) -> None:
-    """Create an empty file that only its owner can read (mode 600); an existing file is not changed.
+    """Create an empty file that only its owner can read and write (mode 600).
 
-    SQLite gives the files of its log the same mode. Errors are ignored.
+    An existing file is not changed. Errors are ignored. SQLite later gives the files of its log the same
+    mode.
     """
     with suppress(OSError):  # SQLite reports the error when it opens the file
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -114,9 +123,10 @@ def create_private_file(path: Path) -> None:
 
 @contextmanager
 def fail_if_changed(connection: Any) -> Iterator[None]:
-    """Check at the end of the block that the database file did not change since the connection was opened.
+    """Check at the end of the ``with`` block that the database file has not changed.
 
-    Only an `UnloggedConnection` is checked; with any other connection, SQLite isolates reads itself.
+    Only an `UnloggedConnection` is checked: its file must not change after the connection was opened. For any
+    other connection, SQLite itself protects reads from changes.
 
     Args:
         connection: the driver's connection that the block uses.
@@ -132,10 +142,14 @@ def fail_if_changed(connection: Any) -> Iterator[None]:
 
 
 def take_in_log(engine: Engine) -> None:
-    """Copy the write-ahead log into the database file and empty the log.
+    """Copy SQLite's write-ahead log into the database file, and empty the log.
 
-    The database file then contains all commits. If a reader blocks the copy for a second, or the disk is
-    full, the log stays as it is and the next connection reads it; no error is raised.
+    Afterwards the database file contains all commits. If a reader blocks the copy for a second, or the disk
+    is full, the log stays as it is, and no error is raised; nothing is lost, because connections read the
+    log.
+
+    Args:
+        engine: SQLAlchemy engine of the SQLite file.
     """
     with suppress(sqlite3.Error):
         connection = engine.raw_connection()
@@ -148,9 +162,14 @@ def take_in_log(engine: Engine) -> None:
 
 
 def convert_disk_error(error: object, path: str) -> KnnstoreError | None:
-    """Convert a SQLite error about the disk to a ReadOnlyError or DiskFullError, without raising it.
+    """Convert a SQLite error about the disk to a ReadOnlyError or DiskFullError, and return it unraised.
 
-    Returns None for any other error. `path` is the database file.
+    Args:
+        error: exception of the SQLite driver.
+        path: path of the database file.
+
+    Returns:
+        The converted error; None if the disk did not cause `error`.
     """
     name = str(getattr(error, "sqlite_errorname", ""))
     # An immutable connection on a full disk also reports SQLITE_READONLY.
@@ -164,7 +183,11 @@ def convert_disk_error(error: object, path: str) -> KnnstoreError | None:
 def _open_connection(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
     """Open a connection that uses the write-ahead log, or an `UnloggedConnection` if the log cannot be used.
 
+    SQLAlchemy calls this function in place of `sqlite3.connect`.
+
     Args:
+        _dialect: ignored.
+        _record: ignored.
         arguments: positional arguments of `sqlite3.connect`; the first is the path of the database.
         options: keyword arguments of `sqlite3.connect`.
 
@@ -199,20 +222,25 @@ def _open_connection(_dialect: object, _record: object, arguments: list[Any], op
 
 
 def _add_regexp_replace(connection: Any, _record: object) -> None:
-    """Define the SQL function `regexp_replace`, which conditions on metadata use, in a connection."""
+    """Define the SQL function ``regexp_replace``, which conditions on metadata use, in a new connection."""
     connection.create_function("regexp_replace", 4, regexp_replace, deterministic=True)
 
 
-def _refuse_stale(connection: Any, _record: object, _proxy: object) -> None:
-    """Raise DisconnectionError for a stale `UnloggedConnection`. The pool then opens a new connection."""
+def _raise_if_stale(connection: Any, _record: object, _proxy: object) -> None:
+    """Raise DisconnectionError for an `UnloggedConnection` whose database file has changed.
+
+    SQLAlchemy calls this function when the pool hands out a connection. After the error, the pool opens a new
+    connection.
+    """
     if isinstance(connection, UnloggedConnection) and connection.is_stale():
         raise DisconnectionError
 
 
 def _read_file_state(path: Path) -> tuple[int, ...]:
-    """Return inode, size and time of change in ns of the database file, and the size of its log.
+    """Return a tuple that changes when a SQLite file or its write-ahead log changes.
 
-    The size of the log is 0 if no log exists. Raises FileNotFoundError if the database file does not exist.
+    The tuple holds the inode, size and modification time in ns of the database file, and the size of its log
+    (0 if no log exists). Raises FileNotFoundError if the database file does not exist.
     """
     status, log = path.stat(), 0
     with suppress(FileNotFoundError):

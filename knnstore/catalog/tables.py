@@ -1,7 +1,8 @@
 """Tables of the catalog.
 
-Documents have rows, tokens have none: a record's value is encoded in its id, so the vector engine answers a
-search without SQL. All names begin with ``knnstore_``, because other applications may share the database.
+Each document has a row; single tokens have none, because a record's id in the vector engine encodes its
+token. So a search runs without SQL. All names begin with ``knnstore_``, because other applications may share
+the database.
 """
 
 from datetime import UTC, datetime
@@ -44,7 +45,10 @@ _DocumentId = Annotated[
 ]
 
 PENDING, LIVE, DELETING = "pending", "live", "deleting"
-"""States of a document; only records of live documents are returned as neighbors."""
+"""States of a document: being added, completely stored, and being removed.
+
+Only records of live documents are returned as neighbors.
+"""
 
 
 def _get_current_time() -> datetime:
@@ -53,13 +57,13 @@ def _get_current_time() -> datetime:
 
 
 class Base(DeclarativeBase):
-    """Declarative base; the migrations must produce the schema in its metadata."""
+    """SQLAlchemy's base class of all tables. The migrations must create exactly these tables."""
 
     metadata = MetaData(naming_convention=_NAMES)
 
 
 class StoreRow(Base):
-    """The store: a single row. Its identity never changes."""
+    """Table with a single row, which describes the store. The columns of its identity never change."""
 
     __tablename__ = "knnstore_store"
     __table_args__ = (CheckConstraint("id = 1", name="single_row"),)
@@ -82,7 +86,7 @@ class StoreRow(Base):
     has_prefix: Mapped[bool]
     projection: Mapped[str | None] = mapped_column(String)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Digest (BLAKE2b) of the identity and `params`; see `knnstore.catalog.digests`."""
+    """Digest (checksum) of the identity and `params`; see `knnstore.catalog.digests`."""
 
     # Engine: adapter and location of the keys; `knnstore move` changes the three columns in one transaction.
     adapter: Mapped[str] = mapped_column(String)
@@ -90,17 +94,20 @@ class StoreRow(Base):
     params: Mapped[dict[str, Any]] = mapped_column(JSON)
 
     next_position: Mapped[int] = mapped_column(BigInteger, default=0)
-    """Next free token position, 43 bits. The number never decreases, so no record id is used twice."""
+    """Position that the next stored token gets. The number never decreases, so no position is used twice."""
 
     revision: Mapped[int] = mapped_column(BigInteger, default=0)
-    """Incremented in every transaction that changes what readers see."""
+    """Counter that every transaction increments if it changes what readers see."""
 
     writer_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
-    """Fencing number, incremented when a writer opens; commits of older writers fail."""
+    """Counter that each new writer increments. A writer with an older number cannot commit."""
 
 
 class DomainRow(Base):
-    """Domain. Its id is the group of its records, and is never reused."""
+    """Table of domains (named sets of documents).
+
+    The id of a domain is the group number of its records in the vector engine, and is never reused.
+    """
 
     __tablename__ = "knnstore_domains"
     __table_args__ = ({"sqlite_autoincrement": True},)
@@ -111,7 +118,7 @@ class DomainRow(Base):
 
 
 class DocumentRow(Base):
-    """Document. Changing its state commits everything that is stored for it."""
+    """Table of documents. A change of the column `state` shows or hides all stored parts of a document."""
 
     __tablename__ = "knnstore_documents"
     __table_args__ = (
@@ -145,7 +152,7 @@ class DocumentRow(Base):
     content_hash: Mapped[str] = mapped_column(String(64))
     attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Digest of id, domain, tags, metadata and positions; see `knnstore.catalog.digests`."""
+    """Digest (checksum) of id, domain, tags, metadata and positions; see `knnstore.catalog.digests`."""
     added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
 
 
@@ -155,19 +162,22 @@ IS_UNSETTLED = DocumentRow.state != literal(LIVE, literal_execute=True)
 
 
 class TokensRow(Base):
-    """Tokens of one document, in a separate table so that scans of documents do not read them."""
+    """Table of the tokens of each document. It is separate so that scans of documents do not read tokens."""
 
     __tablename__ = "knnstore_document_tokens"
 
     document_id: Mapped[_DocumentId]
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
-    """Little-endian uint32."""
+    """Token ids as bytes, little-endian uint32."""
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Digest of the tokens; see `knnstore.catalog.digests`."""
+    """Digest (checksum) of the tokens; see `knnstore.catalog.digests`."""
 
 
 class ChecksumRow(Base):
-    """Checksum of the vector keys of one document, for an engine that does not check its keys itself."""
+    """Table of the checksum of each document's vector keys.
+
+    It is filled only if the vector engine does not check its keys itself.
+    """
 
     __tablename__ = "knnstore_document_checksums"
 
@@ -177,7 +187,7 @@ class ChecksumRow(Base):
 
 
 class TagRow(Base):
-    """Tag of a document."""
+    """Table of the tags of documents, with a row for each tag of a document."""
 
     __tablename__ = "knnstore_document_tags"
 
@@ -186,22 +196,23 @@ class TagRow(Base):
 
 
 class SettingRow(Base):
-    """Retrieval settings saved for a set of domains."""
+    """Table of saved retrieval settings, with a row for each set of domains that has settings."""
 
     __tablename__ = "knnstore_settings"
 
     scope: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """SHA-256 of the sorted names of the domains: a short key for any number of domains."""
+    """SHA-256 of the sorted names of the domains, which identifies the set of domains."""
     domains: Mapped[list[str]] = mapped_column(JSON)
     """Names of the domains, sorted; an empty list stands for the whole store."""
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """The settings, JSON values by name."""
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Digest of the domains and the payload; see `knnstore.catalog.digests`."""
+    """Digest (checksum) of the domains and the payload; see `knnstore.catalog.digests`."""
     saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
 
 
 class KeyRow(Base):
-    """API key of a server; see `knnstore.catalog.keys`."""
+    """Table of the API keys (passwords with rights) of the store's server; see `knnstore.catalog.keys`."""
 
     __tablename__ = "knnstore_keys"
 
@@ -212,10 +223,10 @@ class KeyRow(Base):
     """SHA-256 of the secret part of the key."""
     rights: Mapped[list[str]] = mapped_column(JSON)
     domains: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    """Names of the domains that the key can access; None is all."""
+    """Names of the domains that the key can access; None means all domains."""
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
     expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     requests: Mapped[int | None]
-    """Maximum number of concurrent requests; None is unlimited."""
+    """Maximum number of concurrent requests; None means unlimited."""
     tokens: Mapped[int | None]
-    """Maximum number of tokens a minute; None is unlimited."""
+    """Maximum number of tokens a minute; None means unlimited."""

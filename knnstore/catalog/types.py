@@ -10,25 +10,33 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Model and parameters that a store was created for. Never changes; a model must match it."""
+    """Model and parameters for which a store was created. They never change.
+
+    A model can use the store only if it matches these values.
+    """
 
     model: str
     """Path or hub id from which the model is loaded."""
     model_fingerprint: str
-    """A hash, a colon, and a sample of the weights."""
+    """Text by which the model is recognized: a hash, a colon, and a sample of the weights."""
     tokenizer_fingerprint: str
+    """Hash by which the tokenizer is recognized."""
     key: str
-    """Canonical location in the model where keys are taken, and how several hidden states are joined."""
+    """Name of the place in the model where keys (hidden states) are taken, and how several hidden states are
+    joined into one key."""
     dim: int
     """Number of components of a key."""
     metric: str
+    """Metric of the distances, ``"l2"`` or ``"ip"``."""
     vocab_size: int
+    """Number of token ids of the model."""
     max_length: int
-    """Number of tokens in a window, including the prefix."""
+    """Number of tokens in a window (part of a document for one pass), prefix token included."""
     stride: int
-    """Number of tokens between the starts of successive windows."""
+    """Number of tokens between the starts of successive windows of a long document."""
     has_prefix: bool = True
-    """True if a prefix token precedes every document, so that the document's first token has a record."""
+    """True if the model puts a prefix token before every document. Then the document's first token has a
+    record too; otherwise it has none."""
     projection: str | None = None
     """File of the weights that project keys to `dim` components; None if keys are not projected."""
 
@@ -39,13 +47,14 @@ KEYLESS = "none"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Adapter that holds the keys, with its location and parameters."""
+    """The vector engine that holds a store's keys: name of the adapter, location and parameters."""
 
     adapter: str
-    """Name of the adapter, or `KEYLESS`."""
+    """Name of the adapter (the class that connects knnstore to the engine); `KEYLESS` for no keys."""
     location: str
     """URL or directory; a relative directory is inside the store's folder."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the adapter, by name."""
 
     @property
     def is_keyless(self) -> bool:
@@ -55,11 +64,12 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """Document to store."""
+    """A tokenized document that is to be stored."""
 
     id: str
-    """External id, chosen by the user; unique among the live documents of a domain."""
+    """Id that the user chose. A stored document of the domain with the same id is replaced."""
     domain: str
+    """Name of the domain."""
     content_hash: str
     """SHA-256 of the text, hexadecimal."""
     tokens: NDArray[np.unsignedinteger[Any]]
@@ -70,46 +80,55 @@ class NewDocument:
 
 @dataclass(frozen=True, slots=True)
 class PlacedDocument:
-    """Document that is pending or deleting, with the token positions that are allocated to it."""
+    """A document that is being added or removed, with the positions in the store that its tokens have.
+
+    A position is the number of a token in the store.
+    """
 
     row: int
-    """Primary key in SQL."""
+    """Primary key of the document in the catalog's database."""
     group: int
-    """Id of the domain."""
+    """Primary key of its domain, which is also the group number of its records in the vector engine."""
     start: int
     """Position of the first token."""
     stop: int
-    """Position after the last token."""
+    """Position of the last token plus one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """Fields of a live document that decide whether a document with the same id replaces it."""
+    """Fields of a stored document that are compared with a new document with the same id."""
 
     row: int
+    """Primary key of the document in the catalog's database."""
     content_hash: str
+    """SHA-256 of the text, hexadecimal."""
     metadata: Mapping[str, Any]
     tags: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Domain with the totals of its live documents."""
+    """A domain (a named set of documents) with the totals of its documents. Removed ones do not count."""
 
     name: str
     documents: int
+    """Number of documents."""
     tokens: int
+    """Number of tokens."""
     records: int
-    """Number of records: one for each token that has a predecessor; 0 in a store without keys."""
+    """Number of records (tokens stored with a key): one for each token that has a predecessor; 0 in a store
+    without keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Live document."""
+    """Description of a stored document, without its text."""
 
     id: str
-    """External id."""
+    """Id that the user chose, unique in the domain."""
     domain: str
+    """Name of the domain."""
     tokens: int
     """Number of tokens."""
     tags: tuple[str, ...]
@@ -118,37 +137,43 @@ class Document:
     content_hash: str
     """SHA-256 of the text, hexadecimal."""
     added_at: str
-    """ISO 8601, UTC."""
+    """Time when the document was added, ISO 8601, UTC."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Documents that are live at one revision, sorted by position. The arrays are read-only."""
+    """All n stored documents at one revision (state of the store), sorted by position.
+
+    A position is the number of a token in the store. The arrays are read-only, and index i of each array
+    belongs to the i-th document.
+    """
 
     revision: int
+    """Number of the revision; it grows with every change of the store."""
     engine: Engine
+    """The vector engine that holds the keys."""
     rows: NDArray[np.int64]
-    """Primary keys, shape (n,)."""
+    """Primary keys of the documents in the catalog's database, shape (n,)."""
     groups: NDArray[np.int64]
-    """Domain ids, shape (n,)."""
+    """Primary key of each document's domain, shape (n,). It is the group number of the document's records."""
     starts: NDArray[np.int64]
-    """First position of each document, shape (n,), ascending."""
+    """Position of each document's first token, shape (n,), ascending."""
     stops: NDArray[np.int64]
-    """Position after the last token of each document, shape (n,)."""
+    """Position of each document's last token plus one, shape (n,)."""
     records: NDArray[np.int64]
-    """Number of records of each document, shape (n,)."""
+    """Number of records (tokens with a vector key) of each document, shape (n,)."""
     domains: Mapping[str, int]
-    """Ids of the domains that have a live document, by name."""
+    """Primary keys of the domains that have a document, by name."""
 
     def documents_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the document that contains each position.
+        """Find the document to which the token at each position belongs.
 
         Args:
-            positions: int64, any shape.
+            positions: positions of tokens in the store, int64, any shape.
 
         Returns:
-            Indices into this snapshot's arrays, int64, same shape as `positions`; -1 where no live document
-            contains the position.
+            Indices of documents in this snapshot's arrays, int64, in the shape of `positions`; -1 where the
+            position belongs to no document, for example because the document was removed.
         """
         if not len(self.starts):
             return np.full(positions.shape, -1, np.int64)

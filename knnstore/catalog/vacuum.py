@@ -1,7 +1,8 @@
 """Erasure of deleted rows from the database's files: free pages, dead rows, statistics and logs.
 
-A database only marks rows as deleted; their bytes stay in its pages and logs. SQLite overwrites them with
-zeros (``secure_delete``), but not in its log. PostgreSQL keeps them until it needs the space.
+A database only marks rows as deleted; the bytes of deleted rows stay in its pages and logs. SQLite overwrites
+these bytes with zeros in its pages (``secure_delete``), but not in its log. PostgreSQL keeps the bytes until
+it needs the space.
 """
 
 import os
@@ -27,10 +28,14 @@ _FRAME = 24
 
 
 def vacuum(sql: Engine) -> list[str]:
-    """Rewrite the tables without deleted rows and empty the logs.
+    """Erase the bytes of deleted rows: rewrite all tables without them, and empty the database's logs.
+
+    Args:
+        sql: SQLAlchemy engine of the catalog's database.
 
     Returns:
-        One message for each place that still holds deleted rows, with the reason; empty if all are erased.
+        One message for each place that still has bytes of deleted rows, with the reason; empty if no bytes
+        are left.
 
     Raises:
         StoreUnavailableError: other connections used the database during `SECONDS_TO_WAIT`.
@@ -43,11 +48,13 @@ def vacuum(sql: Engine) -> list[str]:
 
 
 def check_room(sql: Engine) -> None:
-    """Check that the disks have enough free space to `vacuum` a SQLite file.
+    """Check that the disks have enough free space for `vacuum` to rewrite a SQLite file.
 
-    Does nothing on PostgreSQL and for a database in memory.
+    Does nothing on PostgreSQL and for a database in memory. SQLite builds the new database in its temporary
+    folder, and then copies it through the log to the database file, so two disks can be concerned.
 
-    SQLite builds the new database in its temporary folder, and copies it to the file through the log.
+    Args:
+        sql: SQLAlchemy engine of the catalog's database.
 
     Raises:
         DiskFullError: the free space is too small.
@@ -60,7 +67,7 @@ def check_room(sql: Engine) -> None:
             for name in ("page_count", "freelist_count", "page_size")
         )
     needed = (pages - free) * (size + _FRAME)
-    database_folder, temporary = Path(str(sql.url.database)).absolute().parent, _temporary_folder()
+    database_folder, temporary = Path(str(sql.url.database)).absolute().parent, _find_temporary_folder()
     if database_folder.stat().st_dev == temporary.stat().st_dev:
         needed *= 2
     else:
@@ -68,11 +75,11 @@ def check_room(sql: Engine) -> None:
     check_space(database_folder, needed, "erasing")
 
 
-def _temporary_folder() -> Path:
+def _find_temporary_folder() -> Path:
     """Return the folder where SQLite creates its temporary files.
 
-    This is the first writable folder among SQLITE_TMPDIR, TMPDIR, /var/tmp, /usr/tmp and /tmp, else the
-    current folder.
+    This is the first writable folder of: the environment variables SQLITE_TMPDIR and TMPDIR, /var/tmp,
+    /usr/tmp, /tmp. If none is writable, it is the current folder.
     """
     configured = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
     for path in map(Path, filter(None, [*configured, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
@@ -82,7 +89,12 @@ def _temporary_folder() -> Path:
 
 
 def _vacuum_sqlite(sql: Engine) -> None:
-    """Rewrite a SQLite database without deleted rows, and empty its log; see `vacuum`."""
+    """Rewrite a SQLite database without the bytes of deleted rows, and empty its log.
+
+    Raises:
+        StoreUnavailableError: another connection used the database for too long.
+        DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
+    """
     with translate_errors(sql), sql.connect() as connection:
         driver: Any = connection.connection.driver_connection  # VACUUM cannot run in SQLAlchemy's transaction
         try:
@@ -103,9 +115,10 @@ def _vacuum_sqlite(sql: Engine) -> None:
 
 
 def _vacuum_postgresql(sql: Engine) -> list[str]:
-    """Rewrite all tables and the planner's statistics, and switch PostgreSQL's log; see `vacuum`.
+    """Rewrite all tables and statistics of a PostgreSQL database, and let the server drop old log files.
 
-    Returns one message for each place that still holds deleted rows.
+    Returns one message for each place that still has bytes of deleted rows, with the reason; empty if no
+    bytes are left.
     """
     remainders = []
     with translate_errors(sql), sql.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -115,21 +128,21 @@ def _vacuum_postgresql(sql: Engine) -> list[str]:
         try:  # the planner's statistics hold sampled values; ANALYZE has replaced the rows
             remainders += _rewrite_table(connection, "pg_catalog.pg_statistic", options="FULL")
         except DBAPIError as error:
-            remainders.append(f"PostgreSQL's statistics of the columns: {_first_line(error)}")
+            remainders.append(f"PostgreSQL's statistics of the columns: {_get_first_line(error)}")
         remainders += _empty_log(connection)
     return remainders
 
 
 def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANALYZE") -> list[str]:
-    """Rewrite a table on PostgreSQL, again and again until no deleted rows remain.
+    """Rewrite a table of a PostgreSQL database again and again, until no deleted rows remain in it.
 
-    Deleted rows remain while an older transaction can see them. After `SECONDS_TO_WAIT` the function gives
-    up.
+    PostgreSQL keeps a deleted row while an older transaction can see it. After `SECONDS_TO_WAIT` the function
+    gives up.
 
     Args:
-        connection: connection without a transaction, because VACUUM cannot run in one.
+        connection: connection without a transaction, because VACUUM cannot run in a transaction.
         table: name of the table.
-        options: options of VACUUM.
+        options: options of the statement VACUUM.
 
     Returns:
         A list with one message if deleted rows remain at the end, else an empty list.
@@ -137,6 +150,7 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
     remaining: list[int] = []
 
     def record_remaining(diagnostic: Any) -> None:
+        """Remember from a notice of the server how many deleted rows remain in the table."""
         # The detail of the notice is "N dead row versions cannot be removed yet."
         counts = [int(word) for word in (diagnostic.message_detail or "").split() if word.isdecimal()]
         remaining.extend(counts[:1])
@@ -159,16 +173,17 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Switch PostgreSQL's log and run a checkpoint, so that the server drops log files with deleted rows.
+    """Let PostgreSQL begin a new log file, so that it can remove log files with deleted rows.
 
-    Returns one message for each reason why log files remain; empty if none remains. A user without the
-    necessary rights gets a message too, not an error.
+    Returns:
+        One message for each reason why old log files remain; empty if none remain. If the user lacks a
+        necessary right, this is a message too, not an error.
     """
     try:
         connection.execute(text("SELECT pg_switch_wal()"))
         connection.execute(text("CHECKPOINT"))
     except DBAPIError as error:
-        return [f"PostgreSQL's log, until the server has overwritten it: {_first_line(error)}"]
+        return [f"PostgreSQL's log, until the server has overwritten it: {_get_first_line(error)}"]
     remainders = []
     if connection.scalar(text("SHOW wal_recycle")) == "on":
         remainders.append(
@@ -181,6 +196,6 @@ def _empty_log(connection: Connection) -> list[str]:
     return remainders
 
 
-def _first_line(error: DBAPIError) -> str:
-    """Return the first line of the driver's message; the other lines may quote stored values."""
+def _get_first_line(error: DBAPIError) -> str:
+    """Return the first line of a database error's message. Other lines may quote stored values."""
     return str(error.orig).strip().splitlines()[0]

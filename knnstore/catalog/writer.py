@@ -1,9 +1,9 @@
-"""Writes of the catalog: each method runs one transaction, which fails if a newer writer exists.
+"""Changes of the catalog: each method runs one transaction, which fails if a newer writer exists.
 
-A document has three states::
+A document has three states. The methods of `CatalogWriter` change the state of a document's row::
 
     begin      no row -> pending     positions are allocated; the caller can add records
-    publish    pending -> live       the document is acknowledged; the version it replaces becomes deleting
+    publish    pending -> live       readers see the document; the version that it replaces becomes deleting
     retire     live -> deleting      readers ignore the document's records
     forget     not live -> no row    the datastore has already deleted the records
 
@@ -62,12 +62,13 @@ _SECONDS_BETWEEN_ATTEMPTS = 0.1
 
 
 class CatalogWriter:
-    """Writer of a catalog. After another writer is created, this writer can no longer commit.
+    """Makes changes in a catalog (the SQL database of a store).
 
-    Every method that changes the catalog raises FencedError if a newer writer exists.
+    Only the newest writer of a catalog can commit: every method that changes the catalog raises FencedError
+    if a newer writer exists, also in another process.
 
     Args:
-        catalog: open catalog; on PostgreSQL, closing it releases the writer's lock.
+        catalog: open catalog. On PostgreSQL, closing the catalog releases the writer's lock on the server.
 
     Raises:
         LockedError: another process writes to this catalog on PostgreSQL.
@@ -83,10 +84,16 @@ class CatalogWriter:
             self._epoch = session.scalars(statement.returning(StoreRow.writer_epoch)).one()
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
-        """Allocate token positions and insert documents as pending. Also creates missing domains.
+        """Insert documents in the state "pending", invisible to readers, and allocate their positions.
+
+        A position is the number of a token in the store, used only once. Missing domains are created.
+
+        Args:
+            documents: documents to store. They may replace stored documents with the same domain and id
+                later, when `publish` is called.
 
         Returns:
-            The placed documents, in the order of `documents`.
+            Primary key, domain and positions of each document, in the order of `documents`.
 
         Raises:
             InputError: an id, domain, tag or metadata is not valid; nothing is stored.
@@ -125,14 +132,19 @@ class CatalogWriter:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def publish(self, rows: Sequence[int], checksums: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Make pending documents live. Live documents with the same domain and id become "deleting".
+        """Make pending documents live, so that readers see them.
+
+        If another live document has the same domain and id, it is replaced: the state of the older document
+        becomes "deleting", so readers no longer see it.
 
         Args:
             rows: primary keys of the documents.
-            checksums: checksums of the vector keys by primary key; may cover only some of the documents.
+            checksums: checksums of vector keys, by primary key of the document; they may cover only some of
+                the documents.
 
         Raises:
-            CatalogError: a document is not pending, or two have the same domain and id; none is published.
+            CatalogError: a document is not pending, or two of the documents have the same domain and id; no
+                document is published.
         """
         fresh_rows = set(rows)
         with self._run_transaction("publish") as session:
@@ -164,18 +176,23 @@ class CatalogWriter:
                 _increment_revision(session)
 
     def note_checksums(self, checksums: Mapping[int, str]) -> None:
-        """Store checksums of vector keys by primary key of the document.
+        """Store checksums of the vector keys of documents.
 
-        None of the documents may have a checksum yet; otherwise raises CatalogError and stores nothing.
+        Args:
+            checksums: checksum of each document's vector keys, by primary key of the document.
+
+        Raises:
+            CatalogError: a document has a checksum already; no checksum is stored.
         """
         with self._run_transaction("checksums") as session:
             _add_checksums(session, checksums)
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Change live documents to "deleting", so that no reader sees them. Ignores keys of other documents.
+        """Change live documents to the state "deleting", so that readers no longer see them.
 
         Args:
-            rows: primary keys of the documents.
+            rows: primary keys of the documents. Unknown keys, and keys of documents that are not live, are
+                ignored.
         """
         with self._run_transaction("retire") as session:
             for chunk in split_into_chunks(rows):
@@ -186,13 +203,16 @@ class CatalogWriter:
                     _increment_revision(session)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """Return the documents that are not live; see `Catalog.unsettled`."""
+        """Return the documents that are half added or half removed (not live), sorted by position."""
         return self.catalog.unsettled()
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Delete the rows of documents that are not live; ignores live documents and unknown keys.
+        """Delete the rows of documents that are not live, with their tokens and tags.
 
-        Also deletes each domain whose last document this was, and all saved settings that name the domain.
+        A domain without documents is deleted too, and so are all saved settings that name such a domain.
+
+        Args:
+            rows: primary keys of the documents. Unknown keys, and keys of live documents, are ignored.
         """
         with self._run_transaction("forget") as session:
             domain_ids: set[int] = set()
@@ -213,7 +233,8 @@ class CatalogWriter:
         """Replace the metadata and tags of live documents.
 
         Args:
-            changes: tuples (new metadata, new tags) by primary key; an empty mapping changes nothing.
+            changes: pairs (new metadata, new tags) by primary key of the document. An empty mapping changes
+                nothing.
 
         Raises:
             InputError: a tag or metadata is not valid; nothing is changed.
@@ -242,10 +263,10 @@ class CatalogWriter:
             _increment_revision(session)
 
     def rename(self, ids: Mapping[int, str]) -> None:
-        """Change the external ids of live documents.
+        """Change the ids that the user gave live documents.
 
         Args:
-            ids: new ids by primary key.
+            ids: new id of each document, by primary key of the document.
 
         Raises:
             InputError: an id is not valid, or another document of the domain has it; nothing is changed.
@@ -268,11 +289,11 @@ class CatalogWriter:
                 _increment_revision(session)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
-        """Save settings for exactly this set of domains, in place of their saved settings.
+        """Save retrieval settings for a set of domains. Settings that were saved for this set are replaced.
 
         Args:
             domains: names of the domains; empty stands for the whole store.
-            payload: the settings; {} drops the saved settings.
+            payload: the settings, JSON values by name; {} deletes the saved settings.
 
         Raises:
             InputError: the payload cannot be stored as JSON.
@@ -297,17 +318,23 @@ class CatalogWriter:
             _increment_revision(session)
 
     def drop_settings(self, scopes: Sequence[str]) -> None:
-        """Delete saved settings by their keys; see `Catalog.damaged_settings`. Unknown keys are ignored."""
+        """Delete saved retrieval settings by their primary keys, also damaged settings.
+
+        Args:
+            scopes: primary keys of settings, for example from `Catalog.damaged_settings`. Unknown keys are
+                ignored.
+        """
         with self._run_transaction("settings") as session:
             session.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
             _increment_revision(session)
 
     def move(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Change the engine that holds the store's keys, and replace all checksums.
+        """Change which vector engine holds the store's keys, and replace all stored checksums of keys.
 
         Args:
-            engine: engine that already holds all records.
-            checksums: checksum of each document's vector keys, by primary key.
+            engine: the new engine, which already has all records.
+            checksums: checksum of each document's vector keys, by primary key of the document; empty if the
+                new engine checks its keys itself.
         """
         with self._run_transaction("move") as session:
             session.execute(delete(ChecksumRow))
@@ -317,14 +344,19 @@ class CatalogWriter:
             _increment_revision(session)
 
     def check_room_to_vacuum(self) -> None:
-        """Raise DiskFullError if the disk has too little free space for `vacuum`; see `check_room`."""
+        """Raise DiskFullError if the disks have too little free space for `vacuum` on a SQLite file."""
         check_room(self._sql)
 
     def vacuum(self) -> list[str]:
-        """Erase deleted rows from the database's files.
+        """Erase the bytes of deleted rows from the database's files by rewriting all tables.
 
-        Returns one message for each place that still holds deleted rows; see
-        `knnstore.catalog.vacuum.vacuum`.
+        Returns:
+            One message for each place that still has bytes of deleted rows, with the reason; empty if no
+            bytes are left.
+
+        Raises:
+            StoreUnavailableError: other connections used the database for too long.
+            DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
         """
         with self._run_transaction("vacuum"):  # only checks the fence: VACUUM cannot run in a transaction
             pass
@@ -332,12 +364,14 @@ class CatalogWriter:
 
     @contextmanager
     def _run_transaction(self, name: str) -> Iterator[Session]:
-        """Yield a session in one transaction, which commits at the end of the block.
+        """Run the ``with`` block in one transaction, and yield its SQLAlchemy session.
 
-        The first statement checks the fencing number and takes the database's write lock.
+        The transaction is committed at the end of the block. Its first statement checks that no newer writer
+        exists, and takes the database's write lock.
 
         Args:
-            name: middle part of the failpoint names, ``catalog.<name>.before``, ``.inside`` and ``.after``.
+            name: name of the change. It is part of the names of failpoints, places where tests let the
+                process crash: ``catalog.<name>.before``, ``.inside`` and ``.after``.
 
         Raises:
             FencedError: a newer writer exists.
@@ -356,7 +390,12 @@ class CatalogWriter:
 
     @staticmethod
     def _get_or_create_domain_ids(session: Session, names: set[str]) -> dict[str, int]:
-        """Return the ids of domains by name. Inserts the missing domains in the caller's transaction."""
+        """Return the primary keys of domains by name. Missing domains are inserted.
+
+        Args:
+            session: session of the caller's transaction, which the caller commits.
+            names: names of the domains.
+        """
         statement = select(DomainRow.name, DomainRow.id)
         existing_ids = {row.name: row.id for row in select_among(session, statement, DomainRow.name, names)}
         new_domains = [DomainRow(name=name) for name in sorted(names - existing_ids.keys())]
@@ -366,10 +405,15 @@ class CatalogWriter:
 
 
 def _take_writer_lock(engine: SqlEngine) -> Connection:
-    """Take the writer's lock on PostgreSQL. Returns the connection that holds it until it is closed.
+    """Take the lock on a PostgreSQL server that only one writer of a catalog can hold.
+
+    Returns the connection that holds the lock; closing the connection releases the lock.
+
+    Args:
+        engine: SQLAlchemy engine of the catalog's database.
 
     Raises:
-        LockedError: another process holds the lock.
+        LockedError: another process still holds the lock after three seconds.
     """
     key = {"lock": LOCK, "use": "writer"}
     statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
@@ -385,10 +429,14 @@ def _take_writer_lock(engine: SqlEngine) -> Connection:
 
 
 def _select_undamaged(session: Session, rows: Iterable[int]) -> list[int]:
-    """Return the primary keys, among `rows`, of the documents that match their digests.
+    """Return the primary keys of documents whose values match their stored digests (checksums).
 
-    A change renews only the digests of these documents. A new digest of a damaged document would hide the
-    damage.
+    After a change, only the digests of these documents may be computed again. A new digest of a damaged
+    document would hide the damage.
+
+    Args:
+        session: session in which the queries run.
+        rows: primary keys of the documents to check.
     """
     requested_rows = list(rows)
     digests = dict(
@@ -398,7 +446,12 @@ def _select_undamaged(session: Session, rows: Iterable[int]) -> list[int]:
 
 
 def _renew_digests(session: Session, rows: Sequence[int]) -> None:
-    """Compute and store the digests of documents that the transaction has changed."""
+    """Compute and store the digests (checksums) of documents after the transaction has changed them.
+
+    Args:
+        session: session of the transaction.
+        rows: primary keys of the changed documents.
+    """
     session.flush()
     session.expire_all()  # the changes were made by statements, not through the session's objects
     values = [{"id": row, "digest": digest} for row, digest in _compute_digests(session, rows)]
@@ -407,7 +460,15 @@ def _renew_digests(session: Session, rows: Sequence[int]) -> None:
 
 
 def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Compute the digests of documents from their present content. Yields tuples (primary key, digest)."""
+    """Compute the digests (checksums) of documents from their values in the database.
+
+    Args:
+        session: session in which the queries run.
+        rows: primary keys of the documents.
+
+    Yields:
+        Pairs (primary key, digest), in any order.
+    """
     tags = read_tags(session, rows)
     statement = select(DocumentRow, DomainRow.name, TokensRow.digest).join(DomainRow).join(TokensRow)
     for row, domain, tokens in select_among(session, statement, DocumentRow.id, rows):
@@ -415,12 +476,20 @@ def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[in
 
 
 def _increment_revision(session: Session) -> None:
-    """Increment the store's revision. Every transaction that changes what readers see calls this function."""
+    """Increment the store's revision, by which readers notice changes.
+
+    Every transaction that changes what readers see calls this function.
+    """
     session.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
 
 
 def _add_checksums(session: Session, checksums: Mapping[int, str]) -> None:
-    """Insert checksums of vector keys, by primary key of the document, when the session is flushed."""
+    """Add rows with checksums of vector keys to a session; its next flush inserts the rows.
+
+    Args:
+        session: session of the transaction.
+        checksums: checksum of each document's vector keys, by primary key of the document.
+    """
     session.add_all(ChecksumRow(document_id=row, keys=keys) for row, keys in checksums.items())
 
 

@@ -15,22 +15,23 @@ from knnstore.datastore.records import ID_LIMIT
 from knnstore.errors import ConfigError, DimensionMismatchError, InvalidVectorError
 
 _GROUP_LIMIT = 2**31
-"""Group ids must be below this limit, because they are stored as int32."""
+"""Group numbers must be below this limit, because they are stored as int32."""
 
 
 def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
     """Return vectors as a C-contiguous float32 array of shape (n, dim); refuse values that are not finite.
 
-    The result is the argument itself if no cast is necessary.
+    If `keys` is already a C-contiguous float32 array, `keys` itself is returned, not a copy.
 
     Args:
-        keys: an array, or anything that numpy converts to an array; n may be 0.
-        dim: the required number of components.
-        what: noun for the vectors in error messages.
+        keys: vectors, one in each row: an array, or anything that numpy converts to an array. n may be 0.
+        dim: the required number of components of a vector.
+        what: plural noun that names the vectors in error messages, for example "queries".
 
     Raises:
-        DimensionMismatchError: the last axis is not `dim` long.
-        InvalidVectorError: a component is NaN or infinite; the message names the first such row.
+        DimensionMismatchError: a vector does not have `dim` components.
+        InvalidVectorError: a component is NaN, infinite, or too large for float32. The message names the
+            first row with an invalid component.
         ValueError: the array does not have two dimensions.
     """
     if isinstance(keys, np.ndarray) and keys.dtype == np.float32:
@@ -56,16 +57,18 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
     Args:
         ids: record ids, integers, shape (n,).
         keys: vectors, shape (n, dim).
-        groups: group of each record, integers, shape (n,).
-        dim: the required number of components.
+        groups: group number of each record (records of one domain share a number), integers, shape (n,).
+        dim: the required number of components of a vector.
 
     Returns:
         ids int64 (n,), keys float32 (n, dim), groups int32 (n,). An array that needs no cast is returned
         itself, not a copy.
 
     Raises:
-        ValueError: shapes differ, an id or a group is negative or too large, or an id occurs twice.
-        DimensionMismatchError, InvalidVectorError: see `checked_keys`.
+        ValueError: the arrays have different lengths, ids or groups are not integers, an id or a group number
+            is negative or too large, or an id occurs twice.
+        DimensionMismatchError: a key does not have `dim` components.
+        InvalidVectorError: a component of a key is NaN or infinite.
     """
     checked = checked_keys(keys, dim)
     id_array, group_array = np.asarray(ids), np.asarray(groups)
@@ -87,9 +90,11 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
 
 
 def checked_k(k: int, *, what: str = "k") -> int:
-    """Return a count unchanged, or raise ValueError if it is below 1.
+    """Return a count unchanged, or raise ValueError if the count is below 1.
 
-    `what` names the count in the message.
+    Args:
+        k: the count to check, for example a number of neighbors.
+        what: name of the count in the error message.
     """
     if k < 1:
         raise ValueError(f"{what} must be at least 1, got {k}")
@@ -105,11 +110,14 @@ def checked_params(
 ) -> dict[str, Any]:
     """Return a new dict of an adapter's parameters with defaults filled in; refuse unknown parameters.
 
+    An adapter is the class that connects knnstore to a vector engine.
+
     Args:
-        adapter: the adapter's name, for the message.
-        params: the parameters from the user.
-        accepted: every parameter's name and default.
-        minima: smallest value of each parameter that must be an integer; other values are not checked.
+        adapter: the adapter's name, used in error messages.
+        params: the parameters from the user, by name.
+        accepted: the default value of every known parameter, by name.
+        minima: smallest allowed value, by name, of each parameter that must be an integer. The values of
+            other parameters are not checked. None checks no value.
 
     Raises:
         ConfigError: a parameter is unknown (the message names the accepted parameters), or a parameter in

@@ -12,16 +12,25 @@ from numpy.typing import NDArray
 from knnstore.datastore.ranges import IdRanges
 
 Ids = NDArray[np.int64]
-"""Record ids, shape (n,), each >= 0. In search results -1 marks a missing neighbor."""
+"""Ids of records (a record is one stored vector), shape (n,), each >= 0.
+
+In search results, id -1 stands where a query has fewer neighbors than the array has columns.
+"""
 
 Keys = NDArray[np.float32]
 """Vectors (keys or queries), shape (n, dim), C-contiguous, finite."""
 
 Groups = NDArray[np.int32]
-"""The group of each record, shape (n,), each >= 0."""
+"""Group number of each record, shape (n,), each >= 0.
+
+A group is a set of records that the caller numbers. A store gives one number to all records of a domain.
+"""
 
 Distances = NDArray[np.float32]
-"""Distances; a smaller value is nearer. In search results +inf marks a missing neighbor."""
+"""Distances between vectors, float32; a smaller value is nearer.
+
+In search results, +inf stands where a query has fewer neighbors than the array has columns.
+"""
 
 
 class Metric(StrEnum):
@@ -31,50 +40,54 @@ class Metric(StrEnum):
     """Squared Euclidean distance, >= 0."""
 
     IP = "ip"
-    """The negated inner product."""
+    """The negated inner product of the two vectors; may be negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A set of records to which a search is restricted, described by ids and perhaps by groups.
+    """A set of records to which a search is restricted, described by record ids and perhaps also by groups.
 
-    An adapter uses the description that is cheaper for its engine.
+    A group is a numbered set of records, for example all records of a domain. If `ids` and `groups` are
+    both set, they describe the same records: an adapter uses the description that is cheaper for its engine.
     """
 
     ids: IdRanges
     """Ids of the records in the set. There may be any number of ranges, in the worst case one per record."""
 
     groups: frozenset[int] | None = None
-    """Groups whose records are exactly the same set; None if the set is not a union of groups."""
+    """Numbers of the groups whose records together are exactly the records with `ids`.
+
+    None if the records with `ids` are not a union of whole groups.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Features of an engine. The conformance kit tests that each value is true."""
+    """Features that a vector engine claims. The conformance kit tests an adapter's claims."""
 
     exact_search: bool
-    """`search` returns the true nearest neighbors."""
+    """True if `search` returns the true nearest neighbors; False if the engine searches approximately."""
 
     exact_keys: bool
-    """`iterate` returns the same float32 values that `add` got; if False, values rounded to half precision.
-    """
+    """True if `iterate` returns the float32 values that `add` received; False if it returns these values
+    rounded to half precision."""
 
     persistent: bool
-    """Flushed records survive the end of the process."""
+    """True if flushed records survive the end of the process."""
 
     shared_writers: bool
-    """Several processes may add records at the same time; if False, the second writer is refused."""
+    """True if several processes may write at the same time; if False, the second writer is refused."""
 
     checks_keys: bool = False
-    """`verify` compares every stored byte of keys and ids with a checksum. If False, the store keeps
+    """True if `verify` compares every stored byte of keys and ids with a checksum. If False, the store keeps
     checksums itself."""
 
     codes: str | None = None
-    """Name of the codes in which large groups store their keys, as ``pq32``. Such keys are read back only
-    approximately. None if `exact_keys` describes all keys."""
+    """Name of the compressed form (code) in which large groups of records store their keys, such as
+    ``pq32``. Compressed keys are read back only approximately. None if no key is compressed."""
 
     coded_from: int | None = None
-    """Number of records from which a group counts as large and is coded; None without codes."""
+    """Number of records from which a group's keys are compressed; None if no key is compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +98,10 @@ class DamagedPart:
     """The engine's name for the part, unique in the datastore."""
 
     problem: str
-    """The problem, its place, and the remedy, in one line."""
+    """One line of text: what is damaged, where, and what the user can do."""
 
     group: int
-    """The group of the records."""
+    """Group number of the damaged records; all of them belong to one group."""
 
     ids: IdRanges
-    """Ids that include all ids of the damaged records; other ids may be among them."""
+    """Ranges of ids that include the ids of all damaged records, and possibly ids of sound records."""

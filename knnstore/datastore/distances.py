@@ -11,7 +11,7 @@ from knnstore.datastore.arrays import Distances, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
 
 BLOCK_VALUES = 1 << 22
-"""Number of vector components that are compared row by row in one step: 16 MiB of float32."""
+"""Largest number of float32 components that callers of `paired` pass in one call: 16 MiB."""
 
 _PRODUCT_SIZE = 1 << 23  # largest number of entries of a (queries, keys) product in memory
 
@@ -22,15 +22,15 @@ Array = TypeVar("Array", bound=Any)
 def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
     """Compute the distance of every query to every key by matrix multiplication.
 
-    Rounding errors are up to about 1e-6 of |query|² + |key|²; use `paired` where this is too much.
+    Rounding errors are up to about 1e-6 of |query|² + |key|²; use `paired` for more accurate distances.
 
     Args:
         queries: float32, shape (q, dim).
-        keys: float32, shape (n, dim), n >= 1; on the same device.
-        metric: metric of the distances.
+        keys: float32, shape (n, dim), n >= 1; on the device of the queries.
+        metric: squared Euclidean distance ("l2") or negated inner product ("ip").
 
     Returns:
-        float32, shape (q, n); L2 distances are at least 0.
+        Distance of query i to key j at [i, j], float32, shape (q, n); L2 distances are at least 0.
     """
     distances: Array
     if metric == Metric.IP:
@@ -56,10 +56,10 @@ def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
     Args:
         queries: float32, shape (n, dim), or (dim,) to compare one query with all keys.
         keys: float32, shape (n, dim).
-        metric: metric of the distances.
+        metric: squared Euclidean distance or negated inner product.
 
     Returns:
-        float32, shape (n,).
+        Distances, float32, shape (n,).
     """
     distances: Distances
     if metric is Metric.IP:
@@ -73,18 +73,22 @@ def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
 def nearest_rows(
     queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances | None = None
 ) -> Neighbors:
-    """Find the k nearest rows of a matrix for each query. Distances have the rounding errors of `pairwise`.
+    """Find the k nearest rows of a matrix of keys for each query by comparing with every row.
+
+    Rounding errors of the distances are up to about 1e-6 of |query|² + |key|².
 
     Args:
         queries: float32, shape (q, dim).
-        keys: float32, shape (n, dim).
+        keys: float32, shape (n, dim); n may be 0.
         k: number of rows to find for each query, >= 1.
-        metric: metric of the distances.
-        norms: squared norms of the keys, shape (n,), if the caller has subtracted the mean key from queries
-            and keys already. With None, the function does so for L2, and computes the norms.
+        metric: squared Euclidean distance (L2) or negated inner product.
+        norms: squared norm of each key, shape (n,). Pass them if the mean key was already subtracted from
+            queries and keys. With None, the function computes the norms, and for L2 first subtracts the
+            mean key, which makes rounding errors smaller.
 
     Returns:
-        Row numbers and distances, shape (q, k), nearest first; padded with -1 and +inf if n < k.
+        Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, the last k - n
+        columns hold -1 and +inf.
     """
     neighbors = Neighbors.nothing(len(queries), k)
     k = min(k, len(keys))

@@ -31,7 +31,18 @@ class KeylessDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Return a handle without touching the location. Raises ConfigError for any parameter."""
+        """Return a datastore without records. No file is read or created.
+
+        Args:
+            location: ignored.
+            dim: number of components of a vector; only reported by the property `dim`.
+            metric: metric of the distances; only reported by the property `metric`.
+            mode: ignored.
+            **params: must be empty, because this adapter has no parameters.
+
+        Raises:
+            ConfigError: `params` is not empty.
+        """
         checked_params("none", params, accepted={})
         return cls(dim, Metric(metric))
 
@@ -47,14 +58,14 @@ class KeylessDatastore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """All True: statements about an empty set of records hold."""
+        """All features are claimed (True), because each claim holds for a datastore without records."""
         return Capabilities(
             exact_search=True, exact_keys=True, persistent=True, shared_writers=True, checks_keys=True
         )
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return 0, because nothing is stored; see `SupportsSize.record_size`."""
+        """Return 0, the bytes of a record on disk, because no record is ever stored."""
         return 0
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> NoReturn:
@@ -62,7 +73,7 @@ class KeylessDatastore:
         self._raise_no_keys()
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Raise ConfigError, because the caller expects neighbors and none can exist."""
+        """Raise ConfigError, because the caller expects neighbors, and this store has no records."""
         self._raise_no_keys()
 
     def delete(self, ids: IdRanges) -> None:
@@ -75,7 +86,7 @@ class KeylessDatastore:
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Return an empty iterator."""
+        """Return an empty iterator, because no record exists."""
         return iter(())
 
     def vacuum(self) -> None:
@@ -94,7 +105,7 @@ class KeylessDatastore:
         self.close()
 
     def _raise_no_keys(self) -> NoReturn:
-        """Raise ConfigError with a hint how to get a store with keys."""
+        """Raise ConfigError; the message says how to get a store with keys."""
         raise ConfigError(
             "this store keeps no keys (`knnstore init --key none`), it knows its text by n-grams alone: for "
             "what needs keys make another store and add the documents to it"

@@ -27,14 +27,18 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """An immutable snapshot of all records, sorted by ascending id. The three arrays have the same length."""
+    """Records sorted by ascending id, as three arrays of the same length that are never changed."""
 
     ids: Ids
     keys: Keys
     groups: Groups
 
     def rows(self, rows: NDArray[Any]) -> "_Records":
-        """Return a copy of the records that `rows` selects, by a mask or by row numbers."""
+        """Return a copy of some records.
+
+        Args:
+            rows: the records to copy: a mask of all records, or the array indices of records.
+        """
         return _Records(self.ids[rows], self.keys[rows], self.groups[rows])
 
 
@@ -68,13 +72,18 @@ class MemoryDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Create an empty store; see `Datastore.open`.
+        """Create an empty datastore in memory.
 
-        The location is not used. No parameters are accepted.
+        Args:
+            location: ignored, except in an error message.
+            dim: number of components of a vector, >= 1.
+            metric: metric of the distances.
+            mode: ``"a"`` or ``"x"``; both create an empty datastore.
+            **params: must be empty, because this adapter has no parameters.
 
         Raises:
-            DatastoreNotFoundError: mode ``"r"``, because an earlier handle leaves nothing to read.
-            ConfigError: dim is below 1, or a parameter is given.
+            DatastoreNotFoundError: mode is ``"r"``: a datastore in memory cannot be read by a second handle.
+            ConfigError: dim is below 1, or `params` is not empty.
         """
         checked_params("memory", params, accepted={})
         if dim < 1:
@@ -95,14 +104,23 @@ class MemoryDatastore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Exact search and exact keys; not persistent."""
+        """The features of this engine: exact search, exact keys, not persistent, one writer."""
         return Capabilities(exact_search=True, exact_keys=True, persistent=False, shared_writers=False)
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records; a record replaces an older record with the same id. See `Datastore.add`."""
+        """Store records. A new record replaces an older record with the same id.
+
+        Args:
+            ids: record ids, integers, shape (n,), >= 0, without duplicates.
+            keys: vectors, shape (n, dim), finite.
+            groups: group number of each record, integers, shape (n,), >= 0.
+
+        Raises:
+            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
+        """
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         with self._write_lock:
-            old = self._current_records()
+            old = self._get_current_records()
             unchanged = old.rows(~np.isin(old.ids, ids))
             merged = _Records(
                 np.concatenate([unchanged.ids, ids]),
@@ -112,12 +130,19 @@ class MemoryDatastore:
             self._records = merged.rows(np.argsort(merged.ids))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query; see `Datastore.search`.
+        """Find the k nearest records of each query exactly, by comparing the query with every record.
 
-        Equally near records are ordered by ascending id.
+        Args:
+            queries: query vectors, shape (q, dim), finite.
+            k: number of neighbors, >= 1.
+            where: records that may be found; None allows all records.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Equally near records are ordered by
+            ascending id. Missing neighbors have id -1 and distance +inf.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
-        records = self._current_records()
+        records = self._get_current_records()
         if where is not None:
             records = records.rows(where.ids.contains(records.ids))
         neighbors = Neighbors.nothing(len(queries), k)
@@ -130,34 +155,44 @@ class MemoryDatastore:
         return neighbors
 
     def delete(self, ids: IdRanges) -> None:
-        """Remove every record in the ranges; see `Datastore.delete`."""
+        """Delete every record whose id is in the ranges; ids without a record are ignored."""
         with self._write_lock:
-            old = self._current_records()
+            old = self._get_current_records()
             self._records = old.rows(~ids.contains(old.ids))
 
     def count(self) -> int:
-        """Return the number of live records."""
-        return len(self._current_records().ids)
+        """Return the number of records."""
+        return len(self._get_current_records().ids)
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield all records by ascending id, as they are at the first step; see `Datastore.iterate`."""
+        """Yield records by ascending id, in batches (ids, keys, groups).
+
+        Changes after the first batch was requested do not affect the iteration.
+
+        Args:
+            ids: ids of the records to yield; None yields all records.
+            batch_size: largest number of records in a batch, >= 1.
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        records = self._current_records()
+        records = self._get_current_records()
         rows = np.arange(len(records.ids)) if ids is None else np.flatnonzero(ids.contains(records.ids))
         for start in range(0, len(rows), batch_size):
             batch = records.rows(rows[start : start + batch_size])
             yield batch.ids, batch.keys, batch.groups
 
     def get(self, ids: Ids) -> Keys:
-        """Return the keys of records; see `SupportsGet.get`."""
+        """Return the keys of records by id, float32, shape (n, dim), in the order of `ids`.
+
+        Raises RecordNotFoundError if an id has no record.
+        """
         return read_keys(self, ids)
 
     def flush(self) -> None:
         """Do nothing, because the store has no files. Raises DatastoreClosedError after `close`."""
-        self._current_records()
+        self._get_current_records()
 
     def close(self) -> None:
         """Drop all records. Later calls of other methods raise DatastoreClosedError."""
@@ -169,7 +204,7 @@ class MemoryDatastore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _current_records(self) -> _Records:
+    def _get_current_records(self) -> _Records:
         """Return the current records. Raises DatastoreClosedError after `close`."""
         records = self._records
         if records is None:
@@ -180,9 +215,9 @@ class MemoryDatastore:
 def _compute_distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
     """Compute the distance of one query, shape (dim,), to keys of shape (n, dim). Returns shape (n,).
 
-    It shares no code with `knnstore.datastore.distances`, because it is the oracle for it. It sums the
-    differences themselves: |q|² - 2qx + |x|² is several times faster, but loses most digits for vectors that
-    are near each other, where digits matter.
+    The function shares no code with `knnstore.datastore.distances`, because tests compare that module with
+    this function. For L2 it sums the squared differences. The formula |q|² - 2qx + |x|² would be several
+    times faster, but loses most digits of the distance between nearly equal vectors.
     """
     distances = np.empty(len(keys), np.float32)
     for start in range(0, len(keys), _BLOCK_ROWS):

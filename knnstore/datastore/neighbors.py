@@ -12,38 +12,39 @@ from knnstore.datastore.arrays import Distances, Ids
 from knnstore.datastore.visits import Visits, apart
 
 _COLUMNS_HELD = 16
-"""`merge_many` merges when it holds more than this multiple of k columns."""
+"""`merge_many` merges the results in memory when they have more than this multiple of k columns in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
-    """The nearest records of each query.
+    """The k nearest records of each of q queries, as two matrices with a row for each query.
 
     Each row is sorted by ascending distance unless a function's docstring says otherwise, and no id occurs
-    twice in a row. If fewer than k records match, the rest of the row is padded: id -1 at distance +inf.
+    twice in a row. If a query has fewer than k neighbors, the rest of its row holds *missing neighbors*: id
+    -1 at distance +inf.
     """
 
     ids: Ids
-    """Record ids, int64, shape (q, k). In results of an index these can be row numbers instead."""
+    """Record ids, int64, shape (q, k). An index of a matrix of keys returns row numbers of this matrix
+    instead of record ids."""
 
     distances: Distances
     """Distances as `Metric` measures them; float32, shape (q, k)."""
 
     @classmethod
     def nothing(cls, queries: int, k: int) -> "Neighbors":
-        """Return a result of shape (queries, k) in which every neighbor is missing."""
+        """Return a result of shape (queries, k) in which every neighbor is missing: id -1, distance +inf."""
         return cls(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
 
     @classmethod
     def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
-        """Concatenate results of the same queries by columns, without sorting.
-
-        With axis 0, concatenate results of different queries by rows. Each is first padded to the number of
-        columns of the widest.
+        """Concatenate search results, without sorting.
 
         Args:
-            parts: one or more results.
-            axis: 1 to concatenate columns, 0 to concatenate rows.
+            parts: one or more results. A single result is returned itself.
+            axis: 1 to append the columns of results of the same queries; 0 to append the rows of results of
+                different queries. With 0, narrower results are first padded with missing neighbors to the
+                number of columns of the widest result.
         """
         if len(parts) == 1:
             return parts[0]
@@ -55,13 +56,14 @@ class Neighbors:
 
     @classmethod
     def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
-        """Return every record that a query was compared with as a neighbor of this query.
+        """Convert visits (distances of queries to all records of a cluster of near keys) to neighbors.
 
-        Rows are unsorted. They are padded to the same length, at least 1, with missing neighbors, which may
-        stand between others.
+        Each record that a query was compared with becomes a neighbor of this query. The rows of the result
+        are not sorted. They are padded to the same length, at least 1, with missing neighbors (id -1 at
+        distance +inf), which may stand between other neighbors.
 
         Args:
-            found: results of `SupportsCells.visit`: distances of the queries to the records of their cells.
+            found: visits of the queries, the result of `SupportsCells.visit`.
             queries: number of queries, q. A query without a visit gets only missing neighbors.
         """
         if found and all(stack.is_by_row(queries) for stack in found):
@@ -79,9 +81,9 @@ class Neighbors:
         return neighbors
 
     def nearest_first(self, k: int) -> "Neighbors":
-        """Return a copy whose first k columns are the k nearest neighbors, sorted by distance.
+        """Return a copy in which the first k columns hold the k nearest neighbors, sorted by distance.
 
-        The other columns follow unsorted. The number of columns stays the same.
+        The remaining neighbors follow, unsorted. The number of columns does not change.
         """
         if k >= self.ids.shape[1]:
             return self.nearest(self.ids.shape[1])
@@ -93,14 +95,20 @@ class Neighbors:
         return self._map_arrays(lambda array: array[rows, order])
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
-        """Return a copy of the results of some queries, selected by a mask or by row numbers."""
+        """Return a copy with the neighbors of some queries only.
+
+        Args:
+            rows: the queries to keep: a mask of all queries, or row numbers.
+        """
         return self._map_arrays(lambda array: array[rows])
 
     def named(self, ids: Ids) -> "Neighbors":
-        """Return a copy in which each row number r in `self.ids` is replaced by ids[r]; -1 stays -1.
+        """Convert row numbers in `self.ids` to record ids: r becomes ids[r], and -1 stays -1.
+
+        Returns a new result; the distances are shared with this result.
 
         Args:
-            ids: record id of each row number, int64, shape (n,).
+            ids: record id of each row of the searched matrix, int64, shape (n,).
         """
         named_ids = ids.take(self.ids, mode="clip")
         if len(named_ids) and self.ids[:, -1].min() < 0:
@@ -108,39 +116,42 @@ class Neighbors:
         return replace(self, ids=named_ids)
 
     def padded(self, k: int) -> "Neighbors":
-        """Return the result with k columns, padded with missing neighbors (id -1 at distance +inf).
+        """Append columns of missing neighbors (id -1 at distance +inf), and return a result with k columns.
 
-        k must be at least the present number of columns. With as many columns, the result is `self`.
+        Args:
+            k: number of columns of the result, at least the number of columns of `self`. If the two numbers
+                are equal, `self` is returned.
         """
         queries, columns = self.ids.shape
         return self if columns == k else Neighbors.joined([self, Neighbors.nothing(queries, k - columns)])
 
     def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
-        """Return a larger result, shape (n, k), with this result's rows where a mask is True.
+        """Return a result for n queries, shape (n, k), with this result's rows where a mask is True.
 
-        The other rows get only missing neighbors.
+        Rows where the mask is False get only missing neighbors (id -1 at distance +inf).
 
         Args:
-            rows: mask, shape (n,), with as many True values as this result has rows.
+            rows: mask of the n queries, shape (n,), with as many True values as this result has rows.
         """
         neighbors = Neighbors.nothing(len(rows), self.ids.shape[1])
         neighbors.put(rows, self)
         return neighbors
 
     def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
-        """Return a copy in which the neighbors selected by a mask are missing (id -1 at distance +inf).
+        """Return a copy in which the neighbors that a mask selects are missing (id -1 at distance +inf).
 
-        Missing neighbors keep their columns; call `nearest` to sort them to the end.
+        No neighbor moves to another column; call `nearest` to move missing neighbors to the end of a row.
 
         Args:
-            gone: mask, shape (q, k).
+            gone: mask of the neighbors to remove, shape (q, k).
         """
         return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
     def nearest(self, k: int) -> "Neighbors":
-        """Return the k nearest neighbors, sorted by distance; the columns of `self` may have any order.
+        """Return the k nearest neighbors of each query, sorted by distance.
 
-        The result has k columns, and is padded if `self` has fewer. If several neighbors have the k-th
+        The columns of `self` may have any order. The result has k columns; if `self` has fewer columns,
+        missing neighbors (id -1 at distance +inf) are appended. If more neighbors than fit have the k-th
         smallest distance, the neighbors with the smallest ids are kept.
         """
         # The stable sort is the one that is fast on presorted rows.
@@ -154,34 +165,35 @@ class Neighbors:
         return self._map_arrays(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
 
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
-        """Replace the results of some queries in place.
+        """Replace the neighbors of some queries in place.
 
         Args:
-            rows: the rows to replace, as a mask or as row numbers.
-            part: the new rows. They may have fewer columns than this result; then they are padded.
+            rows: the queries whose neighbors are replaced: a mask of all queries, or row numbers.
+            part: the new neighbors, with one row for each replaced row. If `part` has fewer columns than this
+                result, missing neighbors (id -1 at distance +inf) fill the rest.
         """
         part = part.padded(self.ids.shape[1])
         self.ids[rows], self.distances[rows] = part.ids, part.distances
 
     def sort_rows(self, rows: NDArray[np.int64]) -> None:
-        """Sort some rows by distance in place, for example after their distances have changed.
+        """Sort the neighbors of some queries by distance in place, after their distances have changed.
 
         Args:
-            rows: numbers of the rows.
+            rows: row numbers of the queries, shape (n,).
         """
         self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
 
     def _map_arrays(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
-        """Return a result whose arrays are `change(ids)` and `change(distances)`."""
+        """Apply a function to the matrix of ids and to the matrix of distances; return the new result."""
         return Neighbors(change(self.ids), change(self.distances))
 
 
 def _swap_into_first_column(array: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[Any]:
-    """Return a copy of a matrix in which each row's first value is exchanged with another value of the row.
+    """Return a copy of a matrix in which row i has exchanged its values in columns 0 and columns[i].
 
     Args:
         array: matrix, shape (n, k).
-        columns: column of the other value in each row, shape (n,).
+        columns: for each row the column whose value moves to column 0, shape (n,).
     """
     changed, rows = array.copy(), np.arange(len(array))
     changed[:, 0], changed[rows, columns] = array[rows, columns], array[:, 0]
@@ -189,13 +201,16 @@ def _swap_into_first_column(array: NDArray[Any], columns: NDArray[np.intp]) -> N
 
 
 def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
-    """Return the k nearest neighbors of each query from several results, sorted, shape (queries, k).
+    """Merge several search results of the same queries into the k nearest neighbors of each query.
 
     Args:
-        parts: results of the same queries without common records. A single part with at most k columns keeps
-            its order. Without parts, all neighbors are missing.
+        parts: results of the same queries. No record may occur in two results. If only one result has
+            columns, and at most k, its order is kept. Without results, all neighbors are missing.
         queries: number of queries.
-        k: number of neighbors.
+        k: number of neighbors to keep for each query.
+
+    Returns:
+        Neighbors sorted by distance, shape (queries, k); missing neighbors have id -1 and distance +inf.
     """
     parts = [part for part in parts if part.ids.shape[1]]
     if not parts:
@@ -206,9 +221,15 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
 
 
 def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
-    """Return the result of `merge`, without holding all parts in memory.
+    """Merge many search results of the same queries into the k nearest neighbors of each query.
 
-    Parts are merged whenever more than `_COLUMNS_HELD` * k columns are in memory.
+    The result is that of `merge`, but not all parts are in memory at the same time: whenever the parts in
+    memory have more than `_COLUMNS_HELD` * k columns, they are merged.
+
+    Args:
+        parts: results of the same queries, read one after another. No record may occur in two results.
+        queries: number of queries.
+        k: number of neighbors to keep for each query.
     """
     held_parts: list[Neighbors] = []
     columns = 0

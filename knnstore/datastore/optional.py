@@ -18,16 +18,16 @@ from knnstore.errors import RecordNotFoundError
 
 @runtime_checkable
 class SupportsGet(Protocol):
-    """An engine that reads a few records by id quickly."""
+    """A vector engine that reads a few records by id quickly."""
 
     def get(self, ids: Ids) -> Keys:
         """Return the keys of records.
 
         Args:
-            ids: int64, shape (n,), in any order; an id may occur several times.
+            ids: record ids, int64, shape (n,), in any order; an id may occur several times.
 
         Returns:
-            float32, shape (n, dim), in the order of the ids; as exact as the keys from `iterate`.
+            Keys, float32, shape (n, dim), in the order of the ids; as exact as the keys from `iterate`.
 
         Raises:
             RecordNotFoundError: an id has no record; the message names the id.
@@ -36,50 +36,57 @@ class SupportsGet(Protocol):
 
 @runtime_checkable
 class SupportsCells(Protocol):
-    """An engine that divides its records into cells: clusters of nearby keys.
+    """A vector engine that divides its records into cells. A cell is a cluster of records with nearby keys.
 
-    A query can be compared with all records of its nearest cells, in place of its k nearest records.
+    With `visit`, a query is compared with all records of its nearest cells. With `search`, only the k nearest
+    records are returned.
     """
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Compute the distances of each query to every record of its nearest cells.
+        """Compute the distances of each query to every record of its nearest cells (clusters of near keys).
 
-        Cells without a matching record are skipped and not counted. So each query finds at least one record
-        if any record matches. With as many probes as cells, a query is compared with all matching records.
+        Cells without a matching record are skipped and not counted. So each query is compared with at least
+        one record if any record matches. With as many probes as cells, a query is compared with all matching
+        records.
 
         Args:
-            queries: float32, shape (q, dim), finite; q may be 0.
-            probes: number of cells of each query, >= 1.
-            where: filter that records must match; see `Datastore.search`.
+            queries: query vectors, float32, shape (q, dim), finite; q may be 0.
+            probes: number of cells to search for each query, >= 1.
+            where: filter that records must match; None matches all records.
 
         Returns:
-            Stacks of distances, see `Visits`. A query and a record occur together at most once. The result
-            takes 4 bytes of memory for each query and each record of its cells. Empty if no record matches or
-            q is 0.
+            A list of `Visits`: arrays with queries, record ids and distances. A query and a record occur
+            together at most once. The result takes 4 bytes of memory for each query and each record of its
+            cells. The list is empty if no record matches or q is 0.
 
         Raises:
-            DimensionMismatchError, InvalidVectorError: as `Datastore.search`.
+            DimensionMismatchError: the queries have another dimension than the records.
+            InvalidVectorError: a query contains NaN or infinity.
             ValueError: probes < 1.
         """
 
 
 @runtime_checkable
 class SupportsOptimize(Protocol):
-    """An engine that can reorganize itself for faster search."""
+    """A vector engine that can reorganize itself for faster search."""
 
     def optimize(self) -> None:
-        """Build or extend indexes and reclaim the space of deleted records. Search results stay correct."""
+        """Build or extend indexes, and reclaim the space of deleted records.
+
+        The stored records do not change. Afterwards searches are faster, and may be approximate where the
+        engine searches approximately.
+        """
 
 
 @runtime_checkable
 class SupportsSize(Protocol):
-    """An engine that can estimate its size on a local disk."""
+    """A vector engine that can estimate its size on a local disk."""
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Estimate the bytes of one record on disk, including its share of an index.
+        """Return an estimate of the bytes that one record takes on disk, including its share of an index.
 
-        The estimate is rather too large than too small.
+        If the exact size is not known, the estimate is too large rather than too small.
 
         Args:
             dim: number of components of a vector.
@@ -89,28 +96,32 @@ class SupportsSize(Protocol):
 
 @runtime_checkable
 class SupportsVacuum(Protocol):
-    """An engine that only marks records as deleted, and can rewrite its files without them."""
+    """A vector engine that only marks records as deleted, and can rewrite its files without them."""
 
     def vacuum(self) -> None:
-        """Rewrite files with deleted or replaced records. Afterwards no file contains their ids or keys."""
+        """Rewrite every file that contains deleted or replaced records, without these records.
+
+        Afterwards no file contains the id or the key of a deleted record, or the key that was replaced.
+        """
 
 
 @runtime_checkable
 class SupportsBeside(Protocol):
-    """An engine, usually a server, that can hold a copy of a datastore at the same location."""
+    """A vector engine, usually a server, that can hold a copy of a datastore at the same location."""
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
-        """Choose parameters under which a copy of the datastore can be created at the same location.
+        """Choose parameters with which a copy of a datastore can be created at the same location.
 
-        Creates nothing.
+        The method only chooses parameters; it creates nothing.
 
         Args:
-            location: as in `Datastore.open`.
-            **params: the parameters of the datastore.
+            location: location of the datastore that will be copied, for example the URL of a server.
+            **params: the parameters with which this datastore was opened.
 
         Returns:
-            The parameters that must differ for the copy, such as another name. No datastore has them yet.
+            The parameters that must differ for the copy, with values that no datastore at the location has
+            yet, for example ``{"collection": NEW_NAME}``. All other parameters stay as in `params`.
 
         Raises:
             StoreUnavailableError: the engine cannot be reached.
@@ -119,45 +130,52 @@ class SupportsBeside(Protocol):
 
 @runtime_checkable
 class SupportsVerify(Protocol):
-    """An engine that can check its files."""
+    """A vector engine that can check its files."""
 
     def verify(self) -> list[str]:
-        """Check sizes and checksums of all stored files.
+        """Check sizes and checksums of all stored files, without changing any file.
 
-        Returns one line for each problem, empty if there is none. Changes nothing that is stored.
+        Returns one line of text for each problem; the list is empty if no problem is found.
         """
 
 
 @runtime_checkable
 class SupportsDamage(Protocol):
-    """An engine that continues without the damaged part of its records.
+    """A vector engine that continues to work after a file with some of its records is damaged.
 
-    As soon as the damage is known, searching and iterating leave the damaged records out. Each damage is
-    logged once.
+    As soon as the engine knows of the damage, `search` and `iterate` leave the damaged records out. Each
+    damaged part is logged once.
     """
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the damage that this handle has noticed so far, empty if none; `verify` looks for more."""
+        """Return the damaged parts (such as files) that this handle has noticed so far; empty if none.
+
+        The method reads no files to look for damage; `SupportsVerify.verify` does.
+        """
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged part, one of the results of `damaged`, from the datastore durably.
+        """Remove a damaged part (such as a file) and all its records from the datastore, durably.
 
-        Its records are lost. After that they no longer count as damaged.
+        The records of the part are lost, and `damaged` no longer returns the part.
+
+        Args:
+            part: one of the results of `damaged`.
         """
 
 
 @runtime_checkable
 class SupportsErase(Protocol):
-    """An engine that can remove a whole datastore."""
+    """A vector engine that can remove a whole datastore."""
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
-        """Remove everything that the engine keeps for the datastore at a location, and nothing else.
+        """Remove all files or server data of the datastore at a location, and nothing else.
 
-        The datastore may be damaged, or half removed by an interrupted call. Does nothing if nothing exists.
+        The datastore may be damaged, or half removed by an interrupted call. If no datastore exists at the
+        location, the method does nothing.
 
         Args:
-            location: as in `Datastore.open`.
+            location: directory or URL of the datastore, as in `Datastore.open`.
             **params: the parameters with which the datastore was opened.
 
         Raises:
@@ -168,21 +186,22 @@ class SupportsErase(Protocol):
 
 @runtime_checkable
 class SupportsOwner(Protocol):
-    """An engine that stores the name of an owner, a store, with the keys.
+    """A vector engine that stores the name of the owner of a datastore beside the keys.
 
-    A store reads this name to avoid writing, moving or erasing the keys of another store, or of the store of
-    which it is a copy.
+    The owner is the store (catalog and datastore together) to which the keys belong. A store reads the
+    owner's name so that it never writes, moves or erases keys of another store. After somebody copies the
+    folder of a store, the copy finds the name of the original, and leaves the keys alone.
     """
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the owner of the datastore at a location, as the last call of `claim` set it.
+        """Return the name of the owner of the datastore at a location, which the last `claim` set.
 
-        Returns None if `claim` was never called, or if no datastore exists. The owner is known as long as any
-        part of the datastore exists: also with damaged files, and after an interrupted `erase`.
+        Returns None if `claim` was never called, or if no datastore exists. The name can be read as long as
+        any part of the datastore exists, even if files are damaged or an `erase` was interrupted.
 
         Args:
-            location: as in `Datastore.open`.
+            location: directory or URL of the datastore, as in `Datastore.open`.
             **params: the parameters with which the datastore was opened.
 
         Raises:
@@ -191,11 +210,11 @@ class SupportsOwner(Protocol):
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Set the owner of a datastore, durably. Records and open handles do not change.
+        """Save the name of a datastore's owner, durably. Records and open handles do not change.
 
         Args:
             location: the location of an existing datastore, which the caller has open for writing.
-            owner: one line of text.
+            owner: name of the owner, one line of text.
             **params: the parameters with which the datastore was opened.
 
         Raises:
@@ -204,14 +223,14 @@ class SupportsOwner(Protocol):
 
 
 def read_keys(store: Datastore, ids: Ids) -> Keys:
-    """Return the keys of records by id; implements `SupportsGet.get` with `Datastore.iterate`.
+    """Return the keys of records by id. Adapters can use this function to implement `SupportsGet.get`.
 
     Args:
-        store: open datastore.
-        ids: int64, shape (n,), in any order; an id may occur several times.
+        store: open datastore; its method `iterate` reads the records.
+        ids: record ids, int64, shape (n,), in any order; an id may occur several times.
 
     Returns:
-        float32, shape (n, dim), in the order of the ids.
+        Keys, float32, shape (n, dim), in the order of the ids.
 
     Raises:
         RecordNotFoundError: an id has no record; the message names the smallest such id.

@@ -17,11 +17,12 @@ BATCH_SIZE = 8192
 
 @runtime_checkable
 class Datastore(Protocol):
-    """A set of records: vectors under int64 ids, each in one group, searched for the nearest neighbors.
+    """A set of records in a vector engine. A record is a vector (the key) with an int64 id and a group.
 
-    Several threads may share one handle: searches run in parallel with each other and with one thread that
-    adds or deletes. Exceptions of the engine are chained to a `KnnstoreError`. A connection problem raises
-    `StoreUnavailableError`; the call may be retried.
+    A group is a set of records with the same group number; a store uses one number for each domain. Several
+    threads may share one handle: searches run in parallel with each other and with one thread that adds or
+    deletes. If the engine raises an exception, the method raises a `KnnstoreError` from it. A connection
+    problem raises `StoreUnavailableError`; the call may be retried.
     """
 
     @classmethod
@@ -34,8 +35,9 @@ class Datastore(Protocol):
             location: a directory that the adapter owns, or the URL of a server.
             dim: number of components of a vector, >= 1.
             metric: metric of the distances.
-            mode: ``"r"`` reads an existing datastore and sees the changes that a writer flushes without
-                reopening; ``"a"`` opens for writing, or creates; ``"x"`` creates.
+            mode: ``"r"`` opens an existing datastore for reading; the handle sees what a writer flushes
+                later. ``"a"`` opens for writing, and creates the datastore if it does not exist. ``"x"``
+                creates a datastore and opens it for writing.
             **params: the adapter's parameters, which each adapter documents. Parameters about the storage of
                 records are fixed when the datastore is created. Parameters about building an index apply when
                 an index is built. Parameters about searching or about reaching an engine apply to this
@@ -59,20 +61,20 @@ class Datastore(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The features of this engine."""
+        """The features of this vector engine, such as exact search."""
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records; a record replaces an older record with the same id, including its group.
 
         When the call returns, `search` of this handle finds the records; they are durable after `flush`. The
-        arrays are neither kept nor changed. An empty call does nothing. A call with refused arguments stores
-        nothing. If an engine fails halfway (disk full, connection lost), any of the records may have been
-        stored or replaced, each of them completely; calling again completes the rest.
+        arrays are neither kept nor changed. With n = 0 the call does nothing. A call with invalid arguments
+        stores nothing. If the engine fails halfway (disk full, connection lost), some of the records may have
+        been stored, and no record is stored half; the same call again stores the rest.
 
         Args:
-            ids: int64, shape (n,), >= 0, without duplicates.
-            keys: shape (n, dim), finite; other float types and layouts are cast.
-            groups: int32, shape (n,), >= 0.
+            ids: record ids, int64, shape (n,), >= 0, without duplicates.
+            keys: vectors, shape (n, dim), finite; other dtypes than float32 and other layouts are cast.
+            groups: group number of each record, int32, shape (n,), >= 0.
 
         Raises:
             DimensionMismatchError: the keys have another dimension.
@@ -85,15 +87,16 @@ class Datastore(Protocol):
         """Find the k nearest records of each query.
 
         Args:
-            queries: float32, shape (q, dim), finite; q may be 0.
-            k: number of neighbors, >= 1. If fewer records match, rows are padded with id -1 at +inf. Among
-                equally near records at the k-th place the engine may choose; it should choose the smallest
-                ids.
-            where: filter that records must match; None matches all. The engine always respects the filter: an
-                empty filter matches no record, and a filter may have any number of ranges.
+            queries: query vectors, float32, shape (q, dim), finite; q may be 0.
+            k: number of neighbors, >= 1. If several records compete for the k-th place at the same distance,
+                the engine may choose; it should choose the smallest ids.
+            where: filter that records must match; None matches all records. The engine never returns a
+                record outside the filter: an empty filter matches no record, and a filter may have any number
+                of ranges.
 
         Returns:
-            ids and distances, each of shape (q, k), nearest first.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, the
+            rest of a row holds id -1 and distance +inf.
 
         Raises:
             DimensionMismatchError: the queries have another dimension.
@@ -104,25 +107,30 @@ class Datastore(Protocol):
     def delete(self, ids: IdRanges) -> None:
         """Delete every record whose id is in the ranges; ids without a record are ignored.
 
-        When the call returns, no search of this handle finds the records; the deletion is durable after
-        `flush`.
+        When the call returns, no search of this handle finds the deleted records. The deletion is durable
+        after `flush`.
         """
 
     def count(self) -> int:
-        """Return the exact number of live records."""
+        """Return the exact number of records; deleted records, and replaced versions, do not count."""
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every live record once, by ascending id, in batches of at most `batch_size`.
+        """Yield every record once, by ascending id, as batches (ids, keys, groups).
+
+        Deleted records, and replaced versions of records, are not yielded.
 
         Args:
-            ids: ranges of ids to which the result is restricted; None yields all records.
+            ids: ids of the records to yield; None yields all records.
             batch_size: largest number of records in a batch, >= 1.
+
+        Yields:
+            Record ids int64 (n,), keys float32 (n, dim), and group numbers int32 (n,) of n records.
         """
 
     def flush(self) -> None:
-        """Make everything added or deleted so far durable: it survives `kill -9` and a power loss."""
+        """Write all additions and deletions so far to disk, so that they survive a crash or a power loss."""
 
     def close(self) -> None:
         """Flush, if the handle was opened for writing, and release all resources.

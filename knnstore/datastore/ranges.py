@@ -9,11 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 class IdRanges:
     """An immutable set of int64 ids, stored as sorted, disjoint, half-open ranges.
 
-    Ranges that overlap or touch are merged, and empty ranges are dropped, so equal sets have equal
-    representations. All operations cost O(number of ranges) except `ids`, which costs O(number of ids).
+    Ranges that overlap or touch are merged, and empty ranges are dropped. So two sets with the same ids
+    always have the same ranges. All operations cost O(number of ranges) except `ids`, which costs O(number of
+    ids).
 
     Args:
-        ranges: pairs (start, stop) in any order, or an integer array of shape (m, 2).
+        ranges: pairs (start, stop) in any order, or an integer array of shape (m, 2); `stop` is not in the
+            range. Without pairs, the set is empty.
 
     Raises:
         ValueError: a start is negative or greater than its stop.
@@ -29,7 +31,7 @@ class IdRanges:
     """First id of each range, shape (m,), ascending."""
 
     stops: NDArray[np.int64]
-    """One past the last id of each range, shape (m,), ascending."""
+    """The last id of each range plus one, shape (m,), ascending."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] | ArrayLike = ()) -> None:
         pairs = np.asarray(ranges if isinstance(ranges, np.ndarray) else list(ranges), np.int64)  # type: ignore[arg-type]
@@ -47,7 +49,7 @@ class IdRanges:
 
     @classmethod
     def of_ids(cls, ids: NDArray[np.int64]) -> "IdRanges":
-        """Return the set of exactly these ids.
+        """Return the set that contains exactly the ids of an array.
 
         Args:
             ids: int64, shape (n,), each >= 0, in any order; duplicates are allowed.
@@ -81,13 +83,16 @@ class IdRanges:
         return f"IdRanges({list(self)})"
 
     def ids(self) -> NDArray[np.int64]:
-        """Return every id, ascending, shape (size,). Use it only for small sets."""
+        """Return every id of the set, int64, ascending, shape (size,).
+
+        The array takes 8 bytes for each id, so call this method only for small sets.
+        """
         lengths = self.stops - self.starts
         shifts: NDArray[np.int64] = np.repeat(self.stops - np.cumsum(lengths), lengths)
         return np.arange(len(shifts)) + shifts
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask of the ids that are in the set, in the shape of `ids`.
+        """Return a mask with the shape of `ids`: True where an id is in the set.
 
         Negative ids are never in the set.
         """
@@ -106,7 +111,7 @@ class IdRanges:
         return self - (self - other)
 
     def __sub__(self, other: "IdRanges") -> "IdRanges":
-        """Return the ids of this set that are not in the other set."""
+        """Return the set of all ids that are in this set and not in `other`."""
         if not self or not other:
             return self
         low, high = int(min(self.starts[0], other.starts[0])), int(max(self.stops[-1], other.stops[-1]))
@@ -124,13 +129,14 @@ class IdRanges:
         return IdRanges(np.stack([starts, stops], axis=1))
 
     def rows_in(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the rows of an ascending id array whose ids are in the set, as slices.
+        """Find the slices of an ascending array of ids that contain exactly the ids in the set.
 
         Args:
             sorted_ids: int64, shape (n,), ascending.
 
         Returns:
-            int64, shape (s, 2): half-open row slices, ascending and disjoint, none empty.
+            Slices [start, stop) of array indices, int64, shape (s, 2), ascending and disjoint. No slice is
+            empty; s is 0 if no id of the array is in the set.
         """
         if not len(sorted_ids):
             return np.empty((0, 2), np.int64)
@@ -141,5 +147,9 @@ class IdRanges:
         return slices[slices[:, 0] < slices[:, 1]]
 
     def _to_array(self, selected: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the ranges that a slice selects as an array of rows (start, stop), shape (m, 2)."""
+        """Return the ranges as an array of pairs (start, stop), int64, shape (m, 2).
+
+        Args:
+            selected: slice of the list of ranges to return; by default all ranges.
+        """
         return np.stack([self.starts[selected], self.stops[selected]], axis=1)

@@ -1,7 +1,7 @@
-"""Record ids: the position of a token in the store, and the token, in one int64.
+"""Record ids: one int64 encodes the position of a token in the store and the token id.
 
-So a search result contains the retrieved tokens, and no engine needs a second look-up. No other module
-depends on the layout of an id.
+Because of this, a search result contains the retrieved tokens, and no second look-up is needed. No other
+module depends on the layout of a record id.
 """
 
 from typing import Any
@@ -12,51 +12,68 @@ from numpy.typing import NDArray
 from knnstore.datastore.ranges import IdRanges
 
 _TOKEN_BITS = 20
-"""Number of low bits of an id that hold the token."""
+"""Number of low bits of a record id that hold the token id. The higher bits hold the position."""
 
 TOKEN_LIMIT = 1 << _TOKEN_BITS
 """Token ids are below this limit, so larger vocabularies are not supported."""
 
 POSITION_LIMIT = 1 << (63 - _TOKEN_BITS)
-"""Positions are below this limit (43 bits): 8.8e12 tokens in the life of a store, removed tokens included."""
+"""Positions are below this limit, 2^43 = 8.8e12.
+
+A position is the number of a token in a store, given once and never reused. So a store can receive this many
+tokens in its life, including tokens that were removed.
+"""
 
 ID_LIMIT = 2**63 - 1
-"""Record ids are below this limit, so that a half-open range can end after any id."""
+"""Record ids are below this limit, so that the end of a half-open range, an id plus one, fits in int64."""
 
 
 def record_ids(positions: NDArray[np.int64], tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Return the record ids that encode tokens and their positions, int64.
+    """Encode positions and tokens as record ids.
 
     Args:
-        positions: position of each token in the store, below `POSITION_LIMIT`.
-        tokens: token ids below `TOKEN_LIMIT`, in the same shape.
+        positions: position of each token in the store, int64, 0 to `POSITION_LIMIT` - 1.
+        tokens: token ids, 0 to `TOKEN_LIMIT` - 1, in the same shape.
+
+    Returns:
+        Record ids, int64, in the same shape.
     """
     return (positions << _TOKEN_BITS) | tokens.astype(np.int64)
 
 
 def tokens_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the token id that each record id encodes. The result for id -1 is meaningless."""
+    """Return the token id that each record id encodes, int64, in the shape of `ids`.
+
+    The result for id -1, which marks a missing neighbor, is meaningless.
+    """
     return ids & (TOKEN_LIMIT - 1)
 
 
 def positions_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position that each record id encodes; -1 for id -1."""
+    """Return the position in the store that each record id encodes, int64, in the shape of `ids`.
+
+    The result for id -1, which marks a missing neighbor, is -1.
+    """
     return ids >> _TOKEN_BITS
 
 
 def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
-    """Return the record ids of all tokens at positions in the ranges [start, stop).
+    """Convert ranges of positions to the set of all record ids at these positions, whatever their token.
 
     Args:
-        starts: first position of each range, shape (m,).
-        stops: position after each range, shape (m,).
+        starts: first position of each range, int64, shape (m,).
+        stops: last position of each range plus one, int64, shape (m,).
     """
     ends = np.where(stops < POSITION_LIMIT, stops << _TOKEN_BITS, ID_LIMIT)
     return IdRanges(np.stack([starts << _TOKEN_BITS, ends], axis=1))
 
 
 def whole_positions(ids: IdRanges) -> IdRanges:
-    """Return the positions, as ranges, for which a set contains the record ids of all tokens."""
+    """Return the positions all of whose record ids are in a set.
+
+    A record id encodes a position and a token; a position counts only if the set contains its record id with
+    every possible token. The result is a set of positions, although its type is that of sets of record ids.
+    """
     starts = positions_of(ids.starts - 1) + 1
     stops = positions_of(ids.stops) + (ids.stops == ID_LIMIT)
     return IdRanges(np.stack([starts, np.maximum(starts, stops)], axis=1))

@@ -1,12 +1,13 @@
-"""The registry of adapters: every installed distribution may offer adapters.
+"""The registry of adapters. An adapter is a class that connects knnstore to a vector engine.
 
-An adapter is one line in the metadata of its distribution; the adapters of knnstore are declared alike::
+Every installed distribution (Python package with metadata) may offer adapters, by entry points. The adapters
+of knnstore itself are declared in the same way, with one line for each adapter::
 
     [project.entry-points."knnstore.datastores"]
     milvus = "knnstore_milvus:MilvusDatastore"
 
-`names` lists adapters, `load` imports one, `describe` tries all. An adapter is imported only when `load` gets
-its name or `describe` tries it, so a broken plug-in affects no other.
+`names` lists the adapters, `load` imports one adapter, and `describe` tries all adapters. An adapter is
+imported only when `load` receives its name or `describe` tries it, so a broken adapter affects no other.
 """
 
 import difflib
@@ -32,7 +33,7 @@ ENTRY_POINT_GROUP = "knnstore.datastores"
 
 _OURSELVES = "knnstore"  # its requirements are mostly not those of an adapter's engine
 _NO_ENGINE = {_OURSELVES, "numpy"}
-"""Requirements that never name the engine of an adapter."""
+"""Names of required distributions that are never listed as the engine of an adapter."""
 _PROBE_DIM = 8
 """Dimension of the temporary datastore that `describe` opens."""
 
@@ -49,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """One adapter that an installed distribution offers."""
+    """Report on one adapter that an installed distribution offers."""
 
     name: str
     """The adapter's name, the argument of `load`."""
@@ -64,26 +65,34 @@ class AdapterInfo:
     """Reason why the adapter cannot be loaded, with a remedy; None if it can be loaded."""
 
     libraries: Mapping[str, str | None] = field(default_factory=dict)
-    """Version of each distribution that provides the engine; None for a distribution that is not installed.
+    """Version of each distribution that provides the engine, by name.
+
+    The version is None if the distribution is not installed.
     """
 
     capabilities: Capabilities | None = None
-    """Features with default parameters in a local folder; None if no datastore can be opened in a folder."""
+    """Features of a datastore that was opened in a local folder with default parameters.
+
+    None if the adapter cannot be loaded, or cannot open a datastore in a folder (it needs a server).
+    """
 
     note: str | None = None
-    """Reason why no datastore can be opened in a folder, although the adapter can be loaded; else None."""
+    """Reason why the loaded adapter cannot open a datastore in a local folder.
+
+    None if it can, or if the adapter cannot be loaded.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """One entry point and the distribution that declares it."""
+    """An entry point that names an adapter, and the distribution (installed package) that declares it."""
 
     entry_point: EntryPoint
     distribution: Distribution
 
 
 def names() -> list[str]:
-    """Return the names of all installed adapters, sorted, without importing any."""
+    """Return the names of all installed adapters, sorted, without importing an adapter."""
     return sorted({offer.entry_point.name for offer in _list_offers()})
 
 
@@ -118,11 +127,13 @@ def describe() -> list[AdapterInfo]:
 
 
 def _describe_adapter(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
-    """Return the report on one adapter; importing and opening the adapter raise no error here.
+    """Import one adapter, open an empty datastore with it, and return a report on the adapter.
+
+    Errors of importing and opening are put into the report, not raised.
 
     Args:
         offer: the adapter.
-        offers: all installed adapters, to find conflicts of names.
+        offers: all installed adapters; two adapters with the same name are reported as a problem.
     """
     problem = capabilities = note = None
     name, owner = offer.entry_point.name, offer.distribution
@@ -152,11 +163,14 @@ def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, 
 
 
 def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
-    """Return the version of each distribution that provides an adapter's engine; None if not installed.
+    """Find the distributions (packages) that provide an adapter's engine, and their installed versions.
 
-    The engine consists of the requirements of the extras named ``ADAPTER`` or ``ADAPTER-...``. Without an
-    extra, all requirements of the adapter's distribution count, except knnstore and numpy. For an adapter of
-    knnstore itself without an extra, the result is empty.
+    The engine consists of the requirements of the extras named ``ADAPTER`` or ``ADAPTER-...``. If no such
+    extra exists, all requirements of the adapter's distribution count, except knnstore and numpy. For an
+    adapter of knnstore itself without such an extra, and for unreadable requirements, the result is empty.
+
+    Returns:
+        Version of each distribution, by name; None if the distribution is not installed.
     """
     adapter, owner = offer.entry_point.name, offer.distribution
     try:
@@ -179,17 +193,22 @@ def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
 
 
 def _is_required(requirement: Requirement, extra: str = "") -> bool:
-    """Check whether a requirement applies on this machine when `extra` is installed ("" for no extra)."""
+    """Check whether a requirement applies on this machine.
+
+    Args:
+        requirement: a requirement, possibly with a condition (marker) on platform, Python or extra.
+        extra: name of the extra that is installed; "" for none.
+    """
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _list_extras(owner: Distribution) -> list[str]:
-    """Return the names of a distribution's extras."""
+    """Return the names of a distribution's extras (optional groups of requirements)."""
     return owner.metadata.get_all("Provides-Extra") or []
 
 
 def _find_version(distribution: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed."""
+    """Return the version of an installed distribution by name; None if it is not installed."""
     try:
         return version_of(distribution)
     except PackageNotFoundError:
@@ -197,7 +216,7 @@ def _find_version(distribution: str) -> str | None:
 
 
 def _list_offers() -> list[_Offer]:
-    """Return all adapters that installed distributions offer.
+    """Return all adapters that installed distributions offer, without importing them.
 
     The result is cached until a folder of `sys.path` changes.
     """
@@ -214,10 +233,10 @@ def _read_modification_time(folder: str) -> int:
 
 @lru_cache(maxsize=1)
 def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to be told apart
-    """Read all adapters that installed distributions offer.
+    """Read the entry points of all installed distributions, and return the adapters that they name.
 
     If a distribution is installed twice, only the copy that Python imports counts. Unreadable distributions
-    are logged and skipped.
+    are logged and skipped. The last result is cached.
 
     Args:
         folders: folders of `sys.path` and their modification times; used only as the key of the cache.
@@ -240,7 +259,17 @@ def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only 
 
 
 def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
-    """Import the adapter with a name and return its class; see `load`. `offers` are all adapters."""
+    """Import the adapter with a name and return its class.
+
+    Args:
+        name: the adapter's name.
+        offers: all installed adapters.
+
+    Raises:
+        AdapterNotFoundError: no adapter has this name.
+        AdapterConflictError: several adapters have this name.
+        AdapterLoadError: the adapter cannot be imported, or lacks a method of `Datastore`.
+    """
     matching = [offer for offer in offers if offer.entry_point.name == name]
     if not matching:
         raise AdapterNotFoundError(
@@ -269,9 +298,14 @@ def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
 
 
 def _find_missing_package(error: Exception, entry_point: EntryPoint) -> str | None:
-    """Return the name of the missing package because of which an import failed.
+    """Return the name of the package that must be installed for an adapter whose import failed.
 
-    Returns None if the error has another cause, or if the missing module is in the adapter's own package.
+    Returns None if the error is not a missing module, or if the missing module belongs to the adapter's own
+    package.
+
+    Args:
+        error: the exception of the import.
+        entry_point: the entry point of the adapter.
     """
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
@@ -280,18 +314,21 @@ def _find_missing_package(error: Exception, entry_point: EntryPoint) -> str | No
 
 
 def _make_install_command(offer: _Offer) -> str:
-    """Return the shell command that installs an adapter's dependencies, by its extra if it has an extra."""
+    """Return the shell command that installs an adapter with its dependencies.
+
+    If the distribution has an extra with the adapter's name, the command installs this extra.
+    """
     owner, extra = offer.distribution.name, offer.entry_point.name
     has_extra = extra in _list_extras(offer.distribution)
     return f"pip install '{owner}[{extra}]'" if has_extra else f"pip install {owner}"
 
 
 def _make_not_found_message(name: str, installed: list[str]) -> str:
-    """Return the error message for an unknown adapter, with the most similar installed name if there is one.
+    """Return the error message for an unknown adapter; it suggests a similar installed name if one exists.
 
     Args:
         name: the unknown name.
-        installed: names of the installed adapters.
+        installed: names of the installed adapters; if empty, the message says to install knnstore.
     """
     if not installed:
         return f"no adapter {name!r}, nor any other: knnstore itself is not installed; run `pip install -e .`"

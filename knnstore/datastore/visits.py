@@ -1,6 +1,6 @@
-"""Visits: distances between queries and all records of a cell that these queries search.
+"""Visits: distances between some queries and all records of a cell, which is a cluster of nearby records.
 
-A cell is a cluster of nearby records; see `SupportsCells`.
+An engine with cells (`SupportsCells`) returns visits in place of the k nearest records.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,13 @@ from knnstore.datastore.arrays import Distances, Ids
 
 
 class Visit(NamedTuple):
-    """Distances of every one of m queries to every one of r records, which come from one or several cells."""
+    """Distances of m queries to r records, for each pair of a query and a record.
+
+    The records come from one or several cells (clusters of nearby records) that all m queries search.
+    """
 
     queries: NDArray[np.int64]
-    """Row numbers of the queries, shape (m,), without duplicates."""
+    """Row numbers of the queries in the caller's array of queries, shape (m,), without duplicates."""
 
     ids: Ids
     """Ids of the records, shape (r,), without duplicates."""
@@ -25,17 +28,21 @@ class Visit(NamedTuple):
     """Distances as `Metric` measures them, float32, shape (m, r)."""
 
     ranks: NDArray[np.int64] | None = None
-    """Rank of this cell among the cells that each query searched, shape (m,): 0 is the nearest.
+    """Rank of this cell among the cells that each query searched, shape (m,): 0 is the query's nearest cell.
 
-    None if unknown.
+    None if the engine does not report ranks.
     """
 
 
 class Visits(NamedTuple):
-    """A stack of b visits in arrays of equal shape. A GPU computes many visits at once, a CPU often one."""
+    """A stack of b visits, padded to equal shape, so that a GPU can compute many visits at once.
+
+    A visit holds the distances of up to m queries to all of up to r records; see `Visit`.
+    """
 
     queries: NDArray[np.int64]
-    """Row numbers of the queries of each visit, shape (b, m); padded with -1. Visits may share queries."""
+    """Row numbers of the queries of each visit, shape (b, m); padded with -1. A query may be in several
+    visits."""
 
     ids: Ids
     """Record ids of each visit, shape (b, r); padded with -1."""
@@ -47,19 +54,20 @@ class Visits(NamedTuple):
     ranks: NDArray[np.int64] | None = None
     """Rank of each visit's cell among the cells that each query searched, shape (b, m): 0 is the nearest.
 
-    None if unknown. With ranks, sums over fewer cells can be computed from the same visits.
+    None if the engine does not report ranks. With ranks, the caller can compute from the same visits what
+    fewer cells for each query would have given.
     """
 
     @classmethod
     def of(cls, visit: Visit) -> Self:
-        """Return a stack that consists of one `Visit`, without copying the arrays of the visit."""
+        """Wrap one `Visit` in a stack with b = 1, without copying the arrays of the visit."""
         queries, ids, distances, ranks = visit
         return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
     def apart(self) -> Iterator[Visit]:
         """Yield each visit of the stack separately, as numpy arrays without padding.
 
-        Visits without a query or without a record are skipped. Distances on a device are copied from there.
+        Visits without a query or without a record are skipped. Distances on a GPU are copied to main memory.
         """
         distances = self.distances
         distances = distances if isinstance(distances, np.ndarray) else distances.cpu().numpy()
@@ -77,21 +85,23 @@ class Visits(NamedTuple):
                 yield visit
 
     def is_by_row(self, queries: int) -> bool:
-        """Check whether the stack has exactly one visit for each query, in the order of the queries.
+        """Check whether visit i of the stack belongs to query i alone, for all queries.
 
-        Also returns False if the visits have no record, or if the distances are not in a numpy array.
+        Returns False also if the visits have no records, or if the distances are not in a numpy array.
 
         Args:
-            queries: number of queries.
+            queries: number of queries in all.
         """
         in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
 
     def only(self, records: NDArray[np.bool_]) -> "Visits":
-        """Return a copy in which only the records selected by a mask remain; the others become padding.
+        """Return a copy in which only the records that a mask selects remain.
+
+        The other records are replaced by padding: id -1 at distance +inf. The shapes do not change.
 
         Args:
-            records: mask of the records of each visit, shape (b, r).
+            records: mask of the records to keep in each visit, shape (b, r).
         """
         distances = self.distances
         distances = distances.copy() if isinstance(distances, np.ndarray) else distances.clone()
@@ -101,12 +111,15 @@ class Visits(NamedTuple):
     def meeting(self) -> NDArray[np.int64]:
         """Return the row numbers of the queries that were compared with at least one record, shape (n,).
 
-        The result is unsorted. A query with several visits occurs several times.
+        The row numbers are not sorted, and a query in several visits occurs several times.
         """
         queries = self.queries[(self.ids >= 0).any(axis=1)].ravel()
         return queries[queries >= 0]
 
 
 def apart(visits: Iterable[Visits]) -> list[Visit]:
-    """Divide stacks of visits into single `Visit` objects without padding; see `Visits.apart`."""
+    """Divide stacks of visits into single `Visit` objects, as numpy arrays without padding.
+
+    Visits without a query or without a record are left out. Distances on a GPU are copied to main memory.
+    """
     return [visit for stack in visits for visit in stack.apart()]

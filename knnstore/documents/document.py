@@ -1,4 +1,7 @@
-"""`TextDocument`, its conversion from rows of any kind, and the reading of entries with error handling."""
+"""`TextDocument`, its conversion from rows of any kind, and reading documents with error handling.
+
+A row is an object with a text, an id and metadata, such as a line of a JSON Lines file or of a table.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,14 +23,19 @@ from knnstore.documents.python_values import (
 from knnstore.errors import InputError, UnusableDocumentError
 
 OnBad = Callable[[UnusableDocumentError], None]
-"""Callback for each document that is skipped, called with its error; it may raise the error to stop."""
+"""Function that is called with the error of each document that is skipped.
+
+It may raise the error, to stop reading.
+"""
 
 
 class Fields(NamedTuple):
     """Names of the fields of a row that contain the text and the id; all other fields are metadata."""
 
     text: str = "text"
+    """Name of the field with the text."""
     id: str = "id"
+    """Name of the field with the id."""
 
 
 FIELDS = Fields()
@@ -35,7 +43,7 @@ FIELDS = Fields()
 
 
 class Reason(StrEnum):
-    """Kinds of problems for which a document or a file is skipped; the values are shown to users."""
+    """Kind of problem because of which a document or a file is skipped. The values are shown to users."""
 
     KIND = "another kind of file"
     EMPTY = "empty"
@@ -49,11 +57,19 @@ class Reason(StrEnum):
 
 
 NOT_MEMBERS = frozenset((Reason.LINK, Reason.SPECIAL))
-"""Reasons for which a path does not count as a file of its folder, so `sync` removes its stored document."""
+"""Reasons for which a path does not count as a file of its folder.
+
+If the path was stored as a document before, `sync` removes the document, as if the file were missing.
+"""
 
 
 class RefusedError(InputError):
-    """A file or a text cannot be used for a reason that `reason` names."""
+    """Error for a file or a text that cannot be used; the attribute `reason` has the kind of problem.
+
+    Args:
+        message: message for the user.
+        reason: kind of problem.
+    """
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -61,12 +77,12 @@ class RefusedError(InputError):
 
 
 class Entry(NamedTuple):
-    """A document that is not read yet."""
+    """A document that is not read yet, with a function that reads it."""
 
     where: str
     """Place of the document, such as file and row, for messages."""
     read: Callable[[], "TextDocument"]
-    """Reads the document; raises `InputError` if it cannot be used."""
+    """Function that reads and returns the document; it raises `InputError` if the document cannot be used."""
     in_folder: bool = False
     """True if the file was found in a folder; False if the caller named it."""
     id: str | None = None
@@ -76,19 +92,27 @@ class Entry(NamedTuple):
     def refused(
         cls, where: str, error: InputError, *, in_folder: bool = False, id: str | None = None
     ) -> "Entry":
-        """Return an entry whose `read` raises `error`; the other arguments are fields of the entry."""
+        """Return an entry for a document that is known to be unusable: its `read` raises an error.
+
+        Args:
+            where: place of the document, for messages.
+            error: the error that `read` raises.
+            in_folder: True if the file was found in a folder; False if the caller named it.
+            id: id of the document; None if it is not known.
+        """
 
         def refuse() -> NoReturn:
+            """Raise the error of the document."""
             raise error
 
         return cls(where, refuse, in_folder, id)
 
 
 class Origin(NamedTuple):
-    """Place that a document was read from."""
+    """Place from which a document was read."""
 
     where: str
-    """File and row, or number in a list, for messages."""
+    """File and row, or number in a list, as text for messages."""
     in_folder: bool = False
     """True if the file was found in a folder; False if the caller named it."""
 
@@ -108,7 +132,7 @@ class TextDocument:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata, JSON values by name."""
     origin: Origin | None = field(default=None, compare=False, repr=False)
-    """Place that the document was read from, for messages; None if the caller made it."""
+    """Place from which the document was read, for messages; None if a program made the document itself."""
 
     def __post_init__(self) -> None:
         check_name(self.id, "the id")
@@ -122,11 +146,11 @@ class TextDocument:
 
     @property
     def place(self) -> str:
-        """Id and origin of the document, for messages."""
+        """Id and origin of the document as text for messages, for example "document 'a' (a.txt)"."""
         return f"document {self.id!r}" + (f" ({self.origin.where})" if self.origin is not None else "")
 
     def with_origin(self, origin: Origin) -> "TextDocument":
-        """Return a copy with an origin; a document with an origin is returned itself."""
+        """Return a copy of the document with an origin; a document that has an origin is returned itself."""
         if self.origin is not None:
             return self
         document = copy(self)
@@ -135,15 +159,19 @@ class TextDocument:
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 of the text, hexadecimal."""
+        """SHA-256 of the text in UTF-8, 64 hexadecimal digits."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @classmethod
     def from_row(cls, row: object, fields: Fields = FIELDS) -> "TextDocument":
         """Convert a row ``{"id", "text", ...metadata}`` or a bare text to a document.
 
-        A row without an id gets a hash of its text as its id, so that adding it again changes nothing. A
-        `TextDocument` is returned unchanged.
+        If the row has no id, the id is a hash of the text, so that adding the same text again changes
+        nothing. A `TextDocument` is returned unchanged.
+
+        Args:
+            row: a mapping, an object that behaves like a mapping (such as a pandas Series), or a string.
+            fields: names of the fields with the text and the id; all other fields become metadata.
 
         Raises:
             InputError: the row has no text, or a value has a wrong type.
@@ -179,11 +207,11 @@ def documents_of(
     """Yield a document for each row, bare text or `TextDocument`; no rows yield nothing.
 
     Args:
-        rows: any iterable, also a `datasets` stream, which is read once, one row at a time; or a table of
-            pandas, polars or pyarrow with the columns ``text``, ``id`` (optional) and metadata.
+        rows: any iterable, also a `datasets` stream; it is read once, one row at a time. Or a table of
+            pandas, polars or pyarrow with the column ``text``, optionally ``id``, and columns of metadata.
         source: name of a row in messages; the number of the row, from 1, is appended.
-        on_bad: called with the error of each row that cannot be used, which is skipped; None raises the
-            error.
+        on_bad: function that is called with the error of each row that cannot be used; then the row is
+            skipped. None raises the error.
 
     Raises:
         InputError: `rows` is a single document or not iterable.
@@ -201,11 +229,12 @@ def documents_of(
 
 
 def make_missing_text_error(fields: Fields, names: Iterable[object]) -> InputError:
-    """Make the error for a row or a table without a text, without raising it.
+    """Return, without raising it, the error for a row or a table without a text.
 
     Args:
-        fields: the expected field names.
-        names: names of the fields or columns that exist; the message lists them.
+        fields: the expected names of the fields with the text and the id.
+        names: names of the fields or columns that exist; the message lists them. If the name of the text is
+            among them, the message says that the text is null.
     """
     if fields.text in (names := list(names)):
         return InputError(f"no {fields.text!r}: it is null")
@@ -219,12 +248,12 @@ def make_missing_text_error(fields: Fields, names: Iterable[object]) -> InputErr
 
 
 def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocument]:
-    """Read the entries, and yield their documents. A second document with the same id is an error.
+    """Read the documents of entries, and yield them. A second document with the same id is an error.
 
     Args:
-        entries: the entries, each of which is read when its document is requested.
-        on_bad: called with the error of each document that cannot be used, which is skipped; None raises the
-            error.
+        entries: documents that are not read yet. Each is read when the caller requests the next document.
+        on_bad: function that is called with the error of each document that cannot be used; then the document
+            is skipped. None raises the error.
 
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None.

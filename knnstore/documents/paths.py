@@ -48,32 +48,35 @@ PARQUET = ".parquet"
 
 
 class Kind(NamedTuple):
-    """A kind of file, known by its suffix."""
+    """A kind of file that can be read, such as JSON Lines; the suffix of a file decides its kind."""
 
     read: Callable[[Source, Fields], Iterator[Entry]]
-    """Yields the entries of a file; may raise the errors in `UNREADABLE` and `InputError` at any time."""
+    """Function that yields an `Entry` for each document of a file. It may raise the errors in `UNREADABLE`
+    and `InputError` at any time."""
     is_document: bool = False
     """True if each file is one document, whose id is its path."""
     is_mostly_text: bool = True
-    """True if the size of a file is about the size of its texts."""
+    """True if a file contains little besides text, so that its size is about the size of its texts."""
 
 
 def _make_whole_file_reader(
     make: Callable[[Source], TextDocument],
 ) -> Callable[[Source, Fields], Iterator[Entry]]:
-    """Return a `Kind.read` function for a kind whose files are one document each.
+    """Return a function for `Kind.read`, for a kind of file that contains one document.
 
     Args:
-        make: reads the document of a file.
+        make: function that reads the document of a file.
     """
 
     def read(source: Source, _: Fields) -> Iterator[Entry]:
+        """Yield an entry for the only document of a file."""
         yield Entry(source.name, partial(make, source), id=source.id)
 
     return read
 
 
 def _read_plain_document(source: Source) -> TextDocument:
+    """Read a text file as a document whose text is the whole file."""
     return TextDocument(source.id, source.read_text())
 
 
@@ -107,20 +110,20 @@ HUB = "hf:"
 """Prefix of the name of a data set of the Hugging Face hub."""
 
 OnIgnored = Callable[[Path], None]
-"""Callback for each file of a folder that is skipped because its kind is not read."""
+"""Function that is called with each file of a folder that is skipped because its suffix is not known."""
 
 
 class Place(NamedTuple):
-    """A file, standard input or a data set from which documents are read; it may not exist."""
+    """A file, standard input or a data set from which documents are to be read; it need not exist."""
 
     path: str
     """Path of the file, `STDIN`, or name of the data set with the prefix `HUB`."""
     id: str
     """Id of the document, if the file is one document."""
     root: Path | None = None
-    """Folder that the file was found in; None if the caller named the file."""
+    """Folder in which the file was found; None if the caller named the file."""
     problem: InputError | None = None
-    """Error that reading raises, if the place is known to be unreadable."""
+    """Error that reading will raise, if the place is known to be unreadable; else None."""
 
     @property
     def in_folder(self) -> bool:
@@ -134,7 +137,10 @@ class Place(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Suffix of the file in lower case, ``.gz`` removed; with the dot, or empty."""
+        """Suffix of the file in lower case, with the dot, for example ".txt"; empty if it has none.
+
+        A suffix ``.gz`` is removed first.
+        """
         path = Path(self.path)
         return Path(path.stem).suffix.lower() if self.is_compressed else path.suffix.lower()
 
@@ -145,12 +151,12 @@ class Place(NamedTuple):
 
     @property
     def kind(self) -> Kind | None:
-        """Kind of the file; None if files with this suffix are not read."""
+        """Kind of the file by its suffix; None if files with this suffix cannot be read."""
         return None if self.is_compressed and self.suffix == PARQUET else KINDS.get(self.suffix)
 
     @property
     def is_document(self) -> bool:
-        """True if the file is one document."""
+        """True if the file contains one document, such as a text file; False for files with rows."""
         return self.kind is not None and self.kind.is_document
 
     @property
@@ -159,7 +165,11 @@ class Place(NamedTuple):
         return self.id if self.is_document else None
 
     def source(self, encoding: str = UTF8) -> Source:
-        """Return a `Source`, which opens and decodes the file. Opens nothing yet."""
+        """Return an object that opens and decodes the file. The file is not opened yet.
+
+        Args:
+            encoding: encoding of the file.
+        """
         return Source(self.path, self.id, self.is_compressed, self.root, encoding)
 
 
@@ -172,8 +182,9 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
     document yields itself, with a problem.
 
     Args:
-        path: a file or folder, which may not exist, `STDIN`, or a data set with the prefix `HUB`.
-        on_ignored: called with each file of the folder whose kind is not read.
+        path: a file or folder, which need not exist, `STDIN`, or a data set with the prefix `HUB`.
+        on_ignored: function that is called with each file of the folder whose suffix is not known; None calls
+            nothing.
     """
     named_place = Place(str(path), Path(path).name)
     if not named_place.is_file or not Path(path).is_dir():
@@ -183,6 +194,7 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
     refused_places: list[Place] = []
 
     def keep_error(error: OSError) -> None:
+        """Remember a folder that cannot be listed as a place with a problem."""
         problem = RefusedError(f"cannot be read: {error.strerror or error}", Reason.UNREADABLE)
         refused_places.append(Place(str(error.filename), "", folder, problem))
 
@@ -208,7 +220,16 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
 
 
 def _find_problem(file: Path, folder: Path) -> RefusedError | None:
-    """Return the error for a link out of the folder or a path that is no regular file; None otherwise."""
+    """Check whether a path in a folder may be read.
+
+    Args:
+        file: path of a file that was found in the folder.
+        folder: the folder.
+
+    Returns:
+        The error, not raised, if the path is a link that leads out of the folder, or no regular file. None
+        for a regular file, and for a path that does not exist.
+    """
     try:
         mode = file.lstat().st_mode
         if stat.S_ISLNK(mode):
@@ -252,12 +273,14 @@ def read_documents(
         paths: files, folders and data sets, in the order to read them.
         fields: names of the fields of a row that contain its text and its id.
         encoding: Python's name for the encoding of all files; parquet files ignore it.
-        on_bad: called with the error of each document that cannot be used, which is skipped; None raises the
-            error. The error has the reason, and whether the document was found in a folder.
-        on_ignored: called with each file of a folder that has another suffix.
+        on_bad: function that is called with the error of each document that cannot be used; then the document
+            is skipped. None raises the error. The error has the reason, and says whether the document was
+            found in a folder.
+        on_ignored: function that is called with each file of a folder that has another suffix; None calls
+            nothing.
 
     Raises:
-        UnusableDocumentError: a document cannot be used and `on_bad` is None; names file and row.
+        UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names file and row.
         InputError: the encoding is unknown.
     """
     encoding = check_encoding(encoding)
@@ -271,9 +294,10 @@ def read_documents(
 
 
 def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: str = UTF8) -> None:
-    """Check before a long run that each file exists, has a kind that is read, and has a usable first row.
+    """Check before a long run that each named file exists, has a known suffix, and has a usable first row.
 
-    Reads the first row of each file in `paths`. Files in folders, standard input and data sets are not read.
+    Only the first row of each file in `paths` is read. Files in folders, standard input and data sets are not
+    checked.
 
     Args:
         paths: files, folders and data sets, as for `read_documents`.
@@ -281,7 +305,7 @@ def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: 
         encoding: Python's name for the encoding of the files.
 
     Raises:
-        UnusableDocumentError: a file cannot be read; names the file and the problem.
+        UnusableDocumentError: a file cannot be read; the message names the file and the problem.
         InputError: the encoding is unknown.
     """
     encoding = check_encoding(encoding)
@@ -298,12 +322,15 @@ def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: 
 
 
 def size_of(paths: Iterable[str | Path]) -> int | None:
-    """Return the number of bytes that `read_documents` would read.
+    """Return the number of bytes of text that `read_documents` would read.
+
+    Args:
+        paths: files, folders and data sets, as for `read_documents`.
 
     Returns:
         The sum of the file sizes; files that cannot be read are skipped. None if the size of the text is not
         known beforehand: for standard input, data sets, compressed files, and kinds of files that contain
-        much besides their text.
+        much besides their text, such as HTML.
     """
     total = 0
     for place in (place for path in paths for place in find_places(path)):
@@ -319,9 +346,14 @@ def size_of(paths: Iterable[str | Path]) -> int | None:
 
 
 def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
-    """Check whether `read_documents(paths)` would read an existing file, under this or another path to it.
+    """Check whether `read_documents` with some paths would read a file.
 
-    Returns False if the file does not exist.
+    The file also counts if it is read by another path that leads to it. Returns False if the file does not
+    exist.
+
+    Args:
+        file: path of the file.
+        paths: files, folders and data sets, as for `read_documents`.
     """
     places = (place for path in paths for place in find_places(path))
     return file.exists() and any(
@@ -330,7 +362,15 @@ def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
 
 
 def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
-    """Yield the entries of a place. An error of the whole place becomes an entry that raises this error."""
+    """Yield an `Entry` for each document of a file, of standard input or of a data set.
+
+    If the place as a whole cannot be read, the last entry raises the error when it is read.
+
+    Args:
+        place: the file, standard input or data set.
+        fields: names of the fields of a row that contain its text and its id.
+        encoding: encoding of the file.
+    """
     try:
         if place.problem is not None:
             raise place.problem
@@ -352,7 +392,7 @@ def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
 
 
 def _read_entry(entry: Entry) -> TextDocument:
-    """Read the document of an entry, and convert errors of the file to `InputError`."""
+    """Read the document of an entry, and convert errors of reading its file to `InputError`."""
     try:
         return entry.read()
     except UNREADABLE as error:
@@ -362,7 +402,15 @@ def _read_entry(entry: Entry) -> TextDocument:
 
 
 def _read_standard_input(fields: Fields, encoding: str) -> Iterator[Entry]:
-    """Yield the entries of standard input: JSON Lines if it starts with ``{``, else one document."""
+    """Yield an `Entry` for each document of standard input.
+
+    If standard input starts with ``{``, it is read as JSON Lines; otherwise it is one document with the id
+    "stdin".
+
+    Args:
+        fields: names of the fields of a row that contain its text and its id.
+        encoding: encoding of standard input.
+    """
     stream, name = sys.stdin.buffer, "standard input"
     if not is_utf8(encoding):
         text = "".join(line.decode(UTF8, "surrogatepass") for line in read_utf8_lines(stream, encoding))

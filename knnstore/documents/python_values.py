@@ -19,14 +19,14 @@ from knnstore.errors import InputError
 _PLAIN = (str, bool, int, float, type(None))
 _BYTES = (bytes, bytearray, memoryview)
 _SCALARS = ("numpy", "torch", "jax", "jaxlib", "cupy", "tensorflow")
-"""Libraries whose scalars and arrays have the methods `item` and `tolist`."""
+"""Names of libraries whose scalars and arrays have the methods `item` and `tolist`."""
 
 
 def to_json_or_same(value: Any) -> Any:
-    """Convert the value of a table cell to a JSON value; return it unchanged if JSON cannot represent it.
+    """Convert the value of a table cell to a JSON value; return the value unchanged if this is impossible.
 
-    Dates and times become ISO 8601 strings; decimals, UUIDs and paths become strings; arrays and sets become
-    lists; NaN and infinite numbers become None.
+    Dates and times become ISO 8601 strings. Decimals, UUIDs and paths become strings. Arrays and sets become
+    lists. NaN and infinite numbers become None.
     """
     try:
         return to_json_value(value, infinity=None)
@@ -35,11 +35,11 @@ def to_json_or_same(value: Any) -> Any:
 
 
 class _NotJsonError(Exception):
-    """Error of a value that JSON cannot represent.
+    """Error for a value that JSON cannot represent.
 
     Args:
-        path: path of the value in the document, such as ``'when'[2]``.
-        kind: type of the value, or its problem.
+        path: path of the value in the metadata, such as ``'when'[2]``.
+        kind: name of the value's type, or a description of its problem.
     """
 
     def __init__(self, path: str, kind: str) -> None:
@@ -49,12 +49,15 @@ class _NotJsonError(Exception):
 
 
 def to_json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert the metadata of a row to JSON values.
+    """Convert the metadata of a row to JSON values by name.
 
     Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out; None is kept, like null in a file.
 
+    Args:
+        row: metadata by name; a name that is a number becomes a string.
+
     Raises:
-        InputError: a value cannot be stored; names the field and the type.
+        InputError: a value cannot be stored as JSON; the message names the field and the type.
     """
     try:
         return {
@@ -67,13 +70,16 @@ def to_json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def to_json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) -> Any:
-    """Convert one value to the types that `json.loads` returns; missing values become None.
+    """Convert one value, and all values nested in it, to the types that `json.loads` returns.
+
+    Missing values such as NaN become None.
 
     Args:
         value: any value.
-        path: path of the value in the document, for messages.
-        depth: number of objects and lists around the value, itself included.
-        **infinity: ``infinity=None`` converts infinite numbers to None; without it they raise an error.
+        path: path of the value in the metadata, for messages.
+        depth: nesting depth of the value: 1 for a value that is not inside of an object or list.
+        **infinity: ``infinity=None`` converts infinite numbers to None; without this argument, an infinite
+            number raises an error.
 
     Raises:
         _NotJsonError: JSON cannot represent the value or a nested value.
@@ -131,7 +137,10 @@ def is_missing(value: Any) -> bool:
 
 
 def unwrap_string(value: Any) -> Any:
-    """Convert a string scalar of numpy, pyarrow and similar libraries to `str`; return others unchanged."""
+    """Convert a string scalar of numpy, pyarrow or a similar library to `str`.
+
+    A value that is no string is returned unchanged, or as the Python value of the library's scalar.
+    """
     if _find_library_name(value) in ("pyarrow", *_SCALARS) and not isinstance(value, str):
         value = _unwrap_value(value)
     return str.__str__(value) if isinstance(value, str) and not isinstance(value, enum.Enum) else value
@@ -140,7 +149,8 @@ def unwrap_string(value: Any) -> Any:
 def _unwrap_value(value: Any) -> Any:
     """Convert a library's scalar or array, a date, a decimal, an enum or a path to a plain Python value.
 
-    Converts one level only: the items of a list may need conversion too. Other values are returned unchanged.
+    Only the value itself is converted: the items of a resulting list or dict may need conversion too. A value
+    of any other type is returned unchanged.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -168,7 +178,10 @@ def _unwrap_value(value: Any) -> Any:
 
 
 def _convert_array(value: Any) -> Any:
-    """Convert a scalar or an array of numpy or a similar library to Python numbers, dates, dicts or lists."""
+    """Convert a scalar or an array of numpy or a similar library to Python numbers, dates, dicts or lists.
+
+    A value that cannot be converted, such as a complex number, is returned unchanged.
+    """
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind in ("M", "m") and not value.shape:
         return _unwrap_value(value.astype(f"{kind}8[us]").item() if _has_time_of_day(value) else value.item())
@@ -183,17 +196,20 @@ def _convert_array(value: Any) -> Any:
 
 
 def _has_time_of_day(value: Any) -> bool:
-    """Check whether the unit of a numpy datetime or timedelta is finer than a day."""
+    """Check whether the unit of a numpy datetime or timedelta is shorter than a day, such as a second."""
     return str(value.dtype).partition("[")[2].rstrip("]") not in ("Y", "M", "W", "D")
 
 
 def _call_converter(value: Any, method: str) -> Any:
-    """Call a method of a value without arguments, and return the result; without the method, the value."""
+    """Call a method of a value without arguments, and return the result.
+
+    If the value has no such method, the value itself is returned.
+    """
     return getattr(value, method)() if hasattr(value, method) else value
 
 
 def _format_duration(value: timedelta) -> str:
-    """Format a duration as ISO 8601, in the form that pandas writes into JSON."""
+    """Return a duration as ISO 8601 text, in the form that pandas writes into JSON: ``P1DT2H3M4S``."""
     if hasattr(value, "isoformat"):  # pandas
         return str(value.isoformat())
     sign, rest = ("-", -value) if value < timedelta() else ("", value)
@@ -203,7 +219,11 @@ def _format_duration(value: timedelta) -> str:
 
 
 def _convert_field_name(name: Any, path: str) -> str:
-    """Convert the key of a mapping to a string in the form that JSON uses for object keys.
+    """Convert the key of a mapping to a string, as JSON does for object keys.
+
+    Args:
+        name: the key.
+        path: path of the mapping in the metadata, for messages; empty for the metadata itself.
 
     Raises:
         _NotJsonError: the key is neither a string nor a number, a bool or None.
@@ -219,7 +239,7 @@ def _convert_field_name(name: Any, path: str) -> str:
 
 
 def _find_library_name(value: Any) -> str:
-    """Return the name of the top-level package of a value's type, without importing it."""
+    """Return the name of the top-level package that defines a value's type, for example "numpy"."""
     return type(value).__module__.partition(".")[0]
 
 
@@ -229,9 +249,13 @@ _TEXT_COLUMN = "text"
 
 
 def iterate_rows(table: Any) -> Iterable[object]:
-    """Return the rows of a table of pandas, polars or pyarrow, or an iterator over any other iterable.
+    """Iterate over the rows of a table of pandas, polars or pyarrow, or over any other iterable.
 
-    Missing values are left out of the rows of a table; a missing value of the column ``text`` becomes None.
+    A row of a table is a dict of JSON values by column. Missing values are left out, except that a missing
+    value of the column ``text`` becomes None. The items of another iterable are not changed.
+
+    Args:
+        table: the table or iterable.
 
     Raises:
         InputError: two columns have the same name, or the argument is not iterable.
@@ -256,7 +280,7 @@ def iterate_rows(table: Any) -> Iterable[object]:
 def as_mapping(row: Any) -> Any:
     """Convert a row that behaves like a mapping to a mapping; return any other value unchanged.
 
-    Examples are a pandas Series, a `sqlite3.Row`, and a struct of numpy or Arrow.
+    Such rows are a pandas Series, a `sqlite3.Row`, and a struct of numpy or Arrow.
     """
     if isinstance(row, Mapping):
         return row
@@ -271,7 +295,10 @@ def as_mapping(row: Any) -> Any:
 
 
 def _iterate_pandas(table: Any) -> Iterator[object]:
-    """Yield the rows of a pandas table as dicts without missing values; see `iterate_rows`."""
+    """Yield the rows of a pandas table as dicts of JSON values by column, without missing values.
+
+    A missing value of the column ``text`` becomes None. Raises InputError if two columns have the same name.
+    """
     columns = [str(name) for name in table.columns]
     _check_columns(columns)
     for start in range(0, len(table), _ROWS):
@@ -290,6 +317,9 @@ def _check_columns(names: Iterable[str]) -> None:
 
 
 def _drop_missing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values of a row to JSON values. Drop missing values, but a missing text becomes None."""
+    """Convert the values of a row to JSON values, and leave missing values out.
+
+    A missing value of the column ``text`` is not left out; it becomes None.
+    """
     missing = {_TEXT_COLUMN: None} if _TEXT_COLUMN in row and is_missing(row[_TEXT_COLUMN]) else {}
     return {name: to_json_or_same(value) for name, value in row.items() if not is_missing(value)} | missing

@@ -1,4 +1,8 @@
-"""Reading of sources in which each row is a document: JSON, JSON Lines, CSV, parquet and data sets."""
+"""Reading of sources in which each row is a document: JSON, JSON Lines, CSV, parquet and data sets.
+
+The functions yield an `Entry` for each row: a document that is not read yet, or that raises an error when it
+is read.
+"""
 
 import codecs
 import csv
@@ -38,17 +42,22 @@ _LONGEST_CELL = 1 << 30
 _ROWS_AT_ONCE = 256
 """Largest number of rows of a parquet file that are decoded together."""
 _EXPANSION = 200
-"""Largest factor by which a large parquet column may be larger in memory than in the file."""
+"""A large parquet column may take at most this many times the memory that it takes in the file."""
 _LARGE_COLUMN = 1 << 30
 """Size in bytes in memory from which a parquet column counts as large."""
 _MANY_VALUES = 1 << 25
-"""Number of values in lists from which a parquet column counts as large."""
+"""Number of list items from which a parquet column of lists counts as large."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
-"""First line of a CSV file in which Excel names the delimiter."""
+"""Pattern of a first line of a CSV file in which Excel names the delimiter."""
 
 
 def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
-    """Yield the entries of a JSON Lines file, which has one object per line."""
+    """Yield an entry for each row of a JSON Lines file, which has one JSON object on each line.
+
+    Args:
+        source: the file.
+        fields: names of the fields that contain the text and the id.
+    """
     with source.open() as stream:
         yield from read_json_line_entries(source.name, read_utf8_lines(stream, source.encoding), fields)
 
@@ -56,11 +65,11 @@ def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
 def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each line of JSON in UTF-8; empty lines are skipped.
 
-    If all lines are empty, the only entry raises the error that the file is empty.
+    If all lines are empty, a single entry is yielded, which raises the error that the file is empty.
 
     Args:
         name: name of the file, for messages.
-        lines: the lines, each with or without its line break.
+        lines: the lines as bytes, each with or without its line break.
         fields: names of the fields that contain the text and the id.
     """
     is_empty = True
@@ -84,7 +93,15 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
 
 
 def _parse_line(line: bytes, fields: Fields) -> TextDocument:
-    """Convert a line of JSON to a document; raises `InputError` with a hint for common mistakes."""
+    """Convert a line of JSON to a document.
+
+    Args:
+        line: the line in UTF-8.
+        fields: names of the fields that contain the text and the id.
+
+    Raises:
+        InputError: the line is not a JSON object with a text; the message has a hint for common mistakes.
+    """
     text = decode_text(line, suffix=" of the line")
     try:
         row = _parse_json(text)
@@ -104,10 +121,14 @@ def _parse_line(line: bytes, fields: Fields) -> TextDocument:
 
 
 def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
-    """Yield the entries of a JSON file: an array of rows, a single row, or one row per line.
+    """Yield an entry for each row of a JSON file: an array of objects, one object, or one per line.
+
+    Args:
+        source: the file.
+        fields: names of the fields that contain the text and the id.
 
     Raises:
-        InputError: the file is not JSON, or contains another value; an empty array raises too.
+        InputError: the file is not JSON, contains another value than objects, or contains an empty array.
     """
     name, text = source.name, source.read_text()
     try:
@@ -130,7 +151,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
 
 
 def _parse_first_line(text: str) -> Any:
-    """Return the JSON value of the first line that is not empty, or None if the line is not JSON."""
+    """Return the JSON value of the first line that is not empty; None if the line is not JSON."""
     try:
         return json.loads(text.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -138,7 +159,7 @@ def _parse_first_line(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON strictly: NaN and infinite numbers, which Python's parser accepts, are errors.
+    """Parse JSON text, and return its value. NaN and infinite numbers, which Python accepts, are errors.
 
     Raises:
         json.JSONDecodeError: the text is not JSON.
@@ -155,7 +176,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Raise `InputError` for NaN, Infinity or -Infinity in JSON."""
+    """Raise `InputError` for a constant that is no JSON: "NaN", "Infinity" or "-Infinity"."""
     raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
 
 
@@ -163,9 +184,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class _Lines:
-    """Iterator over the decoded lines of a CSV file.
+    """Iterator over the decoded lines of a CSV file, with checks.
 
-    Counts the lines, checks the size of each row, and records the first decoding problem of the current row.
+    A row of the table may have several lines. The object checks the size of each row, and remembers the first
+    decoding problem of the current row. The caller calls `end_row` after each row.
+
+    Args:
+        lines: the lines as bytes in UTF-8.
     """
 
     def __init__(self, lines: Iterator[bytes]) -> None:
@@ -195,24 +220,24 @@ class _Lines:
         return text
 
     def end_row(self) -> RefusedError | None:
-        """End the current row, and return its decoding problem, or None."""
+        """End the current row. Returns its first decoding problem; None if it has none."""
         problem, self._problem, self._row_bytes = self._problem, None, 0
         return problem
 
 
 def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[Entry]:
-    """Yield the entries of a CSV file whose first row has the names of the columns.
+    """Yield an entry for each row of a CSV file, whose first row (the header) has the names of the columns.
 
-    A first line ``sep=X`` sets the delimiter. Otherwise, if the header has no column for the text with
-    `delimiter`, the delimiters ``, ; | tab`` are tried.
+    A first line ``sep=X`` sets the delimiter. Otherwise, if the header split by `delimiter` has no column for
+    the text, the delimiters ``, ; | tab`` are tried.
 
     Args:
         source: the file.
         fields: names of the columns that contain the text and the id.
-        delimiter: expected delimiter.
+        delimiter: delimiter that is expected between cells.
 
     Raises:
-        InputError: the file has no rows, no column for the text, or two columns of the same name.
+        InputError: the file has no rows, no column for the text, or two columns with the same name.
     """
     with source.open() as stream:
         lines = _Lines(read_utf8_lines(stream, source.encoding))
@@ -220,7 +245,17 @@ def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[En
 
 
 def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> Iterator[Entry]:
-    """Yield the entries of the lines of a CSV file; see `read_table`."""
+    """Yield an entry for each row of a CSV file; the first row has the names of the columns.
+
+    Args:
+        name: name of the file, for messages.
+        lines: the lines of the file.
+        fields: names of the columns that contain the text and the id.
+        delimiter: delimiter that is expected between cells.
+
+    Raises:
+        InputError: the file has no rows, no column for the text, or two columns with the same name.
+    """
     # 1) Read the header, and choose the delimiter.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))  # the default is 128 KiB per cell
     first: list[str] = []
@@ -277,12 +312,16 @@ def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str
 
 
 def _choose_delimiter(header: str, delimiter: str, text: str) -> str:
-    """Return the first delimiter that gives the header a column `text`, else the delimiter with most columns.
+    """Choose the delimiter of a CSV file from its header (the line with the names of the columns).
 
     Args:
-        header: first line of the file.
-        delimiter: delimiter that is tried first.
+        header: the header.
+        delimiter: delimiter that is tried first; then ``, ; tab |`` are tried.
         text: name of the column with the text.
+
+    Returns:
+        The first delimiter with which the header has a column `text`. If there is none, the delimiter with
+        which the header has most columns.
     """
     columns_by_delimiter: dict[str, list[str]] = {}
     for candidate in (delimiter, *_DELIMITERS):
@@ -298,7 +337,14 @@ def _choose_delimiter(header: str, delimiter: str, text: str) -> str:
 
 
 def _check_header(columns: Sequence[str], fields: Fields) -> None:
-    """Raise `InputError` if no column is the text, or two columns have the same name that is not empty."""
+    """Raise `InputError` if no column contains the text, or if two columns have the same name.
+
+    Several columns may have an empty name.
+
+    Args:
+        columns: names of the columns.
+        fields: names of the columns that contain the text and the id.
+    """
     if fields.text not in columns:
         raise make_missing_text_error(fields, columns)
     for first, second in _find_repeated_names(columns):
@@ -309,7 +355,10 @@ def _check_header(columns: Sequence[str], fields: Fields) -> None:
 
 
 def _find_repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield for each repeated name the index of its first column and the index of the later column."""
+    """Find columns with the name of an earlier column.
+
+    Yields for each such column a pair: the index of the first column with its name, and its own index.
+    """
     first_indices: dict[str, int] = {}
     for index, name in enumerate(columns):
         first = first_indices.setdefault(name, index)
@@ -318,7 +367,12 @@ def _find_repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDocument:
-    """Convert the cells of a row to a document; an empty id counts as missing.
+    """Convert the cells of a row to a document.
+
+    Args:
+        columns: names of the columns.
+        cells: the cells of the row.
+        fields: names of the columns that contain the text and the id; an empty id counts as missing.
 
     Raises:
         InputError: the row has more or fewer cells than columns, a cell without a column name is not empty,
@@ -338,7 +392,7 @@ def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDo
 
 
 def _explain_csv_error(error: csv.Error) -> str:
-    """Return the message of a CSV error, with an explanation for common mistakes."""
+    """Return the message of an error of Python's CSV parser, explained if it is a common mistake."""
     message = str(error)
     if message == "unexpected end of data":
         return f"{message}: a quote that is opened in this row is never closed"
@@ -351,11 +405,15 @@ def _explain_csv_error(error: csv.Error) -> str:
 
 
 def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
-    """Yield the entries of a parquet file.
+    """Yield an entry for each row of a parquet file.
+
+    Args:
+        source: the file.
+        fields: names of the columns that contain the text and the id.
 
     Raises:
         InputError: pyarrow is not installed; the file is not parquet, is damaged or has no rows; it has no
-            column for the text, or two columns of the same name; or a row group would not fit in memory.
+            column for the text, or two columns with the same name; or a part of it would not fit in memory.
         OSError: the disk cannot be read.
     """
     name = source.name
@@ -413,10 +471,13 @@ for group in range(metadata.num_row_groups):
 
 
 def _check_footer(file: IO[bytes]) -> None:
-    """Refuse a parquet file whose footer, the description of its columns, would crash this process.
+    """Check that reading the footer (description of the columns) of a parquet file does not crash Python.
 
-    pyarrow does not convert every C++ exception of a damaged footer to a Python exception: some end the
-    process. So a child process reads the footer first.
+    pyarrow does not convert every C++ exception of a damaged footer to a Python exception: some exceptions
+    end the process. So a child process reads the footer first.
+
+    Args:
+        file: the open file.
 
     Raises:
         InputError: the file is empty, or the child process crashed.
@@ -433,26 +494,33 @@ def _check_footer(file: IO[bytes]) -> None:
 
 
 def _make_parquet_error(error: Exception) -> InputError:
-    """Make the error for a file that is damaged or not parquet, without raising it."""
+    """Return, without raising it, the error for a file that is damaged or not parquet.
+
+    Args:
+        error: the exception that reading the file raised.
+    """
     return InputError(f"not parquet, or damaged: {' '.join(str(error).split())}")
 
 
 def _choose_batch_rows(group: Any) -> int:
-    """Return the number of rows of a row group to decode together, 1 to `_ROWS_AT_ONCE`.
+    """Choose how many rows of a parquet row group are decoded together, 1 to `_ROWS_AT_ONCE`.
 
-    A value is stored completely at least once in its column, so a row is at most as long as all columns
-    together. But a few bytes can repeat a value in any number of rows.
+    Each value is stored at least once in its column, so a row is at most as large as all columns together.
+    But a few bytes can repeat a value in any number of rows, so many rows together may be much larger.
+
+    Args:
+        group: metadata of the row group, from pyarrow.
     """
     longest: int = sum(group.column(i).total_uncompressed_size for i in range(group.num_columns))
     return max(1, min(_ROWS_AT_ONCE, MAX_DOCUMENT_BYTES // max(1, longest)))
 
 
 def _check_expansion(table: Any, number: int) -> None:
-    """Refuse a row group that is small in the file but may not fit in memory. Returns nothing.
+    """Raise an error for a parquet row group that is small in the file but may not fit in memory.
 
     Args:
-        table: open parquet file.
-        number: number of the row group.
+        table: open parquet file, from pyarrow.
+        number: number of the row group, from 0.
 
     Raises:
         RefusedError: a column is large and has more than `_EXPANSION` bytes or list values for each byte
@@ -473,7 +541,10 @@ def _check_expansion(table: Any, number: int) -> None:
 
 
 def _iterate_batch_rows(batch: Any) -> Iterator[Any]:
-    """Yield each row of an Arrow batch as JSON values, or the `InputError` of a row that cannot be used."""
+    """Yield each row of an Arrow batch as a dict of JSON values by column.
+
+    For a row that cannot be used, the `InputError` is yielded, not raised.
+    """
     for i in range(batch.num_rows):
         row = batch.slice(i, 1)
         if row.nbytes > MAX_DOCUMENT_BYTES:
@@ -494,13 +565,13 @@ _SPLIT = "train"
 
 
 def read_data_set_rows(name: str) -> Iterator[Any]:
-    """Yield the rows of a data set of the Hugging Face hub or a folder, streamed, as JSON values.
+    """Yield the rows of a data set of the Hugging Face hub or of a folder, as dicts of JSON values.
 
-    Code in the data set's repository is not run.
+    Rows are read one after another, not all at once. Code in the data set's repository is not run.
 
     Args:
-        name: ``NAME``, ``NAME:CONFIGURATION`` or ``NAME:CONFIGURATION:SPLIT``. ``NAME`` may be a folder, also
-            one that `datasets` saved.
+        name: ``NAME``, ``NAME:CONFIGURATION`` or ``NAME:CONFIGURATION:SPLIT``; the default split is "train".
+            ``NAME`` may be a folder with files, or a folder in which `datasets` saved a data set.
 
     Raises:
         InputError: the package `datasets` is not installed, or the data set, configuration or split does not

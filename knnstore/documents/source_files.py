@@ -21,7 +21,7 @@ MAX_DOCUMENT_BYTES = 256 << 20
 UTF8 = "utf-8"
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""Errors that reading a file may raise, also a damaged ``.gz``."""
+"""Errors that reading a file may raise; reading a damaged ``.gz`` file may raise all of them."""
 
 _FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -44,21 +44,22 @@ _SPECIAL = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """File from which documents are read."""
+    """A file from which documents are read, and how to open and decode it."""
 
     name: str
-    """Path of the file as the caller gave it, for messages and to open the file."""
+    """Path of the file as the caller gave it; used to open the file, and in messages."""
     id: str
     """Id of the document, if the file is one document."""
     is_compressed: bool = False
     """True if the file is compressed with gzip."""
     root: Path | None = None
-    """Folder that the file was found in and must not lead out of; None if the caller named the file."""
+    """Folder in which the file was found; the path must not lead out of it. None if the caller named the
+    file, so that the path may lead anywhere."""
     encoding: str = UTF8
     """Encoding of the text."""
 
     def open(self) -> IO[bytes]:
-        """Open the file for reading; the stream yields decompressed bytes.
+        """Open the file for reading, and return a stream of its decompressed bytes.
 
         Raises:
             OSError: the file cannot be opened.
@@ -68,10 +69,12 @@ class Source:
         return _OwningGzipFile(file) if self.is_compressed else file  # type: ignore[return-value]
 
     def read_bytes(self) -> bytes:
-        """Read the whole file, decompressed.
+        """Read the whole file, and return its decompressed bytes.
 
         Raises:
-            RefusedError: the file has more than `MAX_DOCUMENT_BYTES`; one byte more is read.
+            OSError: the file cannot be opened.
+            RefusedError: the file is not a regular file, leads out of `root`, or has more than
+                `MAX_DOCUMENT_BYTES` bytes.
         """
         with self.open() as stream:
             data = stream.read(MAX_DOCUMENT_BYTES + 1)
@@ -80,12 +83,18 @@ class Source:
         return data
 
     def read_text(self) -> str:
-        """Read and decode the whole file; raises `RefusedError` as `read_bytes` and `decode_text` do."""
+        """Read and decode the whole file, and return its text.
+
+        Raises:
+            OSError: the file cannot be opened.
+            RefusedError: the file is not a regular file, leads out of `root`, is too large, is empty, or is
+                not text in `encoding`.
+        """
         return decode_text(self.read_bytes(), self.encoding)
 
 
 class _OwningGzipFile(gzip.GzipFile):
-    """Gzip file that also closes the underlying file; `GzipFile` leaves it open."""
+    """Gzip file whose `close` also closes the compressed file; `GzipFile` would leave this file open."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(fileobj=file)
@@ -93,12 +102,12 @@ class _OwningGzipFile(gzip.GzipFile):
 
 
 def open_regular(path: str | Path, root: Path | None = None) -> IO[bytes]:
-    """Open a regular file for reading. A pipe, a device or a socket is refused without opening it.
+    """Open a regular file for reading bytes. A pipe, a device or a socket is refused without opening it.
 
     Args:
         path: path of the file. Links are followed.
-        root: folder that the file must be in, or None. A link that leads out of the folder is refused, also
-            if it is created during this call.
+        root: folder in which the file must be. A link that leads out of the folder is refused, also if it is
+            created during this call. None allows every place.
 
     Raises:
         OSError: the file cannot be opened.
@@ -115,20 +124,20 @@ def open_regular(path: str | Path, root: Path | None = None) -> IO[bytes]:
 
 
 def _check_regular(status: os.stat_result) -> None:
-    """Raise `RefusedError` if the status is not that of a regular file."""
+    """Raise `RefusedError` unless a status (result of `os.stat`) describes a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = _SPECIAL.get(stat.S_IFMT(status.st_mode), "of a special kind")
         raise RefusedError(f"not a regular file: it is {kind}", Reason.SPECIAL)
 
 
 def is_outside(path: str | Path, root: str | Path) -> bool:
-    """Check whether a path is outside of a folder, after all links are followed."""
+    """Check whether a path leads out of a folder when all links in path and folder are followed."""
     real_path, real_root = os.path.realpath(path), os.path.realpath(root)
     return os.path.commonpath([real_path, real_root]) != real_root
 
 
 def make_link_error(path: str | Path) -> RefusedError:
-    """Make the error for a link that leads out of the folder to read, without raising it."""
+    """Return, without raising it, the error for a link that leads out of the folder that is read."""
     return RefusedError(
         f"a link out of the folder, to {os.path.realpath(path)}: give that by its own name if it is meant",
         Reason.LINK,
@@ -136,10 +145,18 @@ def make_link_error(path: str | Path) -> RefusedError:
 
 
 def _open_inside(path: str | Path, root: Path) -> int:
-    """Open a file below `root` for reading, and return its descriptor.
+    """Open a file below a folder for reading, and return its file descriptor.
 
-    Each folder of the resolved path is opened relative to its parent with `O_NOFOLLOW`, so a link that is
-    created meanwhile raises an `OSError`.
+    Each folder of the path, after links are resolved, is opened relative to its parent with `O_NOFOLLOW`. So
+    a link that somebody creates meanwhile raises an `OSError`.
+
+    Args:
+        path: path of the file.
+        root: the folder.
+
+    Raises:
+        RefusedError: the path leads out of the folder.
+        OSError: the file cannot be opened.
     """
     if is_outside(path, root):
         raise make_link_error(path)
@@ -156,9 +173,10 @@ def _open_inside(path: str | Path, root: Path) -> int:
 
 
 def make_too_large_error(subject: str) -> RefusedError:
-    """Make the error for a subject that is longer than `MAX_DOCUMENT_BYTES`, without raising it.
+    """Return, without raising it, the error for something that is larger than `MAX_DOCUMENT_BYTES`.
 
-    `subject` begins the message, such as "the line".
+    Args:
+        subject: name of the thing that is too large, with which the message begins, such as "the line".
     """
     return RefusedError(
         f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a document may have: divide "
@@ -168,11 +186,15 @@ def make_too_large_error(subject: str) -> RefusedError:
 
 
 def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
-    """Yield the lines of a stream in UTF-8, each with its line break.
+    """Yield the lines of a stream as bytes in UTF-8, each line with its line break.
 
-    A UTF-8 stream is not decoded here, so that the caller can refuse a single bad line. If a line is longer
-    than `MAX_DOCUMENT_BYTES`, only its first `MAX_DOCUMENT_BYTES` + 1 bytes are yielded: the caller refuses
-    this line and continues with the next one.
+    Lines of a UTF-8 stream are not decoded, so that the caller can refuse a single bad line. If a line is
+    longer than `MAX_DOCUMENT_BYTES`, only its first `MAX_DOCUMENT_BYTES` + 1 bytes are yielded, so that the
+    caller can refuse this line and continue with the next line.
+
+    Args:
+        stream: stream of bytes; it is not closed.
+        encoding: encoding of the stream. Lines in another encoding than UTF-8 are converted.
 
     Raises:
         RefusedError: the stream is expected to be UTF-8 and begins like UTF-16 or UTF-32; or it is not in
@@ -205,28 +227,29 @@ def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
 
 
 def _skip_rest_of_line(stream: IO[AnyStr], line: AnyStr, line_end: AnyStr, limit: int) -> None:
-    """Read and drop the rest of a line if only its first `limit` bytes or characters were read.
+    """Read and drop the rest of a line that was cut at a limit. Does nothing if the line was not cut.
 
     Args:
         stream: stream, positioned after `line`.
         line: the part of the line that was read.
-        line_end: line break.
-        limit: maximum number of bytes or characters that were read.
+        line_end: the line break.
+        limit: largest number of bytes or characters that were read at a time.
     """
     while len(line) == limit and not line.endswith(line_end):
         line = stream.readline(limit)
 
 
 def decode_text(data: bytes, encoding: str = UTF8, suffix: str = "") -> str:
-    """Decode bytes to text, and remove a byte order mark.
+    """Decode bytes to text, and remove a byte order mark at the beginning.
 
     Args:
         data: the bytes of a file or of a line.
         encoding: encoding of the bytes.
-        suffix: text after positions in messages, such as `` of the line``; empty for positions in a file.
+        suffix: words that follow a position in messages, such as `` of the line``; empty for positions in a
+            file.
 
     Raises:
-        RefusedError: there are no bytes, they contain a NUL, or they are not text in this encoding; names the
+        RefusedError: `data` is empty, contains a NUL, or is not text in this encoding; the message names the
             first bad byte.
     """
     if not data:
@@ -265,7 +288,10 @@ def decode_text(data: bytes, encoding: str = UTF8, suffix: str = "") -> str:
 
 
 def check_encoding(name: str) -> str:
-    """Check that Python knows an encoding of text, and return its name in lower case.
+    """Check that Python knows an encoding of text, and return the encoding's name in lower case.
+
+    Args:
+        name: name of the encoding, for example "cp1252".
 
     Raises:
         InputError: the encoding is unknown.
@@ -282,12 +308,16 @@ def check_encoding(name: str) -> str:
 
 
 def is_utf8(encoding: str) -> bool:
-    """Check whether the name of an encoding means UTF-8."""
+    """Check whether the name of an encoding means UTF-8, with or without a byte order mark."""
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
 def make_unreadable_error(error: Exception) -> RefusedError:
-    """Make the error for a file that cannot be read, without raising it; `error` is what reading raised."""
+    """Return, without raising it, the error for a file that cannot be read.
+
+    Args:
+        error: the exception that reading the file raised.
+    """
     message = getattr(error, "strerror", None) or str(error)
     if isinstance(error, EOFError):
         message += ": the file is cut off, fetch it again"
@@ -307,8 +337,12 @@ def _check_beginning(data: bytes) -> None:
 def _guess_wide_encoding(data: bytes) -> str | None:
     """Guess whether bytes are UTF-16 or UTF-32, from the positions of their NUL bytes.
 
+    Args:
+        data: beginning of the bytes; at most `_SAMPLE` bytes are used.
+
     Returns:
-        Python's name of the encoding, or None if the bytes look like neither.
+        Python's name of the encoding, such as "utf-16-le"; None if the bytes do not look like UTF-16 or
+        UTF-32.
     """
     sample = data[: min(len(data), _SAMPLE) // 4 * 4]
     if len(sample) < 4:
@@ -325,7 +359,7 @@ def _guess_wide_encoding(data: bytes) -> str | None:
 
 
 def _describe_decoding_error(error: UnicodeError) -> str:
-    """Describe a decoding error by the bad byte, its position and the reason."""
+    """Return a description of a decoding error for messages: the bad byte, its position and the reason."""
     if isinstance(error, UnicodeDecodeError) and error.start < len(error.object):
         return f"byte {error.object[error.start]:#04x} at {error.start}, {error.reason}"
     return str(error)

@@ -1,4 +1,4 @@
-"""Text of HTML pages, Jupyter notebooks and mailboxes."""
+"""Extraction of the text from HTML pages, Jupyter notebooks and mailboxes."""
 
 import json
 import re
@@ -41,13 +41,13 @@ _CHARSET_WITHIN = 4096
 
 
 def read_html_document(source: Source) -> TextDocument:
-    """Read an HTML page: its visible text becomes the document's text, its title becomes metadata.
+    """Read an HTML page as a document: the visible text as its text, the title as metadata.
 
-    The page is decoded with `source.encoding`. If that is UTF-8 and does not fit, the encoding that the page
-    itself names is used.
+    The page is decoded with `source.encoding`. If this encoding is UTF-8 and the page is not UTF-8, the
+    encoding that the page itself names is used.
 
     Raises:
-        InputError: the page is in another encoding, or has no text.
+        InputError: the page cannot be decoded, or has no text.
     """
     data = source.read_bytes()
     try:
@@ -71,9 +71,15 @@ def read_html_document(source: Source) -> TextDocument:
 
 
 def extract_html_text(page: str) -> tuple[str, str]:
-    """Return the text and the title of an HTML page; either may be empty.
+    """Extract the visible text and the title from an HTML page.
 
     Each block element starts a new line. A run of white space becomes one space, except in ``<pre>``.
+
+    Args:
+        page: the HTML.
+
+    Returns:
+        The text and the title; each is empty if the page has none.
 
     Raises:
         InputError: Python's parser cannot parse the page.
@@ -88,7 +94,10 @@ def extract_html_text(page: str) -> tuple[str, str]:
 
 
 class _TextParser(HTMLParser):
-    """Parser that collects the visible text and the title of a page."""
+    """HTML parser that collects the visible text and the title of a page.
+
+    Call `feed` with the page, then `finish`, then `text`; the attribute `title` has the parts of the title.
+    """
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -99,19 +108,22 @@ class _TextParser(HTMLParser):
         self._in_pre = 0
 
     def finish(self) -> None:
-        """End the page. If a tag or comment is not closed, the text after it is dropped, as in browsers.
+        """End the page. If a tag or comment is not closed, text after its begin is dropped, as in browsers.
 
-        Python's parser would search that text for the end of each tag in it, which can take hours.
+        Python's parser would search the dropped text for the end of each tag in it, which can take hours.
         """
         if self.rawdata.startswith("<"):
             self.rawdata = ""
         self.close()
 
     def parse_starttag(self, i: int) -> int:
-        """Parse the start tag at index `i` of the page; returns the index after its end, or -1 if it is open.
+        """Parse the start tag at index `i` of the page.
 
-        The attributes of a tag longer than `_LONGEST_TAG` are skipped: each would take hundreds of bytes of
-        memory.
+        The attributes of a tag longer than `_LONGEST_TAG` are skipped, because each attribute would take
+        hundreds of bytes of memory.
+
+        Returns:
+            The index after the end of the tag; -1 if the tag does not end.
         """
         if self.rawdata.find(">", i, i + _LONGEST_TAG) >= 0 or len(self.rawdata) - i <= _LONGEST_TAG:
             return super().parse_starttag(i)
@@ -125,7 +137,12 @@ class _TextParser(HTMLParser):
         return end
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        """Begin an invisible element, the title, or a new line or cell of the text."""
+        """Handle a start tag: begin an invisible element, the title, or a new line or cell of the text.
+
+        Args:
+            tag: name of the tag in lower case.
+            attrs: ignored.
+        """
         if tag in _UNSEEN:
             if tag not in self._unseen:  # the first end tag closes all nested elements of this name
                 self._unseen.append(tag)
@@ -140,12 +157,16 @@ class _TextParser(HTMLParser):
             self._parts.append("\t")
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
-        """Handle a tag without content, such as ``<br/>``, as a start tag; ignore invisible elements."""
+        """Handle a tag without content, such as ``<br/>``, like a start tag. Invisible ones are ignored."""
         if tag not in _UNSEEN:
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        """End an invisible element, the title or a block."""
+        """Handle an end tag: end an invisible element, the title or a block.
+
+        Args:
+            tag: name of the tag in lower case.
+        """
         if tag in self._unseen:
             del self._unseen[self._unseen.index(tag) :]
         elif tag == "body":
@@ -157,7 +178,7 @@ class _TextParser(HTMLParser):
             self._parts.append("\n")
 
     def handle_data(self, data: str) -> None:
-        """Append text to the title or to the visible text; drop the text of invisible elements."""
+        """Handle text between tags: append it to the title or to the visible text, or drop invisible text."""
         if self._unseen:
             return
         if self._in_title:
@@ -168,7 +189,7 @@ class _TextParser(HTMLParser):
             self._parts.append(re.sub(r"\s+", " ", data))
 
     def text(self) -> str:
-        """Return the collected text, without empty lines; spaces in ``<pre>`` stay."""
+        """Return the visible text that was collected, without empty lines. Spaces in ``<pre>`` are kept."""
         lines = re.sub(r" *\t[ \t]*", "\t", "".join(self._parts)).split("\n")
         return "\n".join(line.rstrip().strip("\t") for line in lines if line.strip())
 
@@ -177,10 +198,12 @@ _KINDS = ("markdown", "code", "heading")
 
 
 def read_notebook_document(source: Source) -> TextDocument:
-    """Read a notebook: its markdown and code cells in order, separated by empty lines, without outputs.
+    """Read a Jupyter notebook as a document.
+
+    The text consists of the markdown and code cells in order, separated by empty lines, without outputs.
 
     Raises:
-        InputError: the file is not a notebook, or has no text; says why.
+        InputError: the file is not a notebook, or has no text; the message says why.
     """
     try:
         notebook = json.loads(source.read_text())
@@ -195,7 +218,10 @@ def read_notebook_document(source: Source) -> TextDocument:
 
 
 def _list_cells(notebook: Any) -> list[Any]:
-    """Return the cells of a notebook; before version 4 of the format they are in worksheets.
+    """Return the cells of a notebook. Before version 4 of the format, the cells are in worksheets.
+
+    Args:
+        notebook: JSON value of the notebook's file.
 
     Raises:
         InputError: the notebook has no list of cells.
@@ -211,7 +237,11 @@ def _list_cells(notebook: Any) -> list[Any]:
 
 
 def _read_cell_source(cell: Any) -> str:
-    """Return the source of a markdown, code or heading cell; empty for any other cell."""
+    """Return the text of a markdown, code or heading cell of a notebook; empty for any other cell.
+
+    Args:
+        cell: JSON value of the cell.
+    """
     if not isinstance(cell, Mapping) or cell.get("cell_type") not in _KINDS:
         return ""
     lines = cell.get("source", cell.get("input", ""))
@@ -224,14 +254,19 @@ _DATED = re.compile(rb"From .*\d\d?:\d\d.*\d{4}")
 _HEADER = re.compile(rb"[!-9;-~]+:|>From ")
 _QUOTED = re.compile(rb"^>(>*From )", re.MULTILINE)
 _LONGEST_HEADER = 20_000
-"""Number of characters of a header that are read: the time to decode a header is quadratic in its length."""
+"""Number of characters of a header that are read, because decoding takes time quadratic in the length."""
 _METADATA = {"subject": "Subject", "from": "From", "date": "Date"}
 
 
 def read_mailbox(source: Source, _: Fields) -> Iterator[Entry]:
-    """Yield an entry for each message of a mailbox (mbox).
+    """Yield an entry for each message of a mailbox file (mbox).
 
-    The id of a message is its Message-ID, or a hash of its text. Subject, sender and date are metadata.
+    The id of a message's document is the Message-ID; without one, it is a hash of the text. Subject, sender
+    and date are metadata.
+
+    Args:
+        source: the file.
+        _: ignored.
 
     Raises:
         InputError: the file is empty or not a mailbox, or a message is too large.
@@ -243,9 +278,16 @@ def read_mailbox(source: Source, _: Fields) -> Iterator[Entry]:
 
 
 def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of the first line and the bytes of each message of a mailbox.
+    """Divide a mailbox file into messages.
 
-    A message begins at a line "From ..." after an empty line, if the line has a date or a header follows it.
+    A message begins at a line "From ..." after an empty line, if this line has a date or a mail header
+    follows it.
+
+    Yields:
+        For each message the number of its first line in the file, and its bytes without this line.
+
+    Raises:
+        InputError: the file is empty or not a mailbox, or a message is too large.
     """
     message: list[bytes] = []
     first_line, size, number, is_open, is_after_empty = 0, 0, 0, False, True
@@ -284,13 +326,15 @@ def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
 def _parse_message(data: bytes, encoding: str) -> TextDocument:
     """Convert an e-mail to a document.
 
-    The document's text consists of the texts of the message's parts. Its metadata are subject, sender and
-    date. Its id is the Message-ID, or a hash of the text without a Message-ID. Raises RefusedError if the
-    message has no text.
+    The document's text consists of the texts of the message's parts. The metadata are subject, sender and
+    date. The id is the Message-ID; without one, it is a hash of the text.
 
     Args:
         data: bytes of the message, headers included.
         encoding: encoding of parts that name no character set.
+
+    Raises:
+        RefusedError: the message has no text.
     """
     message = message_from_bytes(_QUOTED.sub(rb"\1", data))
     text = "\n\n".join(text for text in _iterate_text_parts(message, encoding) if text)
@@ -308,7 +352,8 @@ def _parse_message(data: bytes, encoding: str) -> TextDocument:
 def _iterate_text_parts(message: Message, encoding: str) -> Iterator[str]:
     """Yield the texts of a message's parts, without attachments; a text may be empty.
 
-    HTML is converted to text. Among alternative parts, only plain texts are used if one is not empty.
+    HTML parts are converted to text. If a message has the same content in alternative forms, only the plain
+    text is used, unless it is empty.
 
     Args:
         message: a message or a part of it.
@@ -333,9 +378,14 @@ def _iterate_text_parts(message: Message, encoding: str) -> Iterator[str]:
 
 
 def _decode_payload(message: Message, encoding: str) -> str:
-    """Decode the body of a part: with the character set that the part names, else with `encoding`.
+    """Decode the body of a part of a message, and return its text.
 
-    If both fail, the body is decoded as Windows-1252, and bytes that this character set lacks become U+FFFD.
+    The character set that the part names is tried first, then `encoding`. If both fail, the body is decoded
+    as Windows-1252, and bytes that this character set lacks become U+FFFD.
+
+    Args:
+        message: the part.
+        encoding: encoding to try if the part names no character set, or a wrong one.
     """
     payload = message.get_payload(decode=True)
     data = payload if isinstance(payload, bytes) else b""
@@ -349,7 +399,10 @@ def _decode_payload(message: Message, encoding: str) -> str:
 
 
 def _read_header(message: Message, name: str) -> str:
-    """Return a header as one line, with encoded words decoded; empty if the message has no such header."""
+    """Return a header of a message as one line of text, with encoded words decoded.
+
+    Returns an empty text if the message has no header with this name.
+    """
     try:
         raw = message.get(name, "")
         raw = raw[:_LONGEST_HEADER] if isinstance(raw, str) else raw
@@ -360,7 +413,7 @@ def _read_header(message: Message, name: str) -> str:
 
 
 def _convert_date(value: str) -> str:
-    """Convert a date of a mail header to ISO 8601; any other text is returned unchanged."""
+    """Convert the date of a mail header to ISO 8601. A text that is no such date is returned unchanged."""
     try:
         return parsedate_to_datetime(value).isoformat()
     except (ValueError, TypeError, IndexError, OverflowError):

@@ -1,4 +1,4 @@
-"""Cache of n-gram counts of the live documents of selections."""
+"""Counting the n-grams (series of tokens) of the documents in a selection, with a cache of the counts."""
 
 import logging
 import threading
@@ -18,44 +18,54 @@ from knnstore.store.view import View
 _logger = logging.getLogger(__name__)
 
 _MIN_CACHED = 4
-"""Number of selections, and of sets of domains, that are cached in any case. Each takes at most 10 bytes a
-token."""
+"""Number of selections, and of sets of domains, whose results are always cached. Each result takes at most 10
+bytes for each token."""
 _MAX_CACHED_BYTES = 256 << 20
-"""More selections are cached while all counts together take at most this memory."""
+"""Counts of more selections are cached as long as all counts together take at most this many bytes."""
 
 Domains = tuple[str, ...] | None
 Rows = NDArray[np.int64]
 
 
 class _SortedDocuments(NamedTuple):
-    """Documents of some domains, sorted by their n-grams, so that they need not be sorted again."""
+    """The tokens of all documents of some domains, sorted by their n-grams.
+
+    The sorted tokens of a subset of the documents are found without sorting again.
+    """
 
     rows: Rows
-    """Primary keys, in the order of their positions."""
+    """Primary keys of the documents, in the order of the documents' positions in the store."""
     text: SortedText
+    """The sorted tokens."""
 
     def keep_rows(self, rows: Rows) -> "_SortedDocuments":
-        """Return only the documents with these primary keys. Nothing is sorted again."""
+        """Return the sorted tokens of a subset of the documents, without sorting again.
+
+        Args:
+            rows: primary keys of the documents to keep; other keys are ignored.
+        """
         is_kept = np.isin(self.rows, rows)
         return _SortedDocuments(self.rows[is_kept], self.text.keep_documents(is_kept))
 
 
 class _CachedCounts(NamedTuple):
-    """Cached n-gram counts of a selection, with the documents that were counted."""
+    """Cached n-gram counts of the documents in a selection, with the documents that were counted."""
 
     revision: int
-    """Latest revision at which all counted documents were still selected."""
+    """Latest revision (state of the store) at which the selection contained all counted documents."""
     is_whole: bool
-    """True if no document that was selected at this revision is missing in the counts."""
+    """True if all documents that the selection contained at this revision were counted."""
     rows: Rows
-    """Primary keys of the counted documents, in the order of their positions."""
+    """Primary keys of the counted documents, in the order of the documents' positions in the store."""
     counts: NGramCounts
+    """The counts of these documents."""
 
 
 class Counting:
-    """Counts n-grams of selections, and caches the latest counts.
+    """Counts the n-grams (series of tokens) of the documents in a selection, and caches the latest counts.
 
-    Threads may share the object. A look-up in the cache never waits for a thread that counts.
+    A selection names the domains, tags or documents that are used. Threads may share the object. A look-up in
+    the cache never waits for a thread that counts.
 
     Args:
         vocabulary: number of tokens of the vocabulary.
@@ -74,9 +84,17 @@ class Counting:
         self._queued: set[Selection] = set()
 
     def get_exact(self, view: View, selection: Selection) -> NGramCounts | None:
-        """Return the n-gram counts of a selection in a view, cached while its documents stay the same.
+        """Return the n-gram counts of exactly the documents that a selection contains in a view.
 
-        Returns None if a selected document was removed after the view's revision.
+        The counts are cached as long as the selection contains the same documents.
+
+        Args:
+            view: the documents of the store at one revision.
+            selection: documents to count.
+
+        Returns:
+            The counts; None if a selected document was removed after the view's revision, so that its text
+            can no longer be read.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
@@ -95,17 +113,26 @@ class Counting:
             return cached.counts
 
     def count_in_background(self) -> None:
-        """Start a background thread, in which `get_latest` counts added documents from now on."""
+        """Start a background thread in which added documents are counted.
+
+        From now on, `get_latest` may return counts that lack added documents, while the thread counts again.
+        """
         self._background = ThreadPoolExecutor(1, "knnstore-counting")
 
     def stop_background(self) -> None:
-        """End the background thread, if one runs. A count that is being made is finished first."""
+        """End the background thread if it runs. A count that the thread is making is finished first."""
         background, self._background = self._background, None
         if background is not None:
             background.shutdown(cancel_futures=True)
 
     def catch_up(self, view: Callable[[], View]) -> None:
-        """Count cached selections with changed documents again, in this thread. Errors are logged."""
+        """Count again, in this thread, each cached selection whose documents have changed.
+
+        Errors are logged, not raised.
+
+        Args:
+            view: function that returns the documents of the store at the latest revision.
+        """
         with self._cache_lock:
             selections = list(self._cache)
         for selection in selections:
@@ -115,16 +142,19 @@ class Counting:
                 _logger.debug("n-grams could not be counted anew", exc_info=True)
 
     def get_latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
-        """Return the n-gram counts of a selection at the latest revision.
+        """Return the n-gram counts of a selection at the latest revision (state of the store).
 
-        Counts again if a document was removed meanwhile; returns None after `attempts` attempts. After
-        `count_in_background`, counts that lack only added documents are returned at once, while the
-        background thread counts again. Removed documents are never in the counts.
+        The counts never include removed documents. If a document is removed during counting, the method
+        counts again. After `count_in_background`, counts that lack only added documents are returned at once,
+        while the background thread counts again.
 
         Args:
-            view: returns the view of the latest revision.
-            selection: the documents to count.
-            attempts: largest number of attempts.
+            view: function that returns the documents of the store at the latest revision.
+            selection: documents to count.
+            attempts: largest number of times that the method counts.
+
+        Returns:
+            The counts; None if documents were removed during all attempts.
         """
         for _ in range(attempts):
             first_view = view()
@@ -146,9 +176,18 @@ class Counting:
     def _get_stale_counts(
         self, current_view: View, view: Callable[[], View], selection: Selection
     ) -> NGramCounts | None:
-        """Return cached counts, without removed and perhaps without added documents; None if none.
+        """Return the cached counts of a selection at once, without counting new documents.
 
-        If added documents are missing, the background thread counts again.
+        Documents that the selection no longer contains are taken out of the counts. If documents of the
+        selection are missing in the counts, the background thread is asked to count again.
+
+        Args:
+            current_view: documents of the store at the latest known revision.
+            view: function that returns the documents at the latest revision, for the background thread.
+            selection: documents to count.
+
+        Returns:
+            The counts; None if no counts of the selection are cached.
         """
         cached, revision = self._get_cached(current_view, selection), current_view.snapshot.revision
         if cached is None or cached.revision == revision:
@@ -165,9 +204,13 @@ class Counting:
         return counts
 
     def _count_in_background_thread(self, view: Callable[[], View], selection: Selection) -> None:
-        """Queue a selection for the background thread, unless the selection is queued already.
+        """Ask the background thread to count a selection, unless the selection is queued already.
 
-        Without a background thread nothing happens. Errors of the thread are logged.
+        Without a background thread, the method does nothing. Errors of the thread are logged.
+
+        Args:
+            view: function that returns the documents of the store at the latest revision.
+            selection: documents to count.
         """
 
         def count() -> None:
@@ -184,9 +227,14 @@ class Counting:
             background.submit(count)
 
     def _get_cached(self, view: View, selection: Selection) -> _CachedCounts | None:
-        """Return the cached counts of a selection; None if there are none.
+        """Return the cached counts of a selection, which may be outdated; None if no counts are cached.
 
-        If the view is newer than the cache, removed documents are first dropped from the sorted documents.
+        If the view is newer than all earlier views, the cached sorted documents first lose the documents that
+        the view does not contain.
+
+        Args:
+            view: documents of the store at one revision.
+            selection: documents whose counts are looked up.
         """
         with self._cache_lock:
             if view.snapshot.revision > self._revision:
@@ -196,7 +244,16 @@ class Counting:
             return self._cache.get(selection)
 
     def _count_and_cache(self, view: View, selection: Selection, rows: Rows) -> NGramCounts | None:
-        """Count the selected documents and cache the counts; None if one was removed since the view."""
+        """Count the n-grams of the selected documents, cache the counts, and return them.
+
+        Args:
+            view: documents of the store at one revision.
+            selection: documents to count.
+            rows: primary keys of the documents that the selection contains in the view.
+
+        Returns:
+            The counts; None if a document of the selection's domains was removed after the view's revision.
+        """
         domain_documents = self._get_sorted_documents(view, selection.domains)
         if domain_documents is None:
             return None
@@ -205,7 +262,12 @@ class Counting:
         return counts
 
     def _cache_counts(self, selection: Selection, counts_entry: _CachedCounts) -> None:
-        """Cache counts as the latest, and drop the oldest counts beyond the limits."""
+        """Put counts into the cache as the newest entry, and drop the oldest entries beyond the limits.
+
+        Args:
+            selection: documents that were counted; the key of the cache.
+            counts_entry: the counts, which replace cached counts of the same selection.
+        """
         with self._cache_lock:
             self._cache[selection] = counts_entry
             self._cache.move_to_end(selection)
@@ -214,9 +276,17 @@ class Counting:
                 size -= self._cache.popitem(last=False)[1].counts.nbytes
 
     def _get_sorted_documents(self, view: View, domains: Domains) -> _SortedDocuments | None:
-        """Return all documents of some domains, sorted and cached; None if one was removed since the view.
+        """Return the sorted tokens of all documents of some domains, and cache them.
 
-        Raises ConfigError if the documents have too much text to be sorted together.
+        Args:
+            view: documents of the store at one revision.
+            domains: names of the domains; None means all domains.
+
+        Returns:
+            The sorted documents; None if a document was removed after the view's revision.
+
+        Raises:
+            ConfigError: the documents have too much text to be sorted together.
         """
         is_selected = view.mask_documents(Selection(domains=domains))
         rows = view.snapshot.rows[is_selected]
@@ -239,6 +309,9 @@ class Counting:
 
 
 def _select_rows(view: View, selection: Selection) -> Rows:
-    """Return the primary keys of the selected documents, in the order of their positions."""
+    """Return the primary keys of the documents that a selection contains in a view.
+
+    The keys are in the order of the documents' positions in the store.
+    """
     rows: Rows = view.snapshot.rows[view.mask_documents(selection)]
     return rows

@@ -1,4 +1,4 @@
-"""The current datastore, which the catalog names, and the current view of the live documents."""
+"""The open datastore that the catalog names, and the current view: the documents at the latest revision."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -16,29 +16,36 @@ Mode = Literal["r", "a"]
 
 
 def check_mode(mode: Mode) -> None:
-    """Raise ConfigError unless a mode is "r" or "a". Other modes of files, such as "w", are refused too."""
+    """Raise ConfigError unless a mode is "r" (read) or "a" (read and write)."""
     if mode not in get_args(Mode):
         raise ConfigError(f"the mode is 'r' to read or 'a' to write as well, not {mode!r}")
 
 
 class Current:
-    """Holds the open datastore, and follows the catalog to new revisions and to another engine after a move.
+    """Holds the open datastore of a store, and keeps datastore and view up to date with the catalog.
+
+    The view is the set of documents at the latest revision. If another process moves the keys to another
+    vector engine, the datastore of the new engine is opened.
+
+    A copied store is a store whose folder was copied; its keys outside the folder still belong to the
+    original.
 
     Args:
         home: the folder of the store.
         catalog: the open catalog.
         mode: "r" opens the datastore for reading, "a" also for writing.
         params: parameters of the engine that replace the store's saved parameters.
-        copied: True accepts keys that belong to the store that this one is a copy of. They are then opened
-            for reading, whatever the mode.
+        copied: True accepts a copied store whose keys belong to its original. These keys are opened for
+            reading, whatever the mode. False raises an error with mode "a".
     """
 
     engine: Engine
-    """The engine that the catalog names."""
+    """The vector engine that the catalog names: adapter, location and parameters."""
     datastore: Datastore
+    """The open datastore of this engine."""
 
     owned: bool
-    """False if the keys belong to the store that this one is a copy of."""
+    """False if this is a copied store and the keys belong to its original."""
 
     def __init__(
         self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any], *, copied: bool
@@ -54,7 +61,10 @@ class Current:
         self.engine, self.datastore = self._open_current_engine()
 
     def view(self) -> View:
-        """Return the view of the latest revision, cached. Follows a move by another process."""
+        """Return the documents of the store at the latest revision; the same object until the store changes.
+
+        If another process has moved the keys to another engine, its datastore is opened first.
+        """
         with self._view_lock:
             if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
                 while (snapshot := self._catalog.snapshot()).engine != self.engine:
@@ -63,10 +73,16 @@ class Current:
             return self._view
 
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
-        """Switch to another engine, and return the old datastore.
+        """Replace the engine and the open datastore by others, and return the old datastore, still open.
 
-        First `commit` makes the catalog name the engine; if it raises, nothing changes. The store then counts
-        as the owner of its keys. Other threads see both changes or none.
+        Afterwards this store counts as the owner of the keys. Other threads see the old state or the new
+        state, never a mixture.
+
+        Args:
+            engine: the new engine.
+            datastore: the open datastore of the new engine.
+            commit: function that is called first, and makes the catalog name the new engine. If it raises an
+                exception, nothing changes.
         """
         with self._view_lock:
             commit()
@@ -75,10 +91,13 @@ class Current:
         return old
 
     def take_over(self) -> None:
-        """Claim the keys of the original for this copy of the store, and open them for writing.
+        """Make this copied store the owner of the keys of its original, and open the keys for writing.
+
+        A copied store is a store whose folder was copied from another store, its original.
 
         Raises:
-            NotOwnerError: if the keys are inside another store's folder, or a part of them is mounted.
+            NotOwnerError: if the keys are inside another store's folder, or a file system is mounted inside
+                the keys.
         """
         place = self.place(self.engine)
         place.check_may_take_over()
@@ -89,12 +108,19 @@ class Current:
             failed.pop_all()
 
     def check_owned(self, copied: bool) -> None:
-        """Raise NotOwnerError if the keys belong to the home that this one is a copy of, unless `copied`."""
+        """Raise NotOwnerError if this is a copied store whose keys belong to its original.
+
+        Args:
+            copied: True raises no error.
+        """
         if not (copied or self.owned):
             self.place(self.engine).check_owner()
 
     def problems(self) -> list[str]:
-        """Return the problem with the claim on the keys, as a list of one line; empty without a problem."""
+        """Check the claim, the file or entry beside the keys that names the store to which they belong.
+
+        Returns a list with one line if the claim is damaged, else an empty list.
+        """
         try:
             self.place(self.engine).find_owner()
         except CorruptDatastoreError as error:
@@ -102,19 +128,22 @@ class Current:
         return []
 
     def place(self, engine: Engine) -> Place:
-        """Return the `Place` at which an engine keeps the keys of this store."""
+        """Return an object that opens, claims or erases the keys of this store at an engine's location."""
         return Place(self._home, self._catalog.identity, engine, self._owner)
 
     def close(self) -> None:
-        """Close the datastore. A writer first moves the catalog's write-ahead log into the database file."""
+        """Close the datastore.
+
+        With mode "a", SQLite's write-ahead log is first copied into the catalog's database file.
+        """
         if self._mode == "a":
             self._catalog.take_in_log()
         self.datastore.close()
 
     def _open_current_engine(self) -> tuple[Engine, Datastore]:
-        """Open the datastore that the catalog names, and return its engine and the datastore.
+        """Open the datastore that the catalog names, set `owned`, and return the engine and the datastore.
 
-        Also sets `owned`. Tries again if another process moves the keys meanwhile.
+        If another process moves the keys to another engine meanwhile, that engine's datastore is opened.
         """
         while True:
             engine = self._catalog.engine()
@@ -136,7 +165,19 @@ class Current:
                     raise
 
     def _find_key_owner(self, place: Place) -> KeyOwner:
-        """Return the owner of the keys, checked. A reader takes a damaged claim for no claim."""
+        """Return to whom the keys at a place belong, after checking that this store may use the keys.
+
+        With mode "r", a damaged claim counts as no claim. A claim is the text beside the keys that names the
+        store to which they belong.
+
+        Args:
+            place: location and engine of the keys.
+
+        Raises:
+            NotOwnerError: the keys belong to another store, or to the original of a copied store that is
+                opened for writing.
+            CorruptDatastoreError: the claim is damaged, and the mode is "a".
+        """
         try:
             return place.check_owner(copied=self._copied)
         except CorruptDatastoreError:

@@ -1,8 +1,8 @@
-"""Erasing: afterwards no file of a store holds text or keys of removed documents.
+"""Erasing: rewriting files so that no file of a store holds text or keys of removed documents.
 
-Removing hides documents from every reader at once, but leaves bytes: a segment keeps its removed rows, whose
-ids reveal the text, and a database keeps free pages and its log. Each step here may be interrupted; the same
-call then does the rest.
+Removing hides documents from every reader at once, but leaves bytes: a file of keys keeps removed records,
+whose ids reveal the text, and a database keeps free pages and its log. Each step here may be interrupted;
+calling `erase` again then does the rest.
 """
 
 import time
@@ -17,17 +17,29 @@ from knnstore.store.store_writer import StoreChanges
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """The result of `KNNStore.erase`."""
+    """Report on a call of `KNNStore.erase`, which rewrites all files without removed text and keys."""
 
     records: int
-    """Number of records after erasing."""
+    """Number of records that the store has after erasing."""
     seconds: float
+    """Duration of the call in seconds."""
     unreached: tuple[str, ...]
-    """Places that may still hold removed text or keys, with the reason, one line each; never backups."""
+    """Places that may still hold removed text or keys, with the reason, one line each.
+
+    Backups that the user has made are not listed.
+    """
 
 
 def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> Erased:
-    """Rewrite all files that still hold removed text or keys. The caller holds the writer's lock.
+    """Rewrite all files that still hold text or keys of removed documents.
+
+    The caller holds the writer's lock.
+
+    Args:
+        changes: the object that changes the store.
+        relocation: the object that moves the store's keys. It erases leftovers of unfinished moves, and
+            copies the keys if the engine cannot rewrite its files.
+        progress: receives messages and progress for the user.
 
     Returns:
         The number of records, the duration, and the places that could not be rewritten.

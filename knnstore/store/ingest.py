@@ -1,11 +1,12 @@
 """The two-phase protocol that keeps the catalog and the datastore consistent.
 
-::
+The catalog (SQL) has a row for each document, with a state: pending, live or deleting. Readers see only live
+documents. The datastore (vector engine) has a record with a key for each token::
 
-    1 begin      the catalog saves the documents as pending, with ranges of positions of their own
-    2 add        the datastore gets their records
+    1 begin      the catalog saves the documents as pending, and gives each document a range of positions
+    2 add        the datastore gets the records of the documents
     3 flush      the records become durable
-    4 publish    pending documents become live, the versions that they replace become "deleting"
+    4 publish    pending documents become live, the versions that they replace become deleting
     5 purge      documents that are not live are deleted: fitted settings, then records, then rows
 
 A crash before step 4 leaves pending documents, a crash after step 4 leaves deleting ones. Recovery is step 5
@@ -33,10 +34,15 @@ _BATCH_TOKENS = 1 << 17  # tokens, of four bytes; SQLite writes them to its log 
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
-    """Delete documents that are not live, first from the datastore and then from the catalog.
+    """Delete documents that are not live (half added or removed): their records, then their catalog rows.
 
-    Also deletes settings and weights that were fitted on removed documents, and damaged parts of the
-    datastore that no live document needs.
+    Also deletes saved settings that were fitted on removed documents, and damaged files of the datastore that
+    hold no record of a live document.
+
+    Args:
+        catalog: writer of the catalog.
+        datastore: datastore with the records, open for writing.
+        documents: the documents to delete; if empty, only damaged files are deleted.
     """
     if not documents:
         abandon_unneeded(catalog.catalog, datastore)
@@ -59,15 +65,18 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
 def change_in_batches_if_full(
     catalog: CatalogWriter, change: Callable[[Sequence[int]], None], rows: Sequence[int]
 ) -> None:
-    """Call `change` with all rows; if the disk is full, with at most `_BATCH_DOCUMENTS` rows at a time.
+    """Change documents in one transaction; if the disk is full, in transactions of a few documents each.
+
+    A small transaction needs less space for the database's log.
 
     Args:
-        catalog: writer of the catalog; its log is emptied before the second try.
-        change: changes documents by their primary keys, in one transaction.
-        rows: primary keys of the documents.
+        catalog: writer of the catalog; the database's log is emptied before the small transactions.
+        change: function that changes documents in one transaction, called with their primary keys.
+        rows: primary keys of the documents to change.
 
     Raises:
-        DiskFullError: if the disk has no room for a batch either. The earlier batches stay changed.
+        DiskFullError: if the disk has no room for a small transaction either. The documents of earlier
+            transactions stay changed.
     """
     try:
         change(rows)
@@ -78,7 +87,10 @@ def change_in_batches_if_full(
 
 
 def _group_by_tokens(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:
-    """Yield the documents in groups; a group ends with the document that fills its number of tokens."""
+    """Yield the documents in lists, in the same order.
+
+    A list ends when it has at least `_BATCH_TOKENS` tokens; the last list may have fewer tokens.
+    """
     group: list[PlacedDocument] = []
     tokens = 0
     for document in documents:
@@ -92,9 +104,16 @@ def _group_by_tokens(documents: Sequence[PlacedDocument]) -> Iterator[list[Place
 
 
 class Ingest:
-    """A group of new documents that become live together.
+    """New documents that are added together: readers see either all of them or none.
 
-    `KNNStore.ingest` creates, commits and abandons it. The constructor saves the documents as pending.
+    `KNNStore.ingest` creates the object, and calls `commit` or `abandon`. The caller of `KNNStore.ingest`
+    calls `add`. The constructor saves the documents in the catalog in the state "pending", invisible to
+    readers.
+
+    Args:
+        catalog: writer of the catalog.
+        datastore: datastore for the records, open for writing.
+        documents: the new documents.
     """
 
     def __init__(
@@ -117,13 +136,13 @@ class Ingest:
         tokens: NDArray[np.int64],
         keys: Keys,
     ) -> None:
-        """Store the records of some tokens of the group, in any order, each token once.
+        """Store the records of n tokens of the new documents, in any order. Pass each token only once.
 
         Args:
-            documents: index of each token's document in the group, shape (n,).
-            positions: index of each token in its document, shape (n,).
-            tokens: the tokens, shape (n,).
-            keys: key of each token: the model's state that predicts the token, float32, shape (n, dim).
+            documents: index of each token's document among the new documents, shape (n,).
+            positions: index of each token in its document, from 0, shape (n,).
+            tokens: the token ids, shape (n,).
+            keys: key of each token: the model's hidden state before the token, float32, shape (n, dim).
         """
         ids = record_ids(self._starts[documents] + positions, tokens)
         self._datastore.add(ids, keys, self._groups[documents])
@@ -135,7 +154,7 @@ class Ingest:
         failpoint("ingest.added")
 
     def commit(self) -> None:
-        """Write the group durably, make its documents live, then delete the versions that they replace."""
+        """Make records durable and the new documents live; then delete the documents that they replace."""
         self._datastore.flush()
         failpoint("ingest.flushed")
         checksums = {
@@ -147,10 +166,11 @@ class Ingest:
         purge(self._catalog, self._datastore, self._catalog.unsettled())
 
     def abandon(self) -> None:
-        """Delete the documents of the group that are not live. Errors are ignored: recovery deletes the rest.
+        """Delete the new documents, unless they have become live.
 
-        The catalog is read again, because a commit may have succeeded although its answer was lost. Also
-        works if another writer took over and has deleted the documents already.
+        Errors are ignored, because the next writer deletes the rest. The catalog is read first, because a
+        commit may have succeeded although its answer was lost. The method also works if another writer has
+        deleted the documents already.
         """
         with contextlib.suppress(KnnstoreError, OSError):
             live = self._catalog.catalog.labels(placed.row for placed in self._placed)

@@ -1,4 +1,4 @@
-"""Provenance of retrieved records: document, position and surrounding text."""
+"""Provenance of retrieved records: the document of a record, the place in it, and the surrounding text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,37 +20,53 @@ Tokens = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The place of one record in its document."""
+    """The document that contains the token of a record, and the place of the token in it.
+
+    A record is a stored token with its key.
+    """
 
     document: str
-    """The document's id."""
+    """Id of the document."""
 
     domain: str
+    """Name of the document's domain."""
 
     position: int
     """Index of the token in the document, from 0."""
 
     token: int
-    """The token that the record predicts."""
+    """Token id of the record."""
 
     context: Tokens
-    """Up to `before` tokens before the token, in the order of the text."""
+    """Token ids before the token, in the order of the text, uint32; at most as many as were requested."""
 
     continuation: Tokens
-    """Up to `after` tokens after the token."""
+    """Token ids after the token, uint32; at most as many as were requested."""
 
 
 class Tracer:
-    """Finds the document and the surrounding text of records; caches the documents read last."""
+    """Finds the documents of records and the text around them. Caches the documents that were read last.
+
+    Args:
+        catalog: catalog from which the documents are read.
+    """
 
     def __init__(self, catalog: "Catalog") -> None:
         self._catalog = catalog
         self._cached: dict[int, tuple[str, str, Tokens]] = {}
 
     def trace(self, ids: Ids, snapshot: Snapshot, *, before: int, after: int) -> list[Provenance | None]:
-        """Return the document and place of each record in a snapshot.
+        """Return the document, the place and the surrounding tokens of each record.
 
-        None for the id -1 and for records of documents that are not in the snapshot or were just removed.
+        Args:
+            ids: record ids, shape (n,).
+            snapshot: documents of the store at one revision.
+            before: largest number of tokens before a record's token.
+            after: largest number of tokens after a record's token.
+
+        Returns:
+            A list of n entries. An entry is None for the id -1, and for a record whose document is not in the
+            snapshot or was removed since.
         """
         positions = positions_of(ids)
         document_indices = snapshot.documents_at(positions)
@@ -80,7 +96,14 @@ class Tracer:
         return places
 
     def _read_documents(self, rows: Sequence[int]) -> dict[int, tuple[str, str, Tokens]]:
-        """Return id, domain and tokens of documents by primary key; removed documents are left out."""
+        """Read id, domain and tokens of documents, from the cache or the catalog.
+
+        Args:
+            rows: primary keys of the documents in the catalog.
+
+        Returns:
+            A tuple (id, domain, tokens) for each document, by primary key. Removed documents are left out.
+        """
         cached = self._cached
         missing = [row for row in rows if row not in cached]
         labels, texts = self._catalog.labels(missing), dict(self._catalog.texts(missing))

@@ -1,4 +1,4 @@
-"""`Reader`: the methods of a store that a language model uses, all for reading."""
+"""`Reader`: the methods of a store that a language model uses. They change nothing."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -18,85 +18,161 @@ if TYPE_CHECKING:
 
 
 class Records(NamedTuple):
-    """Stored records: ids and keys."""
+    """A batch of n stored records: their ids and keys."""
 
     ids: Ids
-    """Shape (n,), ascending."""
+    """Record ids, int64, shape (n,), ascending."""
     keys: Keys
-    """Float32, shape (n, dim)."""
+    """Keys, float32, shape (n, dim)."""
 
 
 class Reader(Protocol):
-    """Reading methods of a store. `StoreReader` describes the arguments and exceptions of each method."""
+    """The reading methods of a store that a language model uses.
+
+    A selection names the domains, tags and documents that a method uses; the default `EVERYTHING` selects all
+    documents. A document's number is its primary key in the catalog. `StoreReader` implements the methods,
+    and describes their exceptions.
+    """
 
     home: "Home"
+    """Folder of the store."""
     identity: Identity
+    """Model and parameters for which the store was created."""
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
-        """Find the k nearest live records of each query."""
+        """Find the k nearest records of each query among the records of the selected documents.
+
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            k: number of neighbors, >= 1.
+            selection: documents whose records are searched.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
+        """
 
     @property
     def is_keyless(self) -> bool:
-        """True if the store has no keys: only the n-grams of the text are used."""
+        """True if the store has no keys, so that only n-grams of the stored text can be used."""
 
     @property
     def has_cells(self) -> bool:
-        """True if the engine has cells, so that `visit` works."""
+        """True if the engine divides records into cells (clusters of near keys), so that `visit` works."""
 
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
-        """Compute the distances of each query to all live records of the cells nearest to the query."""
+        """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
+
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            probes: number of cells to search for each query, >= 1.
+            selection: documents whose records are compared.
+
+        Returns:
+            Arrays with queries, record ids and distances; see `Visits`.
+        """
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
-        """Count the n-grams of the selected documents."""
+        """Return counts of all n-grams (series of tokens) of the selected documents; they are cached."""
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
-        """Return document, position and surrounding tokens of records; None for removed documents."""
+        """Return document, position and surrounding tokens of records.
+
+        Args:
+            ids: record ids, shape (n,).
+            before: largest number of tokens before a record's token.
+            after: largest number of tokens after a record's token.
+
+        Returns:
+            A list of n entries; None for the id -1 and for a record whose document was removed.
+        """
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the document number of each record, shaped as `ids`; -1 if the document is not live."""
+        """Return the number of the document to which each record belongs, int64, in the shape of `ids`.
+
+        The number is the document's primary key in the catalog; -1 where the document was removed, and for
+        the id -1.
+        """
 
     def revision(self) -> int:
-        """Return the revision, a number that grows with every change that readers can see."""
+        """Return the store's revision, a number that grows with every change that readers can see."""
 
     def domains(self) -> list[Domain]:
-        """Return every domain with its numbers of documents and tokens, by name."""
+        """Return every domain with its numbers of documents, tokens and records, sorted by name."""
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """Return the token count of each selected document, by the document's number."""
+        """Return the number of tokens of each selected document, by the document's number (primary key)."""
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the content hashes of documents by their numbers; removed documents are left out."""
+        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+
+        Removed documents are left out.
+        """
 
     def text(self, number: int) -> Tokens:
-        """Return the tokens of a document by its number. Raises DocumentNotFoundError if it was removed."""
+        """Return the token ids of a document by its number (primary key in the catalog), uint32, shape (n,).
+
+        Raises DocumentNotFoundError if the document was removed.
+        """
 
     def records(
         self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
     ) -> Iterator[Records]:
-        """Yield the records of the selected documents in batches, without some documents."""
+        """Yield the records of the selected documents in batches, by ascending id.
+
+        Args:
+            selection: documents whose records are yielded.
+            without: numbers of documents whose records are left out.
+            batch_size: largest number of records in a batch, >= 1.
+        """
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """Return the number of live records that a search in the selected documents can find."""
+        """Return the number of records of the selected documents."""
 
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
-        """Return how often each token of the vocabulary occurs in the selected documents."""
+        """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return the content hashes among these that belong to a live document of the selection."""
+        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Return the parts of each text that selected documents contain word for word."""
+        """Find for each text the part that selected documents contain word for word.
+
+        Args:
+            texts: token ids of each text, uint32, shapes (n_i,).
+            selection: documents to compare with.
+            letters: converter of tokens to letters. With it, letters are compared; with None, tokens.
+
+        Returns:
+            For each text the shared part, and the documents that count as the same text.
+        """
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """Return a `Lineage` of the documents that domains hold now, to detect later that one is removed."""
+        """Return a description of the documents that some domains have now.
+
+        With it, `gone` can tell later whether a document was removed or replaced.
+
+        Args:
+            domains: names of the domains; empty means the whole store.
+        """
 
     def gone(self, lineage: Lineage) -> float:
-        """Return the share of a lineage's documents that were removed or replaced since, 0 to 1."""
+        """Return the share (0 to 1) of a lineage's documents that were removed or replaced since.
+
+        Args:
+            lineage: description of a set of documents, a result of the method `lineage`.
+        """
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
-        """Return the settings that are saved for exactly this set of domains; None if there are none."""
+        """Return the retrieval settings that are saved for a set of domains; None if none are saved.
+
+        Settings that are saved for a larger or smaller set are not returned.
+
+        Args:
+            domains: names of the domains; empty stands for the whole store.
+        """
 
     def load_weights(self, name: str) -> Weights:
-        """Read fitted weights by the file name in saved settings."""
+        """Read fitted weights from the file with a name, as saved settings contain it."""

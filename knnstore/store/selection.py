@@ -1,4 +1,4 @@
-"""Selection of the documents to retrieve from."""
+"""Selection of the documents from which a query retrieves records."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -8,9 +8,10 @@ from knnstore.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Selection:
-    """Selects the documents that meet all given conditions. The default selects all documents.
+    """A choice of documents: the documents that meet the conditions of all fields that are set.
 
-    Names may be a list or another iterable of strings; they are converted to a tuple.
+    The default sets no field and selects all documents. Names may be given as a list or another iterable of
+    strings; they are converted to a tuple. An empty tuple of domains, tags or documents selects nothing.
 
     Raises:
         ConfigError: if names are not an iterable of strings, or the condition `where` cannot be parsed.
@@ -23,19 +24,20 @@ class Selection:
     """
 
     domains: tuple[str, ...] | None = None
-    """Select documents in one of these domains."""
+    """Select documents in one of these domains; None allows all domains."""
 
     tags: tuple[str, ...] | None = None
-    """Select documents with at least one of these tags."""
+    """Select documents with at least one of these tags; None allows documents with any tags or none."""
 
     documents: tuple[str, ...] | None = None
-    """Select documents with one of these ids."""
+    """Select documents with one of these ids; None allows all ids."""
 
     exclude: tuple[str, ...] = ()
-    """Leave out documents with these content hashes (see `TextDocument.content_hash`)."""
+    """Leave out documents whose text has one of these SHA-256 (see `TextDocument.content_hash`)."""
 
     where: str | None = None
-    """Select documents whose metadata meet this condition; docs/python.md describes the syntax."""
+    """Select documents whose metadata meet this condition, as "year >= 2020"; docs/python.md describes the
+    syntax. None allows documents with any metadata."""
 
     def __post_init__(self) -> None:
         for name in ("domains", "tags", "documents", "exclude"):
@@ -55,15 +57,19 @@ class Selection:
         return f"Selection({', '.join(changed)})"
 
     def without(self, *content_hashes: str) -> "Selection":
-        """Return the selection without the documents with these content hashes."""
+        """Return a selection that also leaves out documents whose text has one of these SHA-256."""
         return replace(self, exclude=(*self.exclude, *content_hashes))
 
 
 def _convert_names(value: object, field_name: str) -> tuple[str, ...] | None:
-    """Convert names to a tuple. None stays None, except for `exclude`.
+    """Convert the value of a field of `Selection` to a tuple of strings. None stays None.
 
-    Raises ConfigError for a single string, for items that are no strings, and for values that are no
-    iterable.
+    Args:
+        value: names, as an iterable of strings.
+        field_name: name of the field, for messages. For ``exclude``, None is refused too.
+
+    Raises:
+        ConfigError: if `value` is a single string, is no iterable, or contains something else than strings.
     """
     if value is None and field_name != "exclude":
         return None
@@ -85,4 +91,4 @@ def _convert_names(value: object, field_name: str) -> tuple[str, ...] | None:
 
 
 EVERYTHING = Selection()
-"""Every live document."""
+"""The selection of all documents of a store."""

@@ -1,4 +1,4 @@
-"""`KNNStore`: documents in a catalog and their keys in a datastore, which always agree."""
+"""`KNNStore`: documents in a catalog (SQL), their keys in a datastore (vector engine); both always agree."""
 
 import os
 import shutil
@@ -31,10 +31,19 @@ Params = Mapping[str, Any] | None
 
 
 class KNNStore(StoreReader):
-    """Documents with their keys, searched by key; open one with `create` or `open`.
+    """A store: documents in a catalog, and a key (vector) for each of their tokens in a vector engine.
 
-    One process may write and any number may read at the same time. Readers see each commit without reopening.
-    Threads may share an object: searches run in parallel, also with one thread that writes.
+    `create` makes a new store, and `open` opens a store. One process may write, and any number may read at
+    the same time. Readers see each change without reopening the store. Threads may share an object: searches
+    run in parallel with each other and with one thread that writes.
+
+    Args:
+        home: folder of the store.
+        catalog: open catalog of the store; the object closes it.
+        mode: ``"r"`` to read, ``"a"`` to read and write.
+        params: parameters of the adapter that replace the saved parameters for this object; None replaces
+            none.
+        copied: True accepts a copied folder whose keys still belong to the original store.
     """
 
     def __init__(
@@ -75,12 +84,13 @@ class KNNStore(StoreReader):
 
         Args:
             home: folder of the store; it must be empty or not exist.
-            identity: model, key and metric of the store.
-            store: the adapter's name.
-            location: place of the keys: a URL or a folder; default is ``HOME/keys``.
-            params: parameters of the adapter.
-            catalog: the catalog's SQLAlchemy URL; default is SQLite in the home.
-            projection: weights that project the keys; saved in the store's folder. None means no projection.
+            identity: model and parameters of the store, which never change.
+            store: name of the adapter (the class that connects knnstore to a vector engine).
+            location: location of the keys: a URL or a folder; None means the folder ``keys`` in `home`.
+            params: parameters of the adapter; None means the adapter's defaults.
+            catalog: SQLAlchemy URL of the catalog's database; None means a SQLite file in `home`.
+            projection: weights that project the keys to fewer components, saved in the store's folder. None
+                means that keys are not projected.
 
         Raises:
             StoreExistsError: if the folder or the catalog's database has a store already.
@@ -105,8 +115,8 @@ class KNNStore(StoreReader):
     def discard_new(self) -> None:
         """Close and delete a store that `create` has just created, because a later step has failed.
 
-        If `home` was an empty folder before, it is an empty folder again. Keys outside the folder are erased;
-        a catalog in another database stays.
+        The folder is deleted; if it was an empty folder before `create`, it is an empty folder again. Keys
+        outside the folder are erased. A catalog in another database stays.
         """
         place = self._current.place(self.engine)
         self.close()
@@ -116,15 +126,16 @@ class KNNStore(StoreReader):
 
     @classmethod
     def open(cls, home: Folder, mode: Mode = "r", *, params: Params = None, copied: bool = False) -> Self:
-        """Open a store.
+        """Open an existing store.
 
         Args:
             home: folder of the store.
             mode: ``"r"`` to read, also while another process writes; ``"a"`` to read and write, as the only
                 writer.
-            params: parameters of the adapter that replace the saved parameters for this object; only for
-                reading.
-            copied: True also opens a copied folder for writing, for `move`, or for `repair` with `take_over`.
+            params: parameters of the adapter that replace the saved parameters for this object; None replaces
+                none. They are allowed only with mode ``"r"``.
+            copied: True also opens a copied folder, whose keys still belong to the original store, for
+                writing. Then only `move`, and `repair` with `take_over`, can write.
 
         Raises:
             StoreNotFoundError: if the folder has no store.
@@ -154,28 +165,29 @@ class KNNStore(StoreReader):
 
     @property
     def engine(self) -> Engine:
-        """The engine that keeps the keys: its adapter, location and parameters."""
+        """The vector engine that has the store's keys: name of the adapter, location and parameters."""
         return self._current.engine
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
-        """Add documents, which become live together when the context ends without an error, or never.
+        """Add documents in a ``with`` block, in which the caller passes the key of every token.
 
-        A live document with the same domain and id is replaced. The context gives an `Ingest`, to which the
-        caller adds the key of every token.
+        The block receives an `Ingest`, whose method `add` takes the keys. When the block ends without an
+        error, all documents become visible to readers together, and stored documents with the same domain and
+        id are replaced. After an error, no document is added.
 
         Args:
-            documents: the documents, with distinct pairs of domain and id.
+            documents: the documents. Each pair of domain and id may occur only once.
         """
         with self._lock_for_writing() as writer, writer.ingest(documents) as group:
             yield group
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Set metadata and tags of documents in one transaction. Texts and records stay.
+        """Replace the metadata and tags of documents in one transaction. Texts and keys do not change.
 
         Args:
-            domain: domain of the documents.
-            changes: new metadata and new tags of each document, by id; they replace the old ones.
+            domain: name of the documents' domain.
+            changes: pair (new metadata, new tags) of each document, by id of the document.
 
         Raises:
             DocumentNotFoundError: if an id is unknown.
@@ -184,11 +196,11 @@ class KNNStore(StoreReader):
             writer.describe(domain, changes)
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
-        """Change the ids of documents of a domain in one transaction. Texts and records stay.
+        """Change the ids of documents in one transaction. Texts and keys do not change.
 
         Args:
-            domain: domain of the documents.
-            ids: new ids by old ids.
+            domain: name of the documents' domain.
+            ids: new id of each document, by its old id.
 
         Raises:
             DocumentNotFoundError: if an old id is unknown.
@@ -199,30 +211,54 @@ class KNNStore(StoreReader):
     def retag(
         self, id: str, *, domain: str | None = None, add: Iterable[str] = (), remove: Iterable[str] = ()
     ) -> None:
-        """Add tags to a document and remove other tags. Raises the errors of `document`."""
+        """Add tags to one document, and remove tags from it, in one transaction.
+
+        Args:
+            id: id of the document.
+            domain: name of its domain; None searches all domains.
+            add: tags to add; tags that the document has already are ignored.
+            remove: tags to remove; tags that the document does not have are ignored. A tag in both `add` and
+                `remove` is removed.
+
+        Raises:
+            DocumentNotFoundError: if no document has this id.
+            AmbiguousDocumentError: if several domains have a document with this id, and `domain` is None.
+        """
         self.retag_selected(self._select_one(id, domain), add=add, remove=remove)
 
     def retag_selected(
         self, selection: Selection, *, add: Iterable[str] = (), remove: Iterable[str] = ()
     ) -> int:
-        """Add tags to the selected documents and remove other tags, in one transaction.
+        """Add tags to all selected documents, and remove tags from them, in one transaction.
 
-        Returns the number of selected documents.
+        Args:
+            selection: the documents.
+            add: tags to add.
+            remove: tags to remove. A tag in both `add` and `remove` is removed.
+
+        Returns:
+            The number of selected documents.
         """
         with self._lock_for_writing() as writer:
             return writer.retag(self.view().rows(selection), add, remove)
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
-        """Remove a document, and return its description. No later search of any reader retrieves its records.
+        """Remove a document, and return its description. No later search of any reader finds its records.
 
-        Raises the errors of `document`.
+        Args:
+            id: id of the document.
+            domain: name of its domain; None searches all domains.
+
+        Raises:
+            DocumentNotFoundError: if no document has this id.
+            AmbiguousDocumentError: if several domains have a document with this id, and `domain` is None.
         """
         return self.remove_selected(self._select_one(id, domain))[0]
 
     def remove_selected(self, selection: Selection) -> list[Document]:
-        """Remove the selected documents in one transaction, and return their descriptions.
+        """Remove all selected documents in one transaction, and return their descriptions.
 
-        On a full disk they are removed in several transactions.
+        If the disk is full, the documents are removed in several small transactions.
         """
         with self._lock_for_writing() as writer:
             removed = self.select(selection)
@@ -241,9 +277,13 @@ class KNNStore(StoreReader):
         return domain
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str] = ()) -> None:
-        """Save settings for exactly this set of domains, or for the whole store without domains.
+        """Save retrieval settings for a set of domains. Settings that were saved for this set are replaced.
 
-        They replace earlier settings. Files of weights that no saved settings name any more are deleted.
+        Files of weights that no saved settings name any more are deleted.
+
+        Args:
+            saved: the settings.
+            domains: names of the domains; empty means the whole store.
         """
         with self._lock_for_writing() as writer:
             writer.save_settings(saved, domains)
@@ -251,37 +291,53 @@ class KNNStore(StoreReader):
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
         """Write fitted weights durably to a file in the store's folder, and return the file's name.
 
-        Save settings that name the file with this same object. Otherwise the file is deleted when another
-        object changes settings.
+        The file is kept until this object is closed, and afterwards as long as saved settings name it. So
+        settings that name the file must be saved with this same object.
+
+        Args:
+            tensors: the weights, as arrays by name.
+            metadata: JSON values by name.
         """
         with self._lock_for_writing() as writer:
             return writer.save_weights(Weights(tensors, metadata))
 
     def erase(self, *, progress: Progress | None = None) -> Erased:
-        """Rewrite all files of the engine and the database that still hold removed text or keys.
+        """Rewrite all files that still hold text or keys of removed documents, without them.
 
-        When this returns, only the places that the result names may still hold removed text or keys. If the
-        call is interrupted, repeat it.
+        Afterwards only the places that the result names may still hold removed text or keys. If the call is
+        interrupted, repeat it.
+
+        Args:
+            progress: receives messages and progress for the user; None shows nothing.
+
+        Returns:
+            The number of records, the duration, and the places that could not be rewritten.
 
         Raises:
-            StoreUnavailableError: if an engine or the database cannot be reached, or readers never release
-                it.
+            StoreUnavailableError: if the engine or the database cannot be reached, or readers of the database
+                do not end in time.
         """
         with self._lock_for_writing() as writer:
             return erase(writer, self._relocation, progress or Progress())
 
     def verify(self) -> list[str]:
-        """Read and check all stored data. Returns the problems, one line each; empty if there are none."""
+        """Read and check all stored data, without changing anything.
+
+        Returns one line of text for each problem; the list is empty if the store is sound.
+        """
         return self._current.problems() + find_problems(self.home, self._catalog, self.view())
 
     def repair(self, *, take_over: bool = False) -> list[str]:
-        """Repair what can be repaired without a backup, and verify.
+        """Repair the store as far as possible without a backup, then check all stored data.
 
-        Removes records without documents, rebuilds indexes, and computes missing checksums. With `take_over`
-        a copied store first becomes the owner of the keys.
+        Records without documents are removed, indexes are built again, and missing checksums are computed.
+
+        Args:
+            take_over: True first makes a copied store the owner of the keys of its original, which must be
+                gone. False raises NotOwnerError for such a copied store.
 
         Returns:
-            The remaining problems, one line each; empty if the store is sound.
+            The remaining problems, one line of text each; empty if the store is sound.
         """
         with self._lock_for_writing(copied=take_over) as writer:
             writer.take_over()
@@ -293,28 +349,37 @@ class KNNStore(StoreReader):
             return problems
 
     def info(self) -> dict[str, Any]:
-        """Return identity, engine, and numbers of documents, tokens and records, as JSON values."""
+        """Return a description of the store as JSON values by name.
+
+        The values are the store's identity, its engine, its numbers of documents, tokens and records, and its
+        trained and calibrated settings.
+        """
         return describe_store(self.home, self._catalog, self.view(), self._relocation.get_unfinished_target())
 
     def optimize(self) -> None:
-        """Build missing indexes of the engine, and reclaim the space of removed records."""
+        """Build missing indexes of the vector engine, and reclaim the space of removed records.
+
+        Does nothing if the adapter has nothing to optimize.
+        """
         with self._lock_for_writing() as writer:
             writer.optimize()
 
     def move(
         self, adapter: str, location: str, *, params: Params = None, progress: Progress | None = None
     ) -> Moved:
-        """Move the keys to another engine: copy, compare, switch in one transaction, erase the old keys.
+        """Move the keys to another vector engine or location.
 
-        Until the switch the store is unchanged. If the call is interrupted, the same call continues; a call
-        with another target first erases the unfinished copy.
+        All records are copied, and the copy is compared with its source. Then the store switches to the copy
+        in one transaction, and the old keys are erased. If the call is interrupted before the switch, the
+        store is unchanged: the same call continues the move, and a call with another target first erases the
+        unfinished copy.
 
         Args:
-            adapter: the new adapter's name.
+            adapter: name of the new adapter.
             location: new location of the keys: a URL or a folder; a relative folder is inside the store's
                 folder.
-            params: parameters of the new adapter, as JSON values.
-            progress: receives the progress of each batch.
+            params: parameters of the new adapter, as JSON values; None means the adapter's defaults.
+            progress: receives messages and progress for the user; None shows nothing.
 
         Raises:
             DatastoreExistsError: if the location already holds something else.
@@ -325,21 +390,36 @@ class KNNStore(StoreReader):
             return self._relocation.move(writer.writer, target, progress or Progress())
 
     def abandon_move(self) -> Engine | None:
-        """Give up an interrupted move and erase its copy. Returns the move's target; None without one."""
+        """Give up an interrupted move of the keys, and erase its unfinished copy.
+
+        Returns the target engine of the move; None if no move was interrupted.
+        """
         with self._lock_for_writing():
             return self._relocation.abandon()
 
     def _select_one(self, id: str, domain: str | None) -> Selection:
-        """Return the selection of one document. Raises the errors of `document`."""
+        """Return a selection that contains exactly one document.
+
+        Args:
+            id: id of the document.
+            domain: name of its domain; None searches all domains.
+
+        Raises:
+            DocumentNotFoundError: if no document has this id.
+            AmbiguousDocumentError: if several domains have a document with this id, and `domain` is None.
+        """
         return Selection((self.document(id, domain=domain).domain,), documents=(id,))
 
     @contextmanager
     def _lock_for_writing(self, *, copied: bool = False) -> Iterator[StoreChanges]:
-        """Hold the writer's lock in the context, and give the object that changes the store.
+        """Hold the lock for changes in the ``with`` block, and yield the object that changes the store.
+
+        Args:
+            copied: True accepts a copied store whose keys still belong to its original.
 
         Raises:
             ReadOnlyError: if the store was opened for reading.
-            NotOwnerError: if the keys belong to the original of this copy, unless `copied`.
+            NotOwnerError: if the keys belong to the original of this copied store, and `copied` is False.
         """
         if self._changes is None:
             raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
@@ -350,25 +430,29 @@ class KNNStore(StoreReader):
 
 @dataclass(frozen=True)
 class _FolderState:
-    """State of a store's folder before the store was created, to restore it."""
+    """State of a folder before a store is created in it, so that it can be restored if a later step fails."""
 
     mode: int | None
-    """Permissions of the empty folder; None if the folder did not exist."""
+    """Permissions of the folder; None if the folder does not exist."""
     absent: tuple[Path, ...]
-    """Parent folders that did not exist, the innermost first."""
+    """Parent folders that do not exist, the innermost first."""
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Return the present state of a folder and of its parents."""
+        """Return the present state of a folder and its parents."""
         path = folder.resolve()
         mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else None
         return cls(mode, tuple(parent for parent in path.parents if not parent.exists()))
 
 
 def _remove_home(home: Home, before: _FolderState | None) -> None:
-    """Delete the folder of a store that was just created, and restore the state of the folder before.
+    """Delete the folder of a store that was just created, and restore the earlier state of the folder.
 
-    Errors are ignored. Without `before` the folder is only deleted.
+    Errors are ignored.
+
+    Args:
+        home: folder of the store.
+        before: state of the folder before the store was created; None only deletes the folder.
     """
     path = home.path.resolve()
     shutil.rmtree(path, ignore_errors=True)

@@ -9,9 +9,19 @@ from knnstore.store.view import View
 
 
 def describe_store(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
-    """Return a store's identity, engine, counts, and trained and calibrated settings, as JSON values.
+    """Return a description of a store as JSON values by name, which `knnstore info` prints.
 
-    Raises CatalogError if saved settings are damaged.
+    The values are the store's identity, its engine, its numbers of documents, tokens and records, and its
+    trained and calibrated settings.
+
+    Args:
+        home: folder of the store.
+        catalog: catalog of the store.
+        view: the documents of the store at the latest revision.
+        move_target: target engine of an unfinished move of the keys; None if no move is unfinished.
+
+    Raises:
+        CatalogError: if saved settings are damaged.
     """
     domains, saved = catalog.domains(), list(load_all_settings(catalog).values())
     with convert_damage_errors():
@@ -39,7 +49,14 @@ def describe_store(home: Home, catalog: Catalog, view: View, move_target: Engine
 
 
 def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
-    """Describe each component that was trained on stored documents: its name, the domains, and its state."""
+    """Describe in a line each component that was trained on stored documents: name, domains, state.
+
+    The state is "ready", or says that documents were removed since.
+
+    Args:
+        saved: all saved settings of the store.
+        view: the documents of the store at the latest revision.
+    """
     described = dict[tuple[str, str], str]()
     for settings in saved:
         trained = [(name, record.get(name) or {}) for name, record in settings.trained.items()]
@@ -53,7 +70,14 @@ def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
 
 
 def _describe_calibrations(saved: list[SavedSettings]) -> list[str]:
-    """Describe each calibration in one line: its domains, mixer, perplexities, text, date and revision."""
+    """Describe in a line each calibration (settings that were fitted to held-out text).
+
+    A line names the domains, the mixer, the perplexities without and with the store, the held-out text, the
+    date and the revision of the store.
+
+    Args:
+        saved: all saved settings of the store; settings without a calibration are left out.
+    """
     return [
         f"for {', '.join(record['domains']) or 'the whole store'}: {record['mixer']}, perplexity "
         f"{record['base_ppl']:,.2f} -> {record['knn_ppl']:,.2f} on {record['tokens']:,} tokens (SHA-256 "

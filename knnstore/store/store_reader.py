@@ -30,12 +30,15 @@ Found = TypeVar("Found")
 
 
 class StoreReader:
-    """Reading methods of a store.
+    """The reading methods of a store: search, text, provenance, and lists of documents and domains.
+
+    A selection names the domains, tags and documents that a method uses; the default `EVERYTHING` selects all
+    documents. A document's number is its primary key in the catalog. Removed documents are never used.
 
     Args:
         home: folder of the store.
-        catalog: the open catalog.
-        view: returns the view of the latest revision, with the live documents.
+        catalog: open catalog of the store.
+        view: function that returns the view, which has the store's documents at the latest revision.
     """
 
     def __init__(self, home: Home, catalog: Catalog, view: Callable[[], View]) -> None:
@@ -48,67 +51,76 @@ class StoreReader:
         self._counting = Counting(self.identity.vocab_size)
 
     def view(self) -> View:
-        """Return the view of the latest revision."""
+        """Return the view: the documents and the datastore at the latest revision (state of the store)."""
         self._last_view = view = self._current_view()
         return view
 
     @property
     def datastore(self) -> Datastore:
-        """The open datastore. After a move it is another object."""
+        """The open datastore of the store's keys. After a move of the keys, it is another object."""
         return self.view().datastore
 
     @property
     def is_keyless(self) -> bool:
-        """True if the store has no keys: only the n-grams of the text are used."""
+        """True if the store has no keys, so that only n-grams of the stored text can be used."""
         return self.view().snapshot.engine.is_keyless
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
-        """Find the k nearest live records of each query.
+        """Find the k nearest records of each query among the records of the selected documents.
 
         Args:
-            queries: float32, shape (q, dim).
+            queries: query vectors, float32, shape (q, dim).
             k: number of neighbors, >= 1.
             selection: documents whose records are searched.
 
         Returns:
-            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first. If a query has fewer
-            matching records, the rest has id -1 and distance +inf.
+            Record ids (`tokens_of` returns their tokens) and distances, each of shape (q, k), nearest first.
+            If the selection has fewer than k records, the rest of a row holds id -1 and distance +inf.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
             DocumentNotFoundError: if the selection names an unknown document.
             CorruptDatastoreError: if the datastore has lost its records.
-            StoreUnavailableError: if other processes commit again and again during the search.
+            StoreUnavailableError: if other processes change the store again and again during the search.
         """
         return self._read_at_one_revision(lambda view: view.search(queries, k, selection))
 
     @property
     def has_cells(self) -> bool:
-        """True if the engine has cells, so that `visit` works."""
+        """True if the engine divides records into cells (clusters of near keys), so that `visit` works."""
         return self.view().has_cells
 
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
-        """Compute the distance of each query to every live record of its nearest cells. Raises as `search`.
+        """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
 
         Args:
-            queries: float32, shape (q, dim).
-            probes: number of cells that are read for each query, >= 1; see `SupportsCells.visit`.
-            selection: documents whose records are read.
+            queries: query vectors, float32, shape (q, dim).
+            probes: number of cells to search for each query, >= 1. Cells without a selected record do not
+                count.
+            selection: documents whose records are compared.
 
         Returns:
-            Visits: arrays of record ids and distances for groups of queries. Each pair of a query and a
-                record occurs at most once.
+            A list of `Visits`: arrays with queries, record ids and distances. A pair of a query and a record
+            occurs at most once.
+
+        Raises:
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+            CorruptDatastoreError: if the datastore has lost its records.
+            StoreUnavailableError: if other processes change the store again and again during the call.
         """
         return self._read_at_one_revision(lambda view: view.visit(queries, probes, selection))
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
-        """Count the n-grams of the selected documents, or return the cached counts.
+        """Return counts of all n-grams (series of tokens) of the selected documents.
+
+        The counts are cached, and counted again if the selected documents change.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
             DocumentNotFoundError: if the selection names an unknown document.
             ConfigError: if the domains have more text than can be counted together.
-            StoreUnavailableError: if selected documents are removed again and again meanwhile.
+            StoreUnavailableError: if selected documents are removed again and again during counting.
         """
         counts = self._counting.get_latest(self.view, selection, _SEARCH_ATTEMPTS)
         if counts is None:
@@ -120,35 +132,42 @@ class StoreReader:
     def count_ngrams_in_background(self) -> None:
         """Start a background thread that counts the n-grams of added documents.
 
-        From now on `ngrams` returns cached counts at once, also if they lack documents that were added since.
-        The thread, or `catch_up_ngrams`, then counts again. Removed documents are never in the counts. This
-        is for servers, whose other requests would wait. `close` ends the thread.
+        From now on, `ngrams` returns cached counts at once, even if they lack documents that were added
+        since. Then the thread, or `catch_up_ngrams`, counts again. Removed documents are never in the counts.
+        Servers use this method, so that no request waits for counting. `close` ends the thread.
         """
         self._counting.count_in_background()
 
     def catch_up_ngrams(self) -> None:
-        """Count the n-grams of each cached selection with changed documents again, in this thread."""
+        """Count again, in this thread, the n-grams of each cached selection whose documents have changed.
+
+        Errors are logged, not raised.
+        """
         self._counting.catch_up(self.view)
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
-        """Return the documents and the surrounding text of retrieved records.
+        """Return document, position and surrounding tokens of records.
 
         Args:
-            ids: record ids of any search, shape (n,).
+            ids: record ids, for example of a search, shape (n,).
             before: largest number of tokens before each record's token.
             after: largest number of tokens after each record's token.
 
         Returns:
-            A list of n entries; None for the id -1 and for records whose document was removed since.
+            A list of n entries. An entry is None for the id -1, and for a record whose document was removed.
         """
         return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the number of each record's document, as in `lengths`; -1 if the document is not live."""
+        """Return the number of the document to which each record belongs, int64, in the shape of `ids`.
+
+        The number is the document's primary key in the catalog; -1 where the document was removed, and for
+        the id -1.
+        """
         return self.view().holders(ids)
 
     def domains(self) -> list[Domain]:
-        """Return every domain with its numbers of documents and tokens, by name."""
+        """Return every domain with its numbers of documents, tokens and records, sorted by name."""
         return self._catalog.domains()
 
     def documents(
@@ -161,14 +180,17 @@ class StoreReader:
         offset: int = 0,
         limit: int | None = None,
     ) -> list[Document]:
-        """List live documents in the order in which they were added.
+        """List documents that match all arguments, in the order in which they were added.
+
+        Unknown names give an empty list.
 
         Args:
-            domain: list only documents of this domain; None lists all domains.
-            domains: list only documents of these domains; an empty list gives no documents.
-            id: list only documents with this id; several domains may have one.
-            tag: list only documents with this tag.
-            offset: number of documents to skip.
+            domain: list only documents of this domain; None allows all domains.
+            domains: list only documents of these domains; an empty list gives no documents, None allows all
+                domains.
+            id: list only documents with this id, which several domains may have; None allows all ids.
+            tag: list only documents with this tag; None allows documents with any tags or none.
+            offset: number of documents to skip; ignored if `limit` is None.
             limit: largest number of documents; None returns all.
         """
         return self._catalog.documents(
@@ -184,10 +206,10 @@ class StoreReader:
 
         Args:
             id: id of the document.
-            domain: domain of the document; None searches all domains.
+            domain: name of the document's domain; None searches all domains.
 
         Raises:
-            DocumentNotFoundError: if no live document has this id.
+            DocumentNotFoundError: if no document has this id.
             AmbiguousDocumentError: if several domains have a document with this id, and `domain` is None.
         """
         matches = self._catalog.documents(id=id, domain=domain)
@@ -203,20 +225,40 @@ class StoreReader:
         return matches[0]
 
     def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
-        """Return the tokens of a document, uint32, shape (n,). Raises the errors of `document`."""
+        """Return the token ids of a document, uint32, shape (n,).
+
+        Args:
+            id: id of the document.
+            domain: name of the document's domain; None searches all domains.
+
+        Raises:
+            DocumentNotFoundError: if no document has this id.
+            AmbiguousDocumentError: if several domains have a document with this id, and `domain` is None.
+        """
         document = self.document(id, domain=domain)
         for row in self._catalog.rows(id=id, domain=document.domain):
             return self.text(row)
         raise DocumentNotFoundError(f"document {id!r} was just removed")
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
-        """Return the live versions of documents of a domain, by id, for comparison with documents to add."""
+        """Return the stored versions of documents, to compare them with documents to add.
+
+        Args:
+            domain: name of the domain; an unknown domain gives an empty result.
+            ids: ids of the documents. Ids that the domain does not have are left out of the result.
+
+        Returns:
+            Primary key, SHA-256 of the text, metadata and tags of each stored document, by id.
+        """
         return self._catalog.versions(domain, ids)
 
     def difference(self, domain: str, documents: Iterable[TextDocument], tags: Iterable[str]) -> Difference:
-        """Return the changes that would make a domain equal to some documents with these tags.
+        """Return the changes that would make a domain equal to a list of documents. Changes nothing.
 
-        The domain need not exist.
+        Args:
+            domain: name of the domain; an unknown domain counts as a domain without documents.
+            documents: documents that the domain should have.
+            tags: tags that each document should carry; additional tags of stored documents are no change.
         """
         return Difference.of(self._catalog, domain, documents, frozenset(tags))
 
@@ -224,36 +266,39 @@ class StoreReader:
         """Find documents whose text a domain has stored under another id.
 
         Args:
-            domain: domain to search.
-            ids: ids of the documents by their content hash.
+            domain: name of the domain to search.
+            ids: id of each document, by the SHA-256 of its text.
 
         Returns:
-            The stored id by the id in `ids`, for each document that was found.
+            For each id in `ids` whose text was found, the id under which the text is stored.
         """
         return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return the content hashes among these that belong to a live document of the selection."""
+        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
         return self.view().content(hashes, selection)
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Return the parts of each text that selected documents contain word for word, at any place.
+        """Find for each text the part that selected documents contain word for word, at any place.
 
         Args:
-            texts: tokens of each text, uint32, shape (n,).
+            texts: token ids of each text, uint32, shapes (n_i,).
             selection: documents to compare with; all their tokens are read.
-            letters: letters of each token. If given, letters are compared and not tokens.
+            letters: converter of tokens to letters. With it, letters are compared; with None, tokens.
+
+        Returns:
+            For each text the shared part, and the documents that count as the same text.
         """
         return self.view().overlaps(texts, selection, letters)
 
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
-        """Return how often each token occurs in the selected documents, int64, shape (v,)."""
+        """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
         return self.view().token_counts(selection, self.identity.vocab_size)
 
     def has_unsettled_documents(self) -> bool:
-        """Check whether documents are partly added or removed, because a writer runs or was killed."""
+        """Check whether documents are half added or half removed, because a writer runs or was killed."""
         return bool(self._catalog.unsettled())
 
     @property
@@ -262,19 +307,29 @@ class StoreReader:
         return self._catalog.store_id
 
     def revision(self) -> int:
-        """Return the revision, which grows with every change that readers can see."""
+        """Return the store's revision, a number that grows with every change that readers can see."""
         return self._catalog.revision()
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """Return the token count of each selected document by its number, in the order of adding."""
+        """Return the number of tokens of each selected document, by the document's number.
+
+        The number is the document's primary key in the catalog. The documents are in the order in which they
+        were added.
+        """
         return self.view().lengths(selection)
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the content hashes of documents by their numbers; removed documents are left out."""
+        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+
+        Removed documents are left out.
+        """
         return self._catalog.content_hashes(numbers)
 
     def text(self, number: int) -> Tokens:
-        """Return the tokens of a document by its number, uint32, shape (n,).
+        """Return the token ids of a document by its number, uint32, shape (n,).
+
+        Args:
+            number: number of the document, as `lengths` and `holders` return it.
 
         Raises:
             DocumentNotFoundError: if the document was removed.
@@ -287,45 +342,80 @@ class StoreReader:
     def records(
         self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
     ) -> Iterator[Records]:
-        """Yield the records of the selected documents in batches, by ascending id. Raises as `search`.
+        """Yield the records (ids and keys) of the selected documents in batches, by ascending id.
 
         Args:
-            selection: the documents.
+            selection: documents whose records are yielded.
             without: numbers of documents whose records are left out.
-            batch_size: largest number of records of a batch, >= 1.
+            batch_size: largest number of records in a batch, >= 1.
+
+        Raises:
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
         """
         return self.view().records(selection, without, batch_size)
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """Return a `Lineage` of all documents that domains, or the whole store, hold now; see `gone`."""
+        """Return a description of all documents that some domains have now.
+
+        With it, `gone` can tell later whether a document was removed or replaced.
+
+        Args:
+            domains: names of the domains; empty means the whole store.
+        """
         return Lineage.of(self.view().snapshot, domains)
 
     def gone(self, lineage: Lineage) -> float:
-        """Return the share of a lineage's documents that were removed or replaced since; 0 if none was."""
+        """Return the share (0 to 1) of a lineage's documents that were removed or replaced since.
+
+        Args:
+            lineage: description of a set of documents, a result of the method `lineage`.
+        """
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """Return the number of live records that a search can find. Raises the errors of `search`."""
+        """Return the number of records of the selected documents, by the catalog.
+
+        Raises:
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+        """
         return self.view().scope(selection).records
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
-        """Return the settings that are saved for exactly this set of domains; None if there are none."""
+        """Return the retrieval settings that are saved for a set of domains; None if none are saved.
+
+        Settings that are saved for a larger or smaller set are not returned.
+
+        Args:
+            domains: names of the domains, in any order; empty stands for the whole store.
+        """
         payload = self._catalog.settings(domains)
         return None if payload is None else SavedSettings.of_payload(payload)
 
     def load_weights(self, name: str) -> Weights:
-        """Read fitted weights that settings name.
+        """Read fitted weights from a file in the store's folder.
+
+        Args:
+            name: name of the file, as saved settings contain it.
 
         Raises:
-            ConfigError: if this is not the name of a file of weights.
+            ConfigError: if `name` is not the name of a file of weights.
             CorruptWeightsError: if the file is missing or damaged.
         """
         return load_weights(self.home.weights, name)
 
     def _read_at_one_revision(self, read: Callable[[View], Found]) -> Found:
-        """Call `read` with a view, and again if a commit came meanwhile; return the result.
+        """Call a function with a view of the store, and call it again if the store changed during the call.
 
-        Raises StoreUnavailableError if each of `_SEARCH_ATTEMPTS` calls was overtaken by a commit.
+        Args:
+            read: function that is called with a view (the documents and the datastore at one revision).
+
+        Returns:
+            The result of the first call during which the store did not change.
+
+        Raises:
+            StoreUnavailableError: if the store changed during each of `_SEARCH_ATTEMPTS` calls.
         """
         view = self._last_view or self.view()  # asked once, afterwards, whether it is the latest
         for _ in range(_SEARCH_ATTEMPTS):

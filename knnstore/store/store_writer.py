@@ -38,7 +38,13 @@ _logger = logging.getLogger(__name__)
 
 
 class StoreChanges:
-    """Changes a store, as its only writer. The caller of a method holds `lock`."""
+    """Changes a store, as its only writer. The caller of each method holds the attribute `lock`.
+
+    Args:
+        home: folder of the store.
+        writer: writer of the store's catalog.
+        current: the open datastore of the store.
+    """
 
     def __init__(self, home: Home, writer: CatalogWriter, current: Current) -> None:
         self.lock = threading.RLock()
@@ -48,16 +54,20 @@ class StoreChanges:
         self._new_weights: set[str] = set()
 
     def purge(self) -> None:
-        """Delete the documents that are not live, and settings and weights that were fitted on them.
+        """Delete the documents that are half added or removed, with settings and weights fitted on them.
 
         Raises:
-            DiskFullError: if the disk has no room for the changes. No reader sees the remaining documents.
+            DiskFullError: if the disk has no room for the changes. Readers do not see the documents that
+                could not be deleted.
         """
         purge(self.writer, self.current.datastore, self.writer.unsettled())
         self._remove_unused_weights()
 
     def purge_what_fits(self) -> None:
-        """Run `purge`; on a full disk log a warning and leave the rest to the next writer."""
+        """Delete the documents that are half added or removed, as far as the disk has room for the changes.
+
+        If the disk is full, a warning is logged, and the next writer deletes the rest.
+        """
         try:
             self.purge()
         except DiskFullError as error:
@@ -65,9 +75,13 @@ class StoreChanges:
             self._remove_unused_weights()
 
     def take_over(self) -> None:
-        """Make this store the owner of the keys, if they belong to the original of this copy.
+        """Make a copied store the owner of the keys of its original, and delete half added documents.
 
-        Then deletes documents that are not live. Does nothing if this store owns the keys.
+        A copied store is a store whose folder was copied from another store, its original. Does nothing if
+        this store owns its keys already.
+
+        Raises:
+            NotOwnerError: if the keys are inside another store's folder.
         """
         if not self.current.owned:
             self.current.take_over()
@@ -75,9 +89,11 @@ class StoreChanges:
 
     @contextmanager
     def finish_copying_keys(self) -> Iterator[None]:
-        """Context in which a copied store gets its own copy of the keys.
+        """Clean up after the ``with`` block, in which the store's keys are moved.
 
-        After the context, records that the original has added since the copy was made are deleted.
+        A copied store gets its own copy of the keys in the block. The copy also has records that the original
+        store has added since its folder was copied; these records are deleted at the end. For a store that
+        owns its keys, nothing is done.
         """
         is_copy = not self.current.owned
         yield
@@ -88,10 +104,16 @@ class StoreChanges:
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
-        """Add documents. Commits at the end of the context; abandons the documents after an error.
+        """Add documents in a ``with`` block, in which the caller passes the key of every token.
+
+        The block receives an `Ingest`. At the end of the block, all documents become visible to readers.
+        After an error in the block, no document is added.
+
+        Args:
+            documents: the documents. Each pair of domain and id may occur only once.
 
         Raises:
-            DiskFullError: if the documents do not fit on the disk.
+            DiskFullError: if the disk has no room for the documents.
         """
         self._check_space(documents)
         group = Ingest(self.writer, self.current.datastore, documents)
@@ -105,17 +127,42 @@ class StoreChanges:
         self._home.reserve.keep()  # an earlier removal may have used it
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Set metadata and tags of documents. Raises DocumentNotFoundError for an unknown id."""
+        """Replace the metadata and tags of documents in one transaction.
+
+        Args:
+            domain: name of the documents' domain.
+            changes: pair (new metadata, new tags) of each document, by id of the document.
+
+        Raises:
+            DocumentNotFoundError: if an id is unknown.
+        """
         rows = self._find_rows(domain, changes)
         self.writer.describe({rows[id]: change for id, change in changes.items()})
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
-        """Change the ids of documents, given as new ids by old ids. Raises DocumentNotFoundError."""
+        """Change the ids of documents in one transaction.
+
+        Args:
+            domain: name of the documents' domain.
+            ids: new id of each document, by its old id.
+
+        Raises:
+            DocumentNotFoundError: if an old id is unknown.
+        """
         rows = self._find_rows(domain, ids)
         self.writer.rename({rows[old]: new for old, new in ids.items()})
 
     def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
-        """Change the tags of documents by primary key, in one transaction. Returns their number."""
+        """Add tags to documents, and remove tags from them, in one transaction.
+
+        Args:
+            rows: primary keys of the documents.
+            add: tags to add.
+            remove: tags to remove. A tag in both `add` and `remove` is removed.
+
+        Returns:
+            The number of documents.
+        """
         documents = self.writer.catalog.documents_of(rows)
         added_tags, removed_tags = distinct_names(add, "tag"), distinct_names(remove, "tag")
         self.writer.describe(
@@ -127,10 +174,14 @@ class StoreChanges:
         return len(documents)
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Remove documents by primary key, in one transaction if the disk has room for its log.
+        """Remove documents; in one transaction if the disk has room for its log, else in several.
 
-        The file that reserves disk space is deleted before and written again after, so that a process that
-        runs on, such as a server, can remove documents from a full disk more than once.
+        The file that reserves disk space is deleted first if the disk is full, and is written again at the
+        end. So a process that runs on, such as a server, can remove documents from a full disk more than
+        once.
+
+        Args:
+            rows: primary keys of the documents.
         """
         self._home.reserve.give_back()
         try:
@@ -140,27 +191,41 @@ class StoreChanges:
             self._home.reserve.keep()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
-        """Save settings of domains. Deletes damaged settings, and weights that no settings name."""
+        """Save retrieval settings for a set of domains, in place of settings that were saved for this set.
+
+        Damaged settings are deleted, and so are files of weights that no saved settings name.
+
+        Args:
+            saved: the settings.
+            domains: names of the domains; empty means the whole store.
+        """
         drop_damaged_settings(self.writer)
         self.writer.save_settings(domains, saved.payload())
         self._new_weights -= set(saved.files())
         self._remove_unused_weights()
 
     def save_weights(self, weights: Weights) -> str:
-        """Write fitted weights to a file, keep the file until settings name it, and return its name."""
+        """Write fitted weights durably to a file, and return the file's name.
+
+        This object does not delete the file although no saved settings name it yet.
+        """
         name = save_weights(self._home.weights, weights)
         self._new_weights.add(name)
         return name
 
     def repair(self) -> None:
-        """Remove records without a document, rebuild damaged indexes, and compute missing checksums."""
+        """Remove records without a document, build missing and damaged indexes, compute missing checksums."""
         with suppress(KnnstoreError):  # verifying comes next
             self.remove_orphans()
         self.optimize()
         self._add_checksums()
 
     def remove_orphans(self) -> None:
-        """Delete the records that belong to no document, and damaged parts that no document needs."""
+        """Delete the records that belong to no document.
+
+        Damaged parts (such as files) of the datastore are deleted too, if no document has lost records with
+        them.
+        """
         datastore = self.current.datastore
         orphans = retry_past_damage(datastore, lambda: find_orphans(self.writer.catalog, datastore))
         datastore.delete(IdRanges.of_ids(orphans))
@@ -168,7 +233,10 @@ class StoreChanges:
         abandon_unneeded(self.writer.catalog, datastore)
 
     def _add_checksums(self) -> None:
-        """Compute and save the missing checksums of documents, if the engine does not check keys itself."""
+        """Compute and save the checksum of each document's keys that is missing in the catalog.
+
+        Does nothing if the vector engine checks its keys itself.
+        """
         catalog, datastore = self.writer.catalog, self.current.datastore
         snapshot = catalog.snapshot()
         lacks_checksum = ~np.isin(snapshot.rows, list(catalog.checksums()))
@@ -181,12 +249,21 @@ class StoreChanges:
             self.writer.note_checksums(checksums.get_checksums())
 
     def optimize(self) -> None:
-        """Build missing indexes of the engine, and reclaim space. Does nothing if the adapter cannot."""
+        """Build missing indexes of the vector engine, and reclaim the space of removed records.
+
+        Does nothing if the adapter has nothing to optimize.
+        """
         if isinstance(self.current.datastore, SupportsOptimize):
             self.current.datastore.optimize()
 
     def _check_space(self, documents: Sequence[NewDocument]) -> None:
-        """Raise DiskFullError if the disk has no room for the documents in the catalog or the datastore."""
+        """Raise DiskFullError if the disks have too little room for new documents.
+
+        A catalog or datastore on a server is not checked.
+
+        Args:
+            documents: the documents that will be added.
+        """
         tokens = sum(len(document.tokens) for document in documents)
         operation = f"adding {tokens:,} tokens"
         if self._home.has_catalog:
@@ -194,7 +271,10 @@ class StoreChanges:
         self.current.place(self.current.engine).check_space(tokens, operation)
 
     def _remove_unused_weights(self) -> None:
-        """Delete the files of weights that no settings name. Does nothing if saved settings are damaged."""
+        """Delete the files of weights that no saved settings name and that this object has not just written.
+
+        Does nothing if saved settings are damaged.
+        """
         if self._home.weights.is_dir():
             try:
                 used_files = find_files_in_use(self.writer.catalog, self.current.view().snapshot)
@@ -203,7 +283,10 @@ class StoreChanges:
             remove_unused_files(self._home.weights, self._new_weights | used_files)
 
     def _find_rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """Return the primary keys of live documents by id. Raises DocumentNotFoundError for an unknown id."""
+        """Return the primary keys of documents of a domain, by their ids.
+
+        Raises DocumentNotFoundError if the domain has no document with an id.
+        """
         listed_ids = list(ids)
         versions = self.writer.catalog.versions(domain, listed_ids)
         for id in listed_ids:

@@ -1,4 +1,4 @@
-"""Checking that catalog and datastore agree on every token."""
+"""Checking all stored data: the catalog, the datastore, and that both agree on every token."""
 
 import base64
 import hashlib
@@ -22,7 +22,18 @@ _NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 
 
 def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
-    """Read all stored data and return its problems, one line each; empty if the store is sound."""
+    """Read and check all stored data of a store. Changes nothing.
+
+    A file that every user of the machine can read is logged as a warning, and is not a problem.
+
+    Args:
+        home: folder of the store.
+        catalog: catalog of the store.
+        view: the documents and the datastore at the latest revision.
+
+    Returns:
+        One line of text for each problem; empty if the store is sound.
+    """
     problems, datastore = catalog.problems(), view.datastore
     exposed = home.find_exposed_file()
     if exposed is not None:  # no problem of the store's, and it may be meant
@@ -52,9 +63,15 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
 
 
 def _find_fingerprint_problem(fingerprint: str) -> str | None:
-    """Return the problem with a model's fingerprint as text; None if it has the right form.
+    """Check the form of a model's fingerprint, the text by which a store recognizes its model.
 
     `knnstore.lm.keys.model_fingerprint` describes the form.
+
+    Args:
+        fingerprint: the fingerprint in the catalog.
+
+    Returns:
+        One line of text if the fingerprint is damaged, else None.
     """
     digest, *parts = fingerprint.split(":")
     try:
@@ -70,7 +87,10 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
 
 
 def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
-    """Return the ids of the records that belong to no live document, ascending."""
+    """Return the ids of all records of a datastore that belong to no live document, int64, ascending.
+
+    A live document is completely stored and not removed.
+    """
     snapshot = catalog.snapshot()
     orphans = [_select_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
     return np.concatenate([np.zeros(0, np.int64), *orphans])
@@ -82,10 +102,10 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     Args:
         catalog: the open catalog.
         datastore: the datastore, all of whose records are read.
-        unsettled: documents that are partly added or removed; their records are no problem.
+        unsettled: documents that are half added or removed; their records are no problem.
 
     Returns:
-        The problems, one line each.
+        One line of text for each problem; empty if there is none.
     """
     snapshot = catalog.snapshot()
     first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
@@ -141,9 +161,13 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
 
 
 def _name_documents(catalog: Catalog, rows: set[int]) -> list[str]:
-    """Return a name for each document: its id and domain, or its number if these are damaged.
+    """Return a phrase for each document that names it: its id and domain, or its number if these are damaged.
 
     Documents that were removed meanwhile are left out.
+
+    Args:
+        catalog: catalog of the store.
+        rows: primary keys of the documents.
     """
     names = []
     for row in sorted(rows):
@@ -159,7 +183,16 @@ def _name_documents(catalog: Catalog, rows: set[int]) -> list[str]:
 
 
 def _read_texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:
-    """Return the tokens of documents by their index in the snapshot. Damaged documents are left out."""
+    """Read the tokens of documents.
+
+    Args:
+        catalog: catalog of the store.
+        snapshot: the documents of the store at one revision.
+        documents: indices of the documents in the snapshot's arrays.
+
+    Returns:
+        Token ids of each document, by its index in the snapshot. Damaged and removed documents are left out.
+    """
     rows = snapshot.rows[documents].tolist()
     try:
         read = dict(catalog.texts(rows))
@@ -174,7 +207,10 @@ def _read_texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> d
 
 
 def _read_text(catalog: Catalog, row: int) -> Tokens | None:
-    """Return the tokens of a document; None if they are damaged or the document was removed."""
+    """Return the token ids of a document by its primary key.
+
+    Returns None if the tokens are damaged, or the document was removed.
+    """
     try:
         return catalog.tokens(row)
     except CatalogError:
@@ -182,5 +218,5 @@ def _read_text(catalog: Catalog, row: int) -> Tokens | None:
 
 
 def _select_orphans(ids: Ids, snapshot: Snapshot) -> Ids:
-    """Return the ids that belong to no document of a snapshot."""
+    """Return the record ids in `ids` that belong to no document of a snapshot, in the same order."""
     return ids[snapshot.documents_at(positions_of(ids)) < 0]

@@ -1,4 +1,4 @@
-"""A view: the documents that are live at one revision, and search in exactly these documents."""
+"""A view: the documents of a store at one revision (state of the store), and searching these documents."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -35,37 +35,46 @@ _LOST_RECORDS = (
 
 
 class Scope(NamedTuple):
-    """A selection resolved to ids of records, at one revision."""
+    """The records of the documents that a selection contains, at one revision (state of the store)."""
 
     live: IdRanges
-    """Id ranges of the live selected records: no other record may be returned."""
+    """Ids of the records of all selected documents. A search must return no other record."""
 
     where: Filter | None
-    """Filter of these records for the datastore; None if all live records are selected."""
+    """Filter with which the datastore is searched for these records; None if all documents are selected."""
 
     records: int
-    """Number of records that the datastore must have for the selection."""
+    """Number of records that the selected documents have, by the catalog."""
 
 
 class View:
-    """The store at one revision.
+    """The documents of a store at one revision (state of the store), with methods to search and read them.
 
-    The datastore may hold records of documents that are not live, for example of a document that is just
-    being added. So the view checks every neighbor against the catalog. For unknown names see `scope`.
+    The datastore may have records of other documents, for example of a document that is just being added. So
+    the view compares every neighbor with the documents of this revision. Methods with a selection raise
+    DomainNotFoundError or DocumentNotFoundError if the selection names an unknown domain or document.
+
+    Args:
+        snapshot: positions and domains of the documents at the revision.
+        datastore: open datastore of the store's keys.
+        catalog: open catalog of the store.
     """
 
     def __init__(self, snapshot: Snapshot, datastore: Datastore, catalog: Catalog) -> None:
         self.snapshot = snapshot
         self.datastore = datastore
         self.has_cells = isinstance(datastore, SupportsCells)
-        """True if the engine has cells."""
+        """True if the engine divides records into cells (clusters of near keys)."""
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
         self._masks: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the number of each record's document, in the shape of `ids`; -1 if it is not live."""
+        """Return the primary key of the document to which each record belongs, int64, in the shape of `ids`.
+
+        The result is -1 where no document of this view has the record, and for the id -1.
+        """
         document_indices = self.snapshot.documents_at(positions_of(ids))
         return (
             np.where(document_indices >= 0, self.snapshot.rows[document_indices], -1)
@@ -74,12 +83,19 @@ class View:
         )
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
-        """Return the k nearest live records of each query in a selection.
+        """Find the k nearest records of each query among the records of the selected documents.
 
-        Missing records have id -1 and distance +inf; see `StoreReader.search`.
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            k: number of neighbors, >= 1.
+            selection: documents whose records are searched.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
 
         Raises:
-            CorruptDatastoreError: if the datastore finds no record, although the catalog lists some.
+            CorruptDatastoreError: if a query has no neighbor, although the selected documents have records.
         """
         live, where, records = self.scope(selection)
         neighbors = self.datastore.search(queries, k, where=where)
@@ -95,10 +111,19 @@ class View:
         return neighbors
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
-        """Return all live records of the cells nearest to each query; see `StoreReader.visit`.
+        """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
+
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            probes: number of cells to search for each query, >= 1.
+            selection: documents whose records are compared.
+
+        Returns:
+            A list of `Visits`: arrays with queries, record ids and distances. Records of other documents are
+            replaced by padding (id -1, distance +inf).
 
         Raises:
-            CorruptDatastoreError: if the datastore finds no record, although the catalog lists some.
+            CorruptDatastoreError: if a query has no record, although the selected documents have records.
         """
         live, where, records = self.scope(selection)
         visits = self._visit_cells(queries, probes, live, where)
@@ -111,11 +136,11 @@ class View:
         return visits
 
     def scope(self, selection: Selection) -> Scope:
-        """Resolve a selection to records. The latest scopes are cached.
+        """Find the records of the documents that a selection contains. The last results are cached.
 
         Raises:
-            DomainNotFoundError: if the selection names a domain without live documents.
-            DocumentNotFoundError: if the selection names an id without a live document.
+            DomainNotFoundError: if the selection names a domain without documents.
+            DocumentNotFoundError: if the selection names an id without a document.
         """
         scope = self._scopes.get(selection)
         if scope is None:
@@ -125,7 +150,7 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return the hashes in `hashes` that are content hashes of selected documents."""
+        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())
@@ -134,7 +159,16 @@ class View:
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Return the parts of each text that selected documents contain. The documents are read once."""
+        """Find for each text the part that selected documents contain word for word, at any place.
+
+        Args:
+            texts: token ids of each text, uint32, shapes (n_i,).
+            selection: documents to compare with; each document is read once.
+            letters: converter of tokens to letters. With it, letters are compared; with None, tokens.
+
+        Returns:
+            For each text the shared part, and the documents that count as the same text.
+        """
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
         for row, tokens in self._catalog.texts(self.snapshot.rows[self.mask_documents(selection)].tolist()):
@@ -155,7 +189,14 @@ class View:
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,).
 
-        The array is read-only, and the latest one is cached. Raises CatalogError if a token is out of range.
+        The array is read-only. The array of the last selection is cached.
+
+        Args:
+            selection: documents whose tokens are counted.
+            vocabulary: number of tokens of the vocabulary.
+
+        Raises:
+            CatalogError: if a stored token id is outside the vocabulary.
         """
         latest = self._counts
         if latest is not None and latest[0] == selection:
@@ -178,21 +219,34 @@ class View:
         return selected_rows
 
     def lengths(self, selection: Selection) -> dict[int, int]:
-        """Return the token count of each selected document by primary key, in the order of positions."""
+        """Return the number of tokens of each selected document, by the document's primary key.
+
+        The documents are in the order of their positions.
+        """
         mask = self.mask_documents(selection)
         lengths = self.snapshot.stops - self.snapshot.starts
         return dict(zip(self.snapshot.rows[mask].tolist(), lengths[mask].tolist(), strict=True))
 
     def texts(self, mask: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
-        """Return the tokens of the documents in a mask, in the snapshot's order; None if one was removed."""
+        """Return the token ids of some documents, uint32 arrays, in the order of the documents' positions.
+
+        Args:
+            mask: True for each document of the snapshot to read, shape (n,).
+
+        Returns:
+            The token ids of each document; None if one of the documents was removed since.
+        """
         rows = self.snapshot.rows[mask].tolist()
         tokens_by_row = dict(self._catalog.texts(rows))
         return [tokens_by_row[row] for row in rows] if len(tokens_by_row) == len(rows) else None
 
     def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
-        """Yield records of the selected documents in batches, by ascending id.
+        """Yield the records (ids and keys) of the selected documents in batches, by ascending id.
 
-        Documents whose primary keys are in `without` are left out.
+        Args:
+            selection: documents whose records are yielded.
+            without: primary keys of documents whose records are left out.
+            batch_size: largest number of records in a batch, >= 1.
         """
         mask = self.mask_documents(selection) & ~self._mask_rows(without)
         live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
@@ -200,7 +254,16 @@ class View:
             yield Records(ids, keys)
 
     def _visit_cells(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
-        """Read the nearest cells of each query, and drop the records that are not live."""
+        """Compare each query with all records of its nearest cells, and drop records that must not be found.
+
+        A cell is a cluster of records with near keys.
+
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            probes: number of cells to search for each query.
+            live: ids of the records that may be found; other records are replaced by padding.
+            where: filter for the datastore; None filters nothing there.
+        """
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
         visits: list[Visits] = datastore.visit(queries, probes, where=where)
         # All ids at once: of scored text there are a thousand small visits.
@@ -214,7 +277,10 @@ class View:
         return visits
 
     def _resolve_scope(self, selection: Selection) -> Scope:
-        """Resolve a selection to records, without the cache. Raises the errors of `scope`."""
+        """Find the records of the documents that a selection contains, without using the cache.
+
+        Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
+        """
         mask = self.mask_documents(selection)
         live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
         records = int(self.snapshot.records[mask].sum())
@@ -226,15 +292,17 @@ class View:
         return Scope(live, Filter(live, groups), records)
 
     def mask_documents(self, selection: Selection) -> NDArray[np.bool_]:
-        """Return a mask of the documents that the selection contains; all True for an empty one.
+        """Return a mask of the snapshot's documents that a selection contains, bool, shape (n,).
+
+        The mask is all True for a selection without conditions. A tag that no document has selects nothing.
 
         Masks of selections with a condition on metadata are cached, because the database evaluates the
         condition for every document. Metadata and tags do not change within a view: each change makes a new
         revision.
 
         Raises:
-            DomainNotFoundError: if the selection names a domain without live documents.
-            DocumentNotFoundError: if the selection names an id without a live document.
+            DomainNotFoundError: if the selection names a domain without documents.
+            DocumentNotFoundError: if the selection names an id without a document.
         """
         if selection.where is None:
             return self._compute_mask(selection)
@@ -248,7 +316,10 @@ class View:
         return mask
 
     def _compute_mask(self, selection: Selection) -> NDArray[np.bool_]:
-        """Return a mask of the documents that a selection contains, without the cache."""
+        """Return a mask of the snapshot's documents that a selection contains, without using the cache.
+
+        Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
+        """
         snapshot = self.snapshot
         mask = np.ones(len(snapshot.rows), bool)
         if selection.domains is not None:
@@ -265,14 +336,20 @@ class View:
         return mask
 
     def _get_domain_number(self, domain: str) -> int:
-        """Return the number of a domain. Raises DomainNotFoundError, which lists all domains."""
+        """Return the primary key of a domain by its name.
+
+        Raises DomainNotFoundError if the domain has no document. The message lists all domains.
+        """
         if domain not in self.snapshot.domains:
             domain_names = ", ".join(sorted(map(str, self.snapshot.domains))) or "none"
             raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {domain_names}")
         return self.snapshot.domains[domain]
 
     def _find_rows(self, ids: Collection[str]) -> list[int]:
-        """Return the primary keys of all documents with these ids. Raises DocumentNotFoundError."""
+        """Return the primary keys of all documents with one of some ids, in any domain.
+
+        Raises DocumentNotFoundError if no document has one of the ids.
+        """
         rows = self._catalog.rows_by_id(ids)
         for id in ids:
             if id not in rows:
@@ -280,12 +357,17 @@ class View:
         return list(chain.from_iterable(rows.values()))
 
     def _mask_rows(self, rows: Iterable[int]) -> NDArray[np.bool_]:
-        """Return a mask of the snapshot's documents with these primary keys."""
+        """Return a mask of the snapshot's documents whose primary keys are in `rows`, bool, shape (n,)."""
         return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
 
 
 def _has_record_for_each_query(visits: Sequence[Visits], queries: int) -> bool:
-    """Check whether each of the first `queries` queries has at least one record in `visits`."""
+    """Check whether each query was compared with at least one record.
+
+    Args:
+        visits: arrays with queries, record ids and distances.
+        queries: number of queries; their row numbers are 0 to queries - 1.
+    """
     met = np.zeros(queries, bool)
     for visit in visits:
         met[visit.meeting()] = True
@@ -293,7 +375,12 @@ def _has_record_for_each_query(visits: Sequence[Visits], queries: int) -> bool:
 
 
 def _join_texts(texts: Iterable[tuple[int, NDArray[np.uint32]]], least: int) -> Iterator[NDArray[np.uint32]]:
-    """Yield the tokens of texts in blocks of at least `least` tokens; the last may be smaller."""
+    """Concatenate the tokens of texts to blocks, and yield the blocks.
+
+    Args:
+        texts: pairs (any number, token ids); the number is ignored.
+        least: smallest number of tokens in a block; the last block may have fewer.
+    """
     held, size = [np.zeros(0, np.uint32)], 0
     for _, tokens in texts:
         held.append(tokens)

@@ -1,4 +1,4 @@
-"""The base class of engines that run in the process: everything but the index."""
+"""The base class of vector engines that run in the process. Subclasses add only the index."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,23 +25,26 @@ from knnstore.space import check_space
 
 
 class EmbeddedDatastore(ABC):
-    """Vectors in a local directory, as durable key segments that indexes search.
+    """A datastore in a local directory, whose records are in segments that indexes search.
 
-    Keys are kept in half precision or as codes; every index is derived from the keys. One process may write,
-    and any number may read its flushed records. No index is loaded before the first search, so adding records
-    costs no memory for indexes. A subclass decides which segments have an index, builds it and opens it.
+    A segment is a set of immutable files with records of one group (a numbered set of records, such as a
+    domain). Keys are stored in half precision or as codes (compressed keys); an index can always be built
+    again from the keys. One process may write, and any number of processes may read its flushed records. No
+    index is loaded before the first search, so adding records costs no memory for indexes. A subclass decides
+    which segments have an index, builds indexes and opens them.
 
     Args:
-        segments: the open directory.
+        segments: the open directory with the segments.
         dim: number of components of a vector.
         metric: metric of the distances.
-        nearest: function that finds the nearest rows of a matrix; searches records without an index.
+        nearest: function that finds the nearest rows of a matrix; it searches records without an index.
     """
 
     merge_ratio: ClassVar[int] = 10
-    """Smallest ratio of the sizes of a segment and the next segment after `optimize`.
+    """After `optimize`, a segment of a group has at least this many times the records of the next segment.
 
-    With a small ratio fewer rows are indexed again; with a large ratio there are fewer segments to search.
+    With a small ratio, fewer records must be indexed again; with a large ratio, fewer segments must be
+    searched.
     """
 
     def __init__(
@@ -59,21 +62,55 @@ class EmbeddedDatastore(ABC):
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a datastore in a directory; see `Datastore.open`."""
+        """Open or create a datastore in a directory.
+
+        Args:
+            location: path of the directory, which only this datastore uses.
+            dim: number of components of a vector, >= 1.
+            metric: metric of the distances.
+            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
+            **params: parameters of the engine.
+
+        Raises:
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric.
+            LockedError: another process has the datastore open for writing.
+            ConfigError: a parameter is unknown or has a bad value.
+        """
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
-        """Remove the datastore in a directory; see `SupportsErase.erase`."""
+        """Remove all files of the datastore in a directory, and the directory if it is empty afterwards.
+
+        Does nothing if the directory does not exist.
+
+        Args:
+            location: path of the directory.
+            **params: ignored.
+
+        Raises:
+            LockedError: another process writes to the datastore.
+        """
         erase_segments(Path(location))
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the bytes of a record on disk and in an index; see `SupportsSize.record_size`."""
+        """Return an estimate of the bytes that one record takes on disk, including its part of an index.
+
+        Args:
+            dim: number of components of a vector.
+            **params: ignored.
+        """
         return 6 * dim + 64
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the owner of the datastore in a directory; see `SupportsOwner.owner`.
+        """Return the name of the store to which the datastore in a directory belongs; None if none is saved.
+
+        Args:
+            location: path of the directory.
+            **params: ignored.
 
         Raises:
             ConfigError: the location is the URL of a server.
@@ -88,42 +125,57 @@ class EmbeddedDatastore(ABC):
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Save the owner of a directory; see `SupportsOwner.claim`."""
+        """Save the name of the store to which the datastore in a directory belongs, durably.
+
+        Args:
+            location: path of the directory, which the caller has open for writing.
+            owner: name of the store, one line of text.
+            **params: ignored.
+        """
         write_owner(Path(location), owner)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Features of this datastore: durable, in half precision, with one writer, and approximate."""
+        """Features of this engine: approximate search, keys in half precision, durable, one writer."""
         return Capabilities(
             exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
         )
 
     @abstractmethod
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group with this number of live rows is searched by indexes."""
+        """Check whether a group of records is large enough to be searched by indexes.
+
+        Args:
+            group_rows: number of live records (not deleted or replaced) of the group.
+        """
 
     @abstractmethod
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the parameters of the index of a segment, JSON values; None if the segment needs no index.
+        """Choose the parameters with which the index of a segment (a set of files with records) is built.
 
         Args:
-            rows: number of rows of the segment, deleted rows included.
-            group_rows: number of live rows of the segment's group.
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of live records (not deleted or replaced) of the segment's group.
+
+        Returns:
+            JSON values by name, which are saved with the index; None if the segment needs no index.
         """
 
     @abstractmethod
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Build the index of a segment and write it to a file.
+        """Build the index of a segment (a set of files with records), and write the index to a file.
 
         Args:
-            segment: segment on disk.
-            parameters: result of `_index_parameters`.
+            segment: the segment, which is on disk.
+            parameters: parameters of the index, the result of `_index_parameters`.
             path: file to create. The caller makes the file durable.
         """
 
     @abstractmethod
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
-        """Open the index file of a segment. Returns None if another engine built the index.
+        """Open the index file of a segment (a set of files with records).
+
+        Returns None if the index file was built by another engine and cannot be used.
 
         Args:
             segment: segment with an index; `segment.index` names the file.
@@ -145,21 +197,41 @@ class EmbeddedDatastore(ABC):
         return self._metric
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records, and replace existing records with the same ids; see `Datastore.add`."""
+        """Store records. A new record replaces an older record with the same id.
+
+        Searches of this handle find the records at once; `flush` makes them durable.
+
+        Args:
+            ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
+            keys: vectors, shape (n, dim), finite.
+            groups: group number of each record, integers, shape (n,), >= 0.
+
+        Raises:
+            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
+            ReadOnlyError: the handle was opened with mode ``"r"``.
+        """
         self._segments.append(*checked_records(ids, keys, groups, self._dim))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query; see `Datastore.search`.
+        """Find the k nearest records of each query. Records in damaged files are left out.
 
-        Damaged segments are left out.
+        Args:
+            queries: query vectors, shape (q, dim), finite.
+            k: number of neighbors, >= 1.
+            where: records that may be found; None allows all records.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
 
         Raises:
-            CorruptDatastoreError: no query has a neighbor, and a segment that `where` selects is damaged.
+            CorruptDatastoreError: no query has a neighbor, and records that `where` selects are damaged.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         ids = where.ids if where and where.groups is None else None
 
         def find_nearest(searches: Sequence[GroupSearch]) -> Neighbors:
+            """Find the k nearest records of each query in some groups."""
             # A small group is not asked for more neighbors than it has, so it takes no memory for them.
             parts = (group.search(queries, min(k, group.rows), ids) for group in searches)
             return merge_many(parts, len(queries), k)
@@ -172,42 +244,66 @@ class EmbeddedDatastore(ABC):
         return neighbors
 
     def delete(self, ids: IdRanges) -> None:
-        """Remove every record in the ranges; see `Datastore.delete`."""
+        """Delete every record whose id is in the ranges; ids without a record are ignored.
+
+        Searches of this handle leave the records out at once; `flush` makes the deletion durable.
+        """
         self._segments.delete(ids)
 
     def count(self) -> int:
-        """Return the number of live records."""
+        """Return the number of records; deleted and replaced records do not count, damaged records do."""
         return self._segments.count()
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every live record once, by ascending id; see `Datastore.iterate`."""
+        """Yield every record once, by ascending id, as batches (ids, keys, groups).
+
+        Deleted, replaced, and damaged records are left out.
+
+        Args:
+            ids: ids of the records to yield; None yields all records.
+            batch_size: largest number of records in a batch, >= 1.
+
+        Raises:
+            CorruptDatastoreError: a file turns out to be damaged. The next call leaves its records out.
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return self._segments.iterate(ids=ids, batch_size=batch_size)
 
     def get(self, ids: Ids) -> Keys:
-        """Return the keys of some records; see `SupportsGet.get`."""
+        """Return the keys of records by id, float32, shape (n, dim), in the order of `ids`.
+
+        Raises RecordNotFoundError if an id has no record.
+        """
         return read_keys(self, ids)
 
     def flush(self) -> None:
-        """Make all changes durable; see `Datastore.flush`."""
+        """Write all additions and deletions so far to disk, so that they survive a crash or a power loss."""
         self._segments.flush()
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the segments that are known to be damaged; see `SupportsDamage.damaged`."""
+        """Return the segments (files with records) that are known to be damaged; empty if none are.
+
+        The method does not read the files to look for damage; `verify` does.
+        """
         return self._segments.damaged()
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove the records of a damaged part; see `SupportsDamage.abandon`."""
+        """Remove a damaged segment (a set of files with records) with all its records, durably.
+
+        Args:
+            part: the damaged segment, one of the results of `damaged`.
+        """
         self._segments.abandon(part)
 
     def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and write missing indexes and digests.
+        """Merge segments (files with records), reclaim space of deleted records, and build missing indexes.
 
-        Segments that are large enough get an index. Until then their records are searched exactly, which is
-        slow for many records, so call `optimize` after adding many records. Damaged segments are skipped.
+        Segments that are large enough get an index. Records without an index are searched exactly, which is
+        slow for many records, so call `optimize` after adding many records. Missing files with checksums are
+        written too. Damaged segments are skipped.
         """
         self._segments.compact(ratio=self.merge_ratio)
         for segments in self._segments.by_group().values():
@@ -221,20 +317,24 @@ class EmbeddedDatastore(ABC):
         self._segments.by_group()  # logs damage that was found
 
     def vacuum(self) -> None:
-        """Rewrite segments that hold deleted records, and their indexes; see `SupportsVacuum.vacuum`.
+        """Rewrite all files that contain deleted or replaced records, without these records.
 
-        On a full disk the indexes are left out; a later `optimize` builds them.
+        Afterwards missing indexes are built. If the disk is too full for the indexes, they are left out; a
+        later `optimize` builds them.
         """
         self._segments.vacuum()
         with suppress(DiskFullError):
             self.optimize()
 
     def verify(self) -> list[str]:
-        """Check the size and the SHA-256 of every file. Returns one line for each problem, empty if none."""
+        """Check the size and the SHA-256 of every file of the datastore.
+
+        Returns one line of text for each problem; the list is empty if no problem is found.
+        """
         return self._segments.verify()
 
     def close(self) -> None:
-        """Flush, if opened for writing, and release all resources."""
+        """Flush, if the datastore is open for writing, and release all resources.."""
         self._searches.close()
 
     def __enter__(self) -> Self:
@@ -244,12 +344,20 @@ class EmbeddedDatastore(ABC):
         self.close()
 
     def _create_group_search(self) -> GroupSearch:
-        """Create the object that searches one group. It holds no records until its `update` is called."""
+        """Create an object that can search the records of one group.
+
+        The object has no records until its method `update` is called with the segments (immutable sets of
+        records) of the group.
+        """
         exact = ExactIndex(self._dim, self._metric, self._nearest)
         return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
 
     def _check_readable(self, where: Filter | None) -> None:
-        """Raise CorruptDatastoreError if a damaged segment may hold records that a filter selects."""
+        """Raise CorruptDatastoreError if a damaged segment may contain records that a filter selects.
+
+        Args:
+            where: the filter of a search; None selects all records.
+        """
         for part in self._segments.damaged():
             if where is None or (
                 part.group in where.groups if where.groups is not None else part.ids & where.ids
@@ -257,14 +365,14 @@ class EmbeddedDatastore(ABC):
                 raise CorruptDatastoreError(part.problem)
 
     def _write_derived_files(self, segment: Segment, group_rows: int) -> None:
-        """Write a segment's file of digests, and its index, if they are needed and missing or damaged.
+        """Write the file with a segment's checksums, and its index, if the file is missing or damaged.
 
-        An index with other parameters than `_index_parameters` returns is built again. Segments in memory are
-        skipped.
+        No index is built for a segment that needs none, or that is in memory only. An index that was built
+        with other parameters than `_index_parameters` returns now is built again.
 
         Args:
-            segment: segment of the group.
-            group_rows: number of live rows of the group.
+            segment: the segment (a set of files with records).
+            group_rows: number of live records (not deleted or replaced) of the segment's group.
         """
         self._segments.write_digests(segment)
         parameters = self._index_parameters(segment.rows, group_rows)
@@ -282,5 +390,8 @@ class EmbeddedDatastore(ABC):
             self._segments.write_index(segment, build, parameters)
 
     def _is_intact(self, file: StoredFile) -> bool:
-        """Check whether an index file is not known to be damaged, and matches its size and SHA-256."""
+        """Check whether an index file is sound.
+
+        Returns False if the file is known to be damaged, or does not match its saved size and SHA-256.
+        """
         return file not in self._damaged and self._segments.is_intact(file)

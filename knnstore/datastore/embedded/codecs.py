@@ -38,68 +38,93 @@ _LARGEST = 65504.0  # of half precision
 
 
 class Codec(ABC):
-    """Encodes keys of `dim` components as codes, and decodes them."""
+    """Compresses keys of `dim` components to codes, and decodes codes to approximate keys.
+
+    A code is a fixed number of bytes that stands for one key.
+    """
 
     size: int
-    """Bytes of the code of a key."""
+    """Number of bytes of the code of a key."""
 
     rotation: NDArray[np.float32] | None = None
     """Matrix with orthonormal rows, shape (dim, width), width >= dim; None means the identity.
 
-    ``key @ rotation`` is a key in the rotated space. Distances are the same there, and codes are decoded most
-    cheaply to this space.
+    ``key @ rotation`` is the key in the *rotated space*. Distances between rotated keys equal distances
+    between the keys, and decoding to the rotated space is faster than decoding to the keys.
     """
 
     @abstractmethod
     def encode(self, keys: Keys) -> Codes:
-        """Encode keys, float32, shape (n, dim). Returns their codes, uint8, shape (n, size)."""
+        """Compress keys, float32, shape (n, dim), to codes, uint8, shape (n, size)."""
 
     @abstractmethod
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes to the rotated space.
+        """Decode codes (compressed keys) to approximate keys that are multiplied by `rotation`.
 
-        Returns approximations of ``keys @ rotation``, float32, shape (n, width).
+        Args:
+            codes: uint8, shape (n, size).
+
+        Returns:
+            Approximations of ``keys @ rotation``, float32, shape (n, width). If `rotation` is None, these are
+            approximations of the keys.
         """
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the content of the codec's file; see `codec_from_bytes`."""
+        """Return the content of the file that stores this codec; `codec_from_bytes` reads this content.
+
+        A codec compresses keys.
+        """
 
     def decode(self, codes: Codes) -> Keys:
-        """Decode codes. Returns approximations of the keys, float32, shape (n, dim)."""
+        """Decode codes, uint8, shape (n, size), to approximate keys, float32, shape (n, dim).
+
+        Codes are compressed keys.
+        """
         turned = self.turned(codes)
         return turned if self.rotation is None else turned @ self.rotation.T
 
 
 class RoundedCodec(Codec):
-    """A codec that rounds each component to one byte, with one float32 scale for each key."""
+    """A codec that rounds each component to one signed byte, with one float32 scale for each key.
+
+    Args:
+        dim: number of components of a key.
+    """
 
     def __init__(self, dim: int) -> None:
         self.size = 4 + dim
 
     def encode(self, keys: Keys) -> Codes:
-        """Encode keys, float32, shape (n, dim). Returns uint8, shape (n, 4 + dim)."""
+        """Compress keys, float32, shape (n, dim), to codes, uint8, shape (n, 4 + dim)."""
         scales = np.maximum(np.abs(keys).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
         rounded = np.rint(keys / scales).astype(np.int8)
         return np.concatenate([scales.view(np.uint8), rounded.view(np.uint8)], axis=1)
 
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes to float32, shape (n, dim). This codec has no rotation."""
+        """Decode codes, uint8, shape (n, 4 + dim), to approximate keys, float32, shape (n, dim).
+
+        This codec (a compressor of keys) has no rotation.
+        """
         scales = np.ascontiguousarray(codes[:, :4]).view(np.float32)
         return np.ascontiguousarray(codes[:, 4:]).view(np.int8) * scales
 
     def to_bytes(self) -> bytes:
-        """Return no bytes, because this codec has nothing to store."""
+        """Return empty bytes, because this codec (a compressor of keys) has no fitted values to store."""
         return b""
 
 
 class ProductCodec(Codec):
-    """A product quantizer: one byte for the number of the center, and one for an entry of each codebook.
+    """A product quantizer: a codec whose codes are indices into fitted tables.
+
+    The first byte of a code is the index of the nearest of 256 centers. The difference of the rotated key and
+    this center is cut into parts. For each part one byte follows: the index of the nearest of 256 vectors
+    in the part's table, its codebook.
 
     Args:
-        rotation: float16, shape (dim, width).
-        centers: in the rotated space, float16, shape (256, width).
-        books: float16, shape (parts, 256, width / parts).
+        rotation: matrix by which keys are multiplied first, float16, shape (dim, width).
+        centers: the 256 centers, already rotated, float16, shape (256, width).
+        books: the codebook of each part, float16, shape (parts, 256, width / parts).
     """
 
     def __init__(
@@ -107,9 +132,9 @@ class ProductCodec(Codec):
     ) -> None:
         self._stored = rotation, centers, books
         self.centers: NDArray[np.float32] = centers.astype(np.float32)
-        """Shape (256, width)."""
+        """The 256 rotated centers, shape (256, width)."""
         self.books: NDArray[np.float32] = books.astype(np.float32)
-        """Shape (parts, 256, width / parts)."""
+        """The codebook of each part, shape (parts, 256, width / parts)."""
         self._entries = self.books.reshape(-1, books.shape[2])
         self._offsets = np.arange(len(books)) * _ENTRIES
         self.rotation = _orthonormalize(rotation.astype(np.float32))
@@ -117,11 +142,14 @@ class ProductCodec(Codec):
 
     @classmethod
     def fit(cls, keys: Keys, parts: int) -> Self:
-        """Fit a product quantizer to keys. The same keys give the same codec.
+        """Fit centers, rotation and codebooks to keys. The same keys always give the same codec.
+
+        A codec compresses keys.
 
         Args:
-            keys: float32, shape (n, dim), n >= 1; with fewer than 256 keys, keys are used several times.
-            parts: number of parts into which the components are divided, 1 to dim.
+            keys: float32, shape (n, dim), n >= 1. If n < 256, some keys are used several times.
+            parts: number of parts into which the components of a key are divided, 1 to dim. A code has
+                parts + 1 bytes.
         """
         random = np.random.default_rng(0)
         centers = _fit_entries(keys, random)
@@ -136,7 +164,16 @@ class ProductCodec(Codec):
 
     @classmethod
     def read(cls, stored: bytes, dim: int, parts: int) -> Self:
-        """Create the codec whose `to_bytes` returned `stored`. Raises ValueError if the size is wrong."""
+        """Create a codec (a compressor of keys) from bytes that `to_bytes` returned.
+
+        Args:
+            stored: the bytes.
+            dim: number of components of a key.
+            parts: number of parts into which the components are divided.
+
+        Raises:
+            ValueError: the number of bytes does not fit to `dim` and `parts`.
+        """
         width = parts * math.ceil(dim / parts)
         values = np.frombuffer(stored, np.float16)
         rotation, centers, books = np.split(values, np.cumsum([dim * width, _ENTRIES * width]))
@@ -145,7 +182,7 @@ class ProductCodec(Codec):
         )
 
     def encode(self, keys: Keys) -> Codes:
-        """Encode keys, float32, shape (n, dim). Returns uint8, shape (n, 1 + parts)."""
+        """Compress keys, float32, shape (n, dim), to codes, uint8, shape (n, 1 + parts)."""
         assert self.rotation is not None
         codes = np.empty((len(keys), self.size), np.uint8)
         for start in range(0, len(keys), _CHUNK):
@@ -158,7 +195,16 @@ class ProductCodec(Codec):
         return codes
 
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes to the rotated space, float32, shape (n, width): add the center and the entries."""
+        """Decode codes to approximate rotated keys: the center plus the codebook vector of each part.
+
+        Codes are compressed keys.
+
+        Args:
+            codes: uint8, shape (n, 1 + parts).
+
+        Returns:
+            Approximations of ``keys @ rotation``, float32, shape (n, width).
+        """
         # `take` copies rows three times as fast as an index does.
         entries: Keys = self._entries.take(codes[:, 1:] + self._offsets, axis=0).reshape(len(codes), -1)
         entries += self.centers.take(codes[:, 0], axis=0)
@@ -170,7 +216,11 @@ class ProductCodec(Codec):
 
 
 def checked_kind(kind: object) -> str:
-    """Check the name of a kind of codes, ``int8`` or ``pqN``, and return it.
+    """Check the name of a kind of codes (compressed keys), and return the name.
+
+    Args:
+        kind: ``"int8"``, which rounds each component to a byte, or ``"pqN"`` with a number N, for example
+            ``"pq32"``: a product quantizer with N parts.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -181,44 +231,48 @@ def checked_kind(kind: object) -> str:
 
 
 def code_size(kind: str, dim: int) -> int:
-    """Return the number of bytes of the code of a key.
+    """Return the number of bytes of the code (compressed form) of a key.
 
     Args:
-        kind: kind of codes, see `checked_kind`.
+        kind: kind of codes, ``"int8"`` or ``"pqN"``.
         dim: number of components of a key.
     """
     return 4 + dim if kind == "int8" else 1 + _count_parts(kind, dim)
 
 
 def sample_size(dim: int) -> int:
-    """Return the number of keys to which a codec for keys of `dim` components is fitted.
+    """Return the number of keys to sample for fitting a codec (a compressor of keys), at most 32,768.
 
-    More keys would not make the codec better.
+    More keys would hardly make the codec better.
+
+    Args:
+        dim: number of components of a key. Large keys give a smaller number, to bound the memory.
     """
     return min(_SAMPLE, _SAMPLE_VALUES // max(1, dim))
 
 
 def fit_codec(kind: str, keys: Keys) -> Codec:
-    """Create a codec of a kind for keys of the same dimension; a product quantizer is fitted to the keys.
+    """Create a codec (a compressor of keys), and fit its tables to a sample of keys.
 
     Args:
-        kind: kind of codes, see `checked_kind`.
-        keys: float32, shape (n, dim), n >= 1.
+        kind: ``"int8"`` for rounding, for which nothing is fitted; ``"pqN"`` for a product quantizer with N
+            parts.
+        keys: sample of the keys, float32, shape (n, dim), n >= 1.
     """
     dim = keys.shape[1]
     return RoundedCodec(dim) if kind == "int8" else ProductCodec.fit(keys, _count_parts(kind, dim))
 
 
 def codec_from_bytes(kind: str, dim: int, stored: bytes) -> Codec:
-    """Create a codec from the bytes of `Codec.to_bytes`.
+    """Create a codec (a compressor of keys) from the bytes that `Codec.to_bytes` returned.
 
     Args:
-        kind: kind of codes, see `checked_kind`.
+        kind: kind of codes, ``"int8"`` or ``"pqN"``.
         dim: number of components of a key.
         stored: content of the codec's file; ignored for ``int8``.
 
     Raises:
-        CorruptDatastoreError: the bytes are not those of a codec of this kind.
+        CorruptDatastoreError: the number of bytes does not fit to `kind` and `dim`.
     """
     if kind == "int8":
         return RoundedCodec(dim)
@@ -229,38 +283,43 @@ def codec_from_bytes(kind: str, dim: int, stored: bytes) -> Codec:
 
 
 class Coding(NamedTuple):
-    """Choice of how, and from which size of a group on, keys are coded."""
+    """Rules for compressing keys to codes: the kind of codes, and the size from which a group is coded.
+
+    A group is a numbered set of records, such as a domain.
+    """
 
     kind: str
-    """See `checked_kind`."""
+    """Kind of codes: ``"int8"``, or ``"pqN"`` such as ``"pq32"``."""
 
     least: int
-    """Number of records from which a group is coded when one of its segments is rewritten. A codec is fitted
-    only once, and is better if the group has more records then."""
+    """Number of records from which a group is coded when one of its files is rewritten.
+
+    A codec is fitted to a group only once, and fits better if the group has more records then.
+    """
 
     most: int
-    """Number of records from which a group is coded as soon as records are added, to save space."""
+    """Number of records from which a group is coded already when records are added, to save space."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodesEntry:
-    """Entry in the manifest for the codec of a segment's keys."""
+    """The kind and the file of the codec (compressor) of some keys, as the list of all files names them."""
 
     kind: str
-    """See `checked_kind`."""
+    """Kind of codes: ``"int8"``, or ``"pqN"`` such as ``"pq32"``."""
 
     file: StoredFile
-    """File of the codec. The segments of a group share it. Without it their codes cannot be read."""
+    """File of the codec, which all coded keys of a group share. Without this file, the keys are lost."""
 
 
 class CodecFile:
-    """Reads a codec from its file at the first use.
+    """A codec (compressor of keys) that is read from its file at the first use.
 
     Args:
         root: the datastore's directory.
-        entry: the codec's entry in the manifest.
+        entry: kind and file of the codec.
         dim: number of components of a key.
-        codec: the codec, if this process has just written it.
+        codec: the codec, if this process has just written its file; with None, the file is read when needed.
     """
 
     def __init__(self, root: Path, entry: CodesEntry, dim: int, codec: Codec | None = None) -> None:
@@ -269,19 +328,20 @@ class CodecFile:
         self._file: MappedFile | None = None
 
     def map(self) -> None:
-        """Map the file into memory, so that it stays readable when a newer manifest drops the file.
+        """Map the codec's file into memory, so that it stays readable when another process removes the file.
 
-        Does nothing if the file is mapped or the codec is known.
+        A codec compresses keys. Does nothing if the file is mapped already, or if the codec is in memory.
 
         Raises:
-            FileNotFoundError, CorruptDatastoreError: see `MappedFile`.
+            FileNotFoundError: the file is missing.
+            CorruptDatastoreError: the file has a wrong size, or is no regular file.
         """
         if self._codec is None and self._file is None:
             self._file = MappedFile(self._root, self.entry.file)
 
     @property
     def codec(self) -> Codec:
-        """The codec, which is read and checked at the first use.
+        """The codec (a compressor of keys). The first use reads the codec's file and checks its SHA-256.
 
         Raises:
             FileNotFoundError: the file is missing.
@@ -296,21 +356,26 @@ class CodecFile:
 
 
 def _count_parts(kind: str, dim: int) -> int:
-    """Return the number of parts of a product quantizer ``pqN``: N, but at most `dim`."""
+    """Return the number of parts of a product quantizer of kind ``"pqN"``: N, but at most `dim`.
+
+    Args:
+        kind: kind of codes (compressed keys), for example ``"pq32"``.
+        dim: number of components of a key.
+    """
     match = _PRODUCT.fullmatch(kind)
     assert match is not None
     return min(int(match[1]), dim)
 
 
 def _find_nearest_entries(keys: Keys, entries: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return the index of the nearest entry in L2 to each key, shape (n,).
+    """Return for each key the index of the entry at the smallest Euclidean distance, shape (n,).
 
-    This is the entry e with the largest k·e - |e|²/2 for the key k. A column of ones in the keys adds the
-    last term in the same multiplication.
+    For a key k, this is the entry e with the largest k·e - |e|²/2. A column of ones is appended to the keys,
+    so that one matrix multiplication computes both terms.
 
     Args:
         keys: float32, shape (n, d).
-        entries: float32, shape (e, d).
+        entries: vectors to choose from, float32, shape (e, d).
     """
     norms = (entries * entries).sum(1, keepdims=True) / np.float32(-2)
     weights = np.ascontiguousarray(np.concatenate([entries, norms], axis=1).T)
@@ -324,7 +389,15 @@ def _find_nearest_entries(keys: Keys, entries: NDArray[np.float32]) -> NDArray[n
 
 
 def _fit_entries(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]:
-    """Fit 256 centers to keys by k-means (Lloyd 1982). Returns float32, shape (256, d)."""
+    """Fit 256 centers to keys by five rounds of k-means (Lloyd 1982).
+
+    Args:
+        keys: float32, shape (n, d), n >= 1.
+        random: generator that chooses the first centers, and replaces centers without keys.
+
+    Returns:
+        The centers, float32, shape (256, d).
+    """
     entries = keys[random.choice(len(keys), _ENTRIES, replace=len(keys) < _ENTRIES)]
     for _ in range(_ROUNDS):
         owners = _find_nearest_entries(keys, entries)
@@ -337,17 +410,17 @@ def _fit_entries(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]
 
 
 def _spread_principal_axes(keys: Keys, parts: int) -> NDArray[np.float32]:
-    """Compute a rotation to the principal axes of keys, in an order that balances the parts.
+    """Compute a rotation to the principal axes of keys, and divide the axes evenly among parts.
 
-    The axes are divided among the parts so that each part has about the same product of variances.
+    The axes are divided so that each part has about the same product of variances.
 
     Args:
         keys: shape (n, dim).
         parts: number of parts, at most dim.
 
     Returns:
-        float32, shape (dim, width): for each part its axes as orthonormal columns, then columns of zeros, so
-        that all parts have the same number of columns.
+        Matrix, float32, shape (dim, width). Each part has width / parts consecutive columns: first its axes
+        as orthonormal columns, then columns of zeros up to this number.
     """
     dim = keys.shape[1]
     room = math.ceil(dim / parts)
@@ -365,9 +438,13 @@ def _spread_principal_axes(keys: Keys, parts: int) -> NDArray[np.float32]:
 
 
 def _orthonormalize(rotation: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a rotation whose columns, orthonormal up to rounding, are orthonormal again.
+    """Remove rounding errors from a rotation matrix by one Newton-Schulz step.
 
-    One Newton-Schulz step suffices.
+    Args:
+        rotation: matrix whose nonzero columns are orthonormal up to rounding, shape (dim, width).
+
+    Returns:
+        A matrix of the same shape whose nonzero columns are orthonormal to float32 precision.
     """
     step = np.eye(rotation.shape[1], dtype=np.float32) * 1.5 - (rotation.T @ rotation) * 0.5
     turned: NDArray[np.float32] = rotation @ step.astype(np.float32)
@@ -375,5 +452,5 @@ def _orthonormalize(rotation: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _round_to_half(values: NDArray[np.float32]) -> NDArray[np.float16]:
-    """Convert values to float16; values beyond its range become its largest or smallest number."""
+    """Convert values to float16; values beyond ±65504 become 65504 or -65504."""
     return values.clip(-_LARGEST, _LARGEST).astype(np.float16)

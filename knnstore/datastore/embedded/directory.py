@@ -1,7 +1,8 @@
-"""The directory of a datastore: its folders, its owner, and how everything in it is removed.
+"""The directory of a datastore: creating its folders, saving its owner, and removing all its files.
 
-The owner is the name of the store whose keys the directory holds. A small file of its own holds the owner,
-because it must stay readable when the manifest is damaged. `erase_segments` removes this file last.
+The owner is the name of the store to which the keys in the directory belong. A separate small file holds the
+owner, because the owner must stay readable when the manifest (the list of all other files) is damaged.
+`erase_segments` removes this file last.
 """
 
 import hashlib
@@ -20,9 +21,12 @@ _OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|codec|index|part)")
 
 
 def make_folders(root: Path) -> None:
-    """Create the folders of segments and indexes, durably, if they are missing.
+    """Create the folders ``segments`` and ``indexes`` of a datastore, durably, if they are missing.
 
-    Call this function before a manifest names files in the folders.
+    Call this function before a manifest (the list of all files) names files in the folders.
+
+    Args:
+        root: the datastore's directory, which exists.
     """
     absent = [root / folder for folder in FOLDERS if not (root / folder).is_dir()]
     for folder in absent:
@@ -32,20 +36,23 @@ def make_folders(root: Path) -> None:
 
 
 def list_datastore_files(root: Path) -> list[Path]:
-    """Return the existing files of segments and indexes, whether a manifest names them or not.
+    """Return the paths of all files in a datastore's folders whose names knnstore gives to its files.
 
-    Recognizes files by their names; files with other names are left out.
+    The result includes files that the manifest (the list of files in use) does not name.
+
+    Args:
+        root: the datastore's directory. If its folders do not exist, the result is empty.
     """
     folders = [root / folder for folder in FOLDERS if (root / folder).is_dir()]
     return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]
 
 
 def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
-    """Remove the files of segments and indexes that a crash left behind.
+    """Remove files that a crash left behind: all of knnstore's files in the folders except the given names.
 
     Args:
         root: the datastore's directory.
-        names_to_keep: names of the files that stay, relative to the directory.
+        names_to_keep: paths of the files in use, relative to the directory; these files stay.
     """
     for path in list_datastore_files(root):
         if f"{path.parent.name}/{path.name}" not in names_to_keep:
@@ -53,9 +60,12 @@ def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
 
 
 def erase_segments(root: Path) -> None:
-    """Remove all files of `KeySegments` from a directory, then the directory itself if it is empty.
+    """Remove all files of a datastore from its directory, then the directory itself if it is empty.
 
-    Does nothing if the directory does not exist. After an interruption it can be called again.
+    If the directory does not exist, the function does nothing. After an interruption it can be called again.
+
+    Args:
+        root: the datastore's directory.
 
     Raises:
         LockedError: another process has the directory open for writing.
@@ -80,9 +90,12 @@ def erase_segments(root: Path) -> None:
 
 
 def read_owner(root: Path) -> str | None:
-    """Return the owner of a datastore's directory; None without a file with an owner.
+    """Return the name of the store to which the keys in a datastore's directory belong.
 
-    See `SupportsOwner.owner`.
+    Returns None if the directory has no file with an owner, or does not exist.
+
+    Args:
+        root: the datastore's directory.
 
     Raises:
         CorruptDatastoreError: the file with the owner is damaged.
@@ -105,9 +118,13 @@ def read_owner(root: Path) -> str | None:
 
 
 def write_owner(root: Path, owner: str) -> None:
-    """Write the owner of a datastore's directory, durably. The caller holds the writer's lock.
+    """Save the name of the store to which the keys in a datastore's directory belong, durably.
 
-    See `SupportsOwner.claim`.
+    Replaces a name that was saved before. The caller holds the writer's lock of the directory.
+
+    Args:
+        root: the datastore's directory.
+        owner: name of the store, one line of text.
 
     Raises:
         DiskFullError: the disk is full.
@@ -122,5 +139,5 @@ def write_owner(root: Path, owner: str) -> None:
 
 
 def _hash_owner(owner: str) -> str:
-    """Return the SHA-256 of an owner's name, hexadecimal."""
+    """Return the SHA-256 of an owner's name as 64 hexadecimal digits."""
     return hashlib.sha256(owner.encode(errors="replace")).hexdigest()

@@ -1,4 +1,4 @@
-"""Exact search in a matrix in memory, by matrix multiplication."""
+"""Exact search of keys in a matrix in memory, by matrix multiplication."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,19 +30,25 @@ NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 
 @dataclass(slots=True)
 class _Span:
-    """The rows of the matrix that hold the live rows of a segment."""
+    """The rows start to stop - 1 of the matrix of an `ExactIndex`, with the live records of a segment."""
 
     columns: Columns
+    """Ids and keys of the segment."""
+
     dead: IdRanges
+    """Row numbers of the segment that were deleted or replaced when its records were copied."""
+
     start: int
     stop: int
 
 
 class ExactIndex:
-    """Searches the live rows of some segments of one group exactly, in a float32 matrix.
+    """Searches the live records of some segments of one group exactly, in a float32 matrix of their keys.
 
-    The first `update` builds the matrix. For L2, approximately the mean key is subtracted from all keys:
-    distances stay the same, and the rounding errors of the multiplication become smaller.
+    A segment is an immutable set of records with ids and keys. Its live records are the records that are
+    neither deleted nor replaced. A new index has no records; `update` fills the matrix. For L2, a *center*,
+    approximately the mean key, is subtracted from all keys and queries: distances stay the same, and the
+    rounding errors of the multiplication become smaller.
 
     Args:
         dim: number of components of a key.
@@ -63,9 +69,10 @@ class ExactIndex:
         self._in_half = True
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search: remove rows that are dead now or not in `segments`, and add new rows.
+        """Set the segments to search. Afterwards the matrix holds exactly the live records of these segments.
 
-        No search may run meanwhile. If an error is raised, the index is empty afterwards.
+        Live records are neither deleted nor replaced. Keys of segments that were searched before are not read
+        again. No search may run during the call. If an error is raised, the index is empty afterwards.
         """
         try:
             self._replace_segments(segments)
@@ -74,23 +81,27 @@ class ExactIndex:
             raise
 
     def count(self, ids: IdRanges | None) -> int:
-        """Return the number of rows of the matrix, or with `ids` the number of rows with these record ids."""
+        """Return the number of searched records whose id is in `ids`; None counts all searched records."""
         return self._rows if ids is None else int(np.diff(self._find_slices(ids), axis=1).sum())
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, shape (q, k); records with the smallest ids win ties.
+        """Find the k nearest records of each query. Among equally near records, smaller ids come first.
 
         Args:
-            queries: float32, shape (q, dim).
-            k: number of neighbors, >= 1; rows are padded if fewer records exist.
-            ids: ids to which the search is restricted; None searches all records.
+            queries: query vectors, float32, shape (q, dim).
+            k: number of neighbors, >= 1.
+            ids: ids of the records that may be found; None allows all records.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
         """
         reachable = min(k + _SPARE, self._rows)
         if reachable == 0 or len(queries) == 0:
             return Neighbors.nothing(len(queries), k)
         centered = queries - self._center
         slices = np.array([[0, self._rows]]) if ids is None else self._find_slices(ids)
-        neighbors = self._nearest_among(centered, reachable, slices)
+        neighbors = self._search_slices(centered, reachable, slices)
         if self._metric is Metric.L2:
             self._recompute_inexact(neighbors, queries, centered)
         if reachable > k:
@@ -98,7 +109,12 @@ class ExactIndex:
         return neighbors.named(self._ids).padded(k)
 
     def _replace_segments(self, segments: Sequence[Segment]) -> None:
-        """Do the work of `update`. After an error the rows of the matrix are undefined."""
+        """Bring the matrix up to date with the live records of `segments`.
+
+        Live records are neither deleted nor replaced. Rows of records that are no longer live, or not in
+        `segments`, are removed, and new records are appended. After an error the content of the matrix is
+        undefined.
+        """
         new_segments = {id(segment.columns): segment for segment in segments}
         spans, self._spans = self._spans, []
         self._rows = 0
@@ -115,25 +131,29 @@ class ExactIndex:
                 self._append_segment(segment)
 
     def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
-        """Find the k nearest of some rows of the matrix.
+        """Find the k nearest among some rows of the matrix for each query.
 
         Args:
-            queries: centered queries, shape (q, dim).
-            rows: rows of the matrix, as a slice or as row numbers.
+            queries: query vectors minus the center, shape (q, dim).
+            rows: rows of the matrix to search, as a slice or as an array of row numbers.
             k: number of neighbors.
 
         Returns:
-            Neighbors whose ids are indices into `rows`, not row numbers of the matrix.
+            Neighbors whose ids are indices into `rows` (0 is the first of these rows), not row numbers of
+            the matrix and not record ids.
         """
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
-    def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
-        """Find the k nearest rows of the matrix among slices. The ids of the result are row numbers.
+    def _search_slices(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
+        """Find the k nearest rows of the matrix for each query, among the rows in some ranges.
 
         Args:
-            queries: centered queries, shape (q, dim).
+            queries: query vectors minus the center, shape (q, dim).
             k: number of neighbors.
-            slices: half-open ranges of rows, shape (s, 2).
+            slices: ranges [start, stop) of row numbers to search, shape (s, 2).
+
+        Returns:
+            Neighbors, shape (q, k), whose ids are row numbers of the matrix.
         """
         parts: list[Neighbors] = []
         for rows in self._split_slices(slices):
@@ -147,10 +167,13 @@ class ExactIndex:
 
     @staticmethod
     def _split_slices(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
-        """Yield each long slice of rows as a slice, then the rows of all short slices as arrays.
+        """Convert ranges of rows to selections of rows that can be searched one after another.
 
-        A long slice of the matrix is read in place; single rows must be copied. An array has at most `_CHUNK`
-        rows.
+        Each long range is yielded as a slice, because its part of the matrix can be read in place. The rows
+        of all short ranges are yielded together as arrays of at most `_CHUNK` row numbers.
+
+        Args:
+            slices: ranges [start, stop) of row numbers, shape (s, 2).
         """
         lengths = slices[:, 1] - slices[:, 0]
         long = lengths >= (_LONG_SLICE if len(slices) > 1 else 1)
@@ -159,17 +182,23 @@ class ExactIndex:
         yield from (rows[chunk_start : chunk_start + _CHUNK] for chunk_start in range(0, len(rows), _CHUNK))
 
     def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
-        """Return the rows of the matrix with these record ids, as half-open slices, shape (s, 2)."""
+        """Return the rows of the matrix whose record ids are in `ids`.
+
+        The result is an array of ranges [start, stop) of row numbers, int64, shape (s, 2).
+        """
         slices = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *slices])
 
     def _recompute_inexact(self, neighbors: Neighbors, queries: Keys, centered: Keys) -> None:
-        """Compute inaccurate L2 distances again, from the differences of the vectors, and sort the rows.
+        """Replace inaccurate L2 distances in place by distances from the differences of the vectors.
+
+        A distance is inaccurate if it is small compared to the norms of the vectors. Changed rows of
+        `neighbors` are sorted again.
 
         Args:
-            neighbors: row numbers of the matrix and their distances; changed in place.
-            queries: queries, shape (q, dim).
-            centered: queries minus the center, shape (q, dim).
+            neighbors: row numbers of the matrix, and their distances from the queries; changed in place.
+            queries: query vectors, shape (q, dim).
+            centered: query vectors minus the center, shape (q, dim).
         """
         scale = self._norms.take(
             neighbors.ids, mode="clip"
@@ -187,15 +216,18 @@ class ExactIndex:
         neighbors.sort_rows(np.flatnonzero(inexact.any(axis=1)))
 
     def _compute_exact_distances(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
-        """Return the distance between each query and a row of the matrix, shape (n,).
+        """Compute the distance between query i and row rows[i] of the matrix from their difference.
 
         Equal keys get bitwise equal distances. If all keys are in half precision, this holds for keys of
         different groups too, because subtracting the center was exact.
 
         Args:
-            queries: queries, shape (n, dim) or (dim,).
-            centered: queries minus the center, in the same shape.
-            rows: row numbers, shape (n,).
+            queries: query vectors, shape (n, dim), or (dim,) to compare one query with all rows.
+            centered: query vectors minus the center, in the shape of `queries`.
+            rows: row numbers of the matrix, shape (n,).
+
+        Returns:
+            Distances, float32, shape (n,).
         """
         if self._in_half:
             return paired(queries, self._matrix[rows] + self._center, self._metric)
@@ -204,16 +236,20 @@ class ExactIndex:
     def _select_nearest(
         self, neighbors: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
     ) -> Neighbors:
-        """Return the k nearest of more than k neighbors; neighbors with the smallest ids win ties.
+        """Return the k nearest of more than k neighbors. Among equally near ones, smaller ids are kept.
 
-        Distances near the k-th are computed exactly, because rounding could hide a tie.
+        Distances that differ from the k-th smallest only by rounding are computed again, exactly, because
+        rounding could hide that two records are equally near.
 
         Args:
             neighbors: more than k row numbers for each query, sorted by distance; changed in place.
             k: number of neighbors to keep.
-            queries: queries, shape (q, dim).
-            centered: queries minus the center, shape (q, dim).
-            slices: rows that were searched, shape (s, 2).
+            queries: query vectors, shape (q, dim).
+            centered: query vectors minus the center, shape (q, dim).
+            slices: ranges [start, stop) of the rows that were searched, shape (s, 2).
+
+        Returns:
+            Neighbors, shape (q, k), sorted by distance, whose ids are row numbers of the matrix.
         """
         last = neighbors.distances[:, k - 1]
         squares = np.einsum("qd,qd->q", centered, centered)
@@ -242,13 +278,16 @@ class ExactIndex:
     def _find_rows_within(
         self, query: Keys, squared_norm: np.float32, max_distance: np.float32, slices: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the numbers of the rows whose distance from a query is at most `max_distance`.
+        """Return the numbers of the rows of the matrix whose distance from a query is at most `max_distance`.
 
         Args:
-            query: query minus the center, shape (dim,).
+            query: query vector minus the center, shape (dim,).
             squared_norm: squared norm of `query`.
-            max_distance: largest distance, which includes the caller's margin for rounding.
-            slices: rows to look at, shape (s, 2).
+            max_distance: largest distance; the caller has added a margin for rounding errors.
+            slices: ranges [start, stop) of the rows to compare, shape (s, 2).
+
+        Returns:
+            Row numbers, int64, shape (n,), not sorted.
         """
         row_parts = []
         for rows in self._split_slices(slices):
@@ -260,9 +299,13 @@ class ExactIndex:
         return np.concatenate(row_parts)
 
     def _keep_span(self, span: _Span, segment: Segment) -> None:
-        """Keep the rows of a span that are live in the newest version of its segment.
+        """Keep the rows of the matrix that belong to live records of a segment; drop rows of deleted records.
 
-        Moves these rows directly behind the rows that were kept before, and records their new span.
+        The rows move directly behind the rows that were kept before, and `_spans` gets an entry for them.
+
+        Args:
+            span: the rows of the matrix that hold the segment's records so far.
+            segment: the newest version of the segment, in which more records may be deleted.
         """
         start = self._rows
         if segment.dead == span.dead:
@@ -275,9 +318,12 @@ class ExactIndex:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
     def _move_rows(self, rows: IdRanges) -> None:
-        """Move rows to the end of the kept rows, and count them as kept.
+        """Move rows of the matrix directly behind the first `_rows` rows, and increase `_rows` accordingly.
 
         Rows are moved in chunks, because source and target may overlap.
+
+        Args:
+            rows: row numbers as ranges, ascending, none below `_rows`.
         """
         for first, last in rows:
             if first == self._rows:
@@ -291,7 +337,7 @@ class ExactIndex:
                 self._rows = target.stop
 
     def _grow_arrays(self, rows: int) -> None:
-        """Replace the arrays by larger arrays with the same content, if they have fewer than `rows` rows."""
+        """Make room for `rows` rows: replace smaller arrays by larger arrays with the same content."""
         if rows > len(self._matrix):
             capacity = rows if self._rows == 0 else max(rows, len(self._matrix) * 5 // 4)
             for name in ("_matrix", "_norms", "_ids"):
@@ -301,7 +347,10 @@ class ExactIndex:
                 setattr(self, name, new_array)
 
     def _append_segment(self, segment: Segment) -> None:
-        """Append the live rows of a segment to the matrix, which has room for them."""
+        """Append the keys and ids of a segment's live records to the matrix, which has room for them.
+
+        Live records are neither deleted nor replaced.
+        """
         ids, keys = segment.columns.ids, segment.columns.keys
         start = self._rows
         for first, last in segment.live_rows():
@@ -324,18 +373,19 @@ def compare_rows(
     metric: Metric,
     nearest: NearestRows = nearest_rows,
 ) -> Neighbors:
-    """Find the k nearest of some rows of a segment for each query, by comparing with each of these rows.
+    """Find the k nearest among some records of a segment for each query, by comparing with each record.
 
     Args:
-        segment: the segment, which is read in chunks.
-        rows: ranges of row numbers.
-        queries: float32, shape (q, dim).
+        segment: an immutable set of records on disk or in memory; it is read in chunks.
+        rows: numbers of the segment's rows to compare with, as ranges; row i is the segment's i-th record.
+        queries: query vectors, float32, shape (q, dim).
         k: number of neighbors, >= 1.
         metric: metric of the distances.
         nearest: function that finds the nearest rows of a matrix.
 
     Returns:
-        Neighbors with record ids, shape (q, k), nearest first, padded if there are fewer than k rows.
+        Record ids and distances, each of shape (q, k), nearest first. If there are fewer than k rows, the
+        missing neighbors have id -1 and distance +inf.
     """
     numbers = rows.ids()
     neighbors = Neighbors.nothing(len(queries), k)
@@ -349,9 +399,15 @@ def compare_rows(
 
 
 def _compute_center(segments: Sequence[Segment]) -> Keys:
-    """Return approximately the mean key, float32, shape (dim,), from a sample of the largest segment.
+    """Compute approximately the mean key, from a sample of at most 4096 keys of the largest segment.
 
-    It is rounded to half precision, so that subtracting it from keys in half precision is exact.
+    The mean is rounded to half precision, so that subtracting it from keys in half precision is exact.
+
+    Args:
+        segments: one or more sets of records of one group.
+
+    Returns:
+        The mean key, float32, shape (dim,).
     """
     largest = max(segments, key=lambda segment: segment.live)
     rows = np.unique(np.linspace(0, largest.rows - 1, 4096).astype(np.int64))

@@ -1,4 +1,4 @@
-"""The files of a datastore's directory: how its one writer creates, publishes and removes them."""
+"""Writing, publishing and removing the files of a datastore's directory. Only one process may write."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,19 +27,20 @@ from knnstore.space import choose_write_error
 
 
 class SegmentFiles:
-    """Writes and removes the files of a datastore's directory, and publishes manifests that name them.
+    """Writes and removes the files of a datastore's directory, and publishes its manifest.
 
-    The caller holds the writer's lock.
+    The manifest is the small file that lists all files in use. A *segment* is a set of immutable files with
+    records of one group (a numbered set of records, such as a domain). The caller holds the writer's lock.
 
     Args:
         root: the datastore's directory.
-        manifest: the manifest that is published now.
-        coding: how large groups are coded; None codes no further group.
+        manifest: the manifest that is on disk now.
+        coding: rules for compressing the keys of large groups to codes; None compresses no further group.
     """
 
     def __init__(self, root: Path, manifest: Manifest, coding: Coding | None) -> None:
         self.on_disk = manifest.file_names()
-        """Paths of all files that may exist, relative to the directory."""
+        """Paths of all files that may exist on disk, in use or not, relative to the directory."""
         self.manifest = manifest
         """The manifest that was published last."""
         self._root = root
@@ -52,14 +53,16 @@ class SegmentFiles:
 
     @classmethod
     def open(cls, root: Path, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool) -> Self:
-        """Read the manifest, or publish an empty manifest if the directory has none.
+        """Read the manifest of a directory, or publish an empty manifest if the directory has no manifest.
+
+        The manifest is the list of all files.
 
         Args:
             root: the datastore's directory, which exists.
             dim: number of components of a key; used only in a new manifest.
             metric: metric of the distances; used only in a new manifest.
-            coding: how large groups are coded.
-            create_only: refuse an existing manifest.
+            coding: rules for compressing the keys of large groups; None compresses no further group.
+            create_only: True to raise an error if the directory has a manifest already.
 
         Raises:
             DatastoreExistsError: a manifest exists and `create_only` is True.
@@ -77,44 +80,60 @@ class SegmentFiles:
         return cls(root, manifest, coding)
 
     def prepare_folders(self) -> None:
-        """Create the missing folders of the directory, and remove files that a crash left behind."""
+        """Create the missing folders of the directory, and remove files that a crash of a writer left."""
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
     def write_segment(
         self,
         segments: Sequence[Segment],
-        among: Sequence[Segment],
+        group_segments: Sequence[Segment],
         dim: int,
         damaged_segments: dict[StoredFile, int],
     ) -> Segment:
-        """Write the live rows of some segments of a group as one new segment; see `merging.write_segment`.
+        """Write the live records of some segments as the files of one new segment, and return this segment.
 
-        Keys are coded if other segments of the group are coded, or if the group is large enough for a codec.
-        In the latter case a codec is fitted and written too. No manifest names the new files yet.
+        A segment is an immutable set of records. Deleted and replaced records are left out. Keys are
+        compressed to codes if another segment of the group has codes, or if the group is large enough; in the
+        latter case a codec is fitted and written too. The manifest does not list the new files yet.
 
         Args:
-            segments: the segments to rewrite.
-            among: all segments of the group.
+            segments: the segments to rewrite, all of one group.
+            group_segments: all segments of the group.
             dim: number of components of a key.
-            damaged_segments: damaged segments of the datastore; see `MappedColumns`.
+            damaged_segments: group number of each damaged segment, by the file of its keys. A segment that
+                turns out to be damaged is added.
+
+        Raises:
+            DiskFullError, OSError: the disk is full or failed.
+            CorruptDatastoreError: a segment is damaged.
         """
-        codec = find_readable_codec(among)
-        if codec is None and self._is_codec_due(among, rewriting=all(segment.entry for segment in segments)):
-            codec = self._fit_codec(among, dim)
+        codec = find_readable_codec(group_segments)
+        if codec is None and self._is_codec_due(
+            group_segments, rewriting=all(segment.entry for segment in segments)
+        ):
+            codec = self._fit_codec(group_segments, dim)
         name = self._take_number()
         self._remember_unnamed(*file_names(name))  # if writing fails, the next successful change removes them
         return write_segment(self._root, name, segments, dim, damaged_segments, codec)
 
     def are_coded(self, group: Sequence[Segment]) -> bool:
-        """Check whether keys of a group would be coded if a segment were rewritten. Pass all its segments."""
+        """Check whether rewriting a segment of a group would compress its keys to codes.
+
+        A segment is an immutable set of records.
+
+        Args:
+            group: all segments of the group.
+        """
         return find_readable_codec(group) is not None or self._is_codec_due(group, rewriting=True)
 
     def write_index(self, write: Callable[[Path], None]) -> StoredFile:
-        """Write the file of an index, durably, and return its name, size and hash.
+        """Create the file of an index, durably, and return the file's name, size and hash.
+
+        The manifest does not list the file yet.
 
         Args:
-            write: called with the path at which it must create the file.
+            write: function that is called with a path, and must create the file at this path.
         """
         name = f"indexes/{self._take_number()}.index"
         stored = _write_index(self._root, name, write)
@@ -122,12 +141,13 @@ class SegmentFiles:
         return stored
 
     def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
-        """Publish, durably and atomically, a manifest with new lists of segments for some groups.
+        """Replace the manifest on disk, durably and atomically, and return the new manifest.
 
-        The segments of all other groups stay. Returns the new manifest.
+        The new manifest lists other segments (immutable sets of records) for some groups. The segments of all
+        other groups stay.
 
         Args:
-            groups: all segments of each changed group; an empty list removes the group.
+            groups: all segments of each changed group, by group number; an empty list removes the group.
         """
         old_entries = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
         current_entries = {entry.name: entry for entries in groups.values() for entry in entries}
@@ -144,7 +164,7 @@ class SegmentFiles:
         return manifest
 
     def remove_unnamed(self) -> None:
-        """Remove the files that were written or replaced and that the manifest does not name.
+        """Remove the files that this object wrote or replaced, and that the manifest does not list.
 
         If removing a file raises OSError, the next call tries again to remove this file and the rest.
         """
@@ -159,15 +179,18 @@ class SegmentFiles:
         return f"{number:08d}"
 
     def _remember_unnamed(self, *names: str) -> None:
-        """Remember the names of files that no manifest names yet, so that they can be removed later."""
+        """Remember the names of new files that the manifest does not list yet.
+
+        `remove_unnamed` removes the files if no later manifest lists them.
+        """
         self.on_disk.update(names)
         self._unnamed.update(names)
 
     def _is_codec_due(self, group: Sequence[Segment], *, rewriting: bool) -> bool:
-        """Check whether a group without a codec is large enough to fit a codec now.
+        """Check whether a group of uncompressed keys is large enough to fit a codec (a compressor) now.
 
         Args:
-            group: all segments of the group.
+            group: all segments (immutable sets of records) of the group.
             rewriting: True if stored segments are rewritten (`Coding.least` applies), False if records are
                 added (`Coding.most` applies).
         """
@@ -176,9 +199,14 @@ class SegmentFiles:
         return sum(segment.live for segment in group) >= least
 
     def _fit_codec(self, segments: Sequence[Segment], dim: int) -> CodecFile | None:
-        """Fit a codec to a sample of rows from all segments, and write it to a file.
+        """Fit a codec (a compressor of keys) to a sample of keys from all segments, and write it to a file.
 
-        Damaged segments are left out. Returns None if no segment can be read.
+        A segment is an immutable set of records. Damaged segments are left out. Returns None if every segment
+        is damaged.
+
+        Args:
+            segments: all segments of a group.
+            dim: number of components of a key.
         """
         assert self._coding is not None
         kind, keys = self._coding.kind, []
@@ -197,7 +225,17 @@ class SegmentFiles:
         return CodecFile(self._root, entry, dim, codec)
 
     def _write_part(self, text: bytes) -> StoredFile:
-        """Write a part of the manifest, durably; see `ManifestPart`. Returns its name, size and hash."""
+        """Write the content of a part of the manifest to a new file, durably.
+
+        A part is a file that lists some of the segments (immutable sets of records), so that the manifest
+        itself stays small.
+
+        Args:
+            text: content of the file.
+
+        Returns:
+            Name, size and hash of the file.
+        """
         name = f"segments/{self._take_number()}.part"
         self._remember_unnamed(name)
         with FileWriter(self._root, name) as writer:
@@ -208,7 +246,13 @@ class SegmentFiles:
 
 
 def find_readable_codec(segments: Iterable[Segment]) -> CodecFile | None:
-    """Return a codec of some segments of a group that can be read; None if no segment has such a codec."""
+    """Return a readable codec (compressor of keys) that some segments use.
+
+    Returns None if no segment has compressed keys, or if the codec's file is missing or damaged.
+
+    Args:
+        segments: segments (sets of files with records) of one group.
+    """
     for codec in {segment.columns.codec_file for segment in segments if segment.columns.codec_file}:
         with suppress(FileNotFoundError, CorruptDatastoreError):
             if codec.codec:
@@ -217,9 +261,14 @@ def find_readable_codec(segments: Iterable[Segment]) -> CodecFile | None:
 
 
 def write_digests(root: Path, segment: Segment) -> None:
-    """Write the file with the digests of a segment's keys, durably, if this file is missing or damaged.
+    """Write the file with the checksums of a segment's keys, durably, if this file is missing or damaged.
 
-    Before that, all keys are compared with their SHA-256. Segments in memory are ignored.
+    The file holds the SHA-256 digest of each block of the file of keys. Before it is written, all keys are
+    compared with the SHA-256 in the manifest (the list of all files).
+
+    Args:
+        root: the datastore's directory.
+        segment: a segment (set of files with records). A segment in memory is ignored.
 
     Raises:
         OSError: the disk is full or broken.
@@ -233,9 +282,9 @@ def write_digests(root: Path, segment: Segment) -> None:
 
 @contextmanager
 def translate_write_errors(root: Path) -> Iterator[None]:
-    """Convert an OSError in the block to a DatastoreError that says what to do.
+    """Convert an OSError that the ``with`` block raises to a DatastoreError that says what to do.
 
-    An OSError that is a DatastoreError already passes unchanged.
+    If the OSError is also a DatastoreError, it passes unchanged.
 
     Args:
         root: directory that the message names if the OSError has no file name.
@@ -256,18 +305,25 @@ def translate_write_errors(root: Path) -> Iterator[None]:
 
 
 def _collect_file_names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
-    """Return the names of all files of some segments, and of the files of the manifest's parts."""
+    """Return the names of all files of some segments, and of all parts of a manifest.
+
+    A segment is an immutable set of records.
+
+    Args:
+        entries: entries of the segments in a manifest.
+        manifest: manifest whose parts (files that list segments) are included.
+    """
     names = {name for entry in entries for name in entry.file_names()}
     return names.union(part.file.name for part in manifest.parts)
 
 
 def _write_index(root: Path, name: str, write: Callable[[Path], None]) -> StoredFile:
-    """Write the file of an index, durably, and return its entry.
+    """Create the file of an index, durably, and return the file's name, size and hash.
 
     Args:
         root: the datastore's directory.
         name: path of the new file, relative to the directory.
-        write: called with the path of a temporary file, which it must create.
+        write: function that is called with the path of a temporary file, and must create this file.
 
     Raises:
         OSError: the disk is full or broken.

@@ -1,7 +1,8 @@
-"""Search of groups: large segments by their indexes, all other records exactly.
+"""Search of groups: large segments are searched by their indexes, all other records exactly.
 
-`GroupSearches` keeps one `GroupSearch` for each group and updates it when the segments change. `GroupIndex`
-is the `GroupSearch` of engines with an index for each segment.
+A group is a numbered set of records, such as a domain. Its records are in segments, which are immutable sets
+of files. `GroupSearches` keeps one `GroupSearch` for each group and updates it when the segments change.
+`GroupIndex` is the `GroupSearch` of engines with an index for each segment.
 """
 
 import logging
@@ -31,61 +32,85 @@ Found = TypeVar("Found")
 
 
 class SegmentIndex(Protocol):
-    """Searches the rows of one segment with the index file of the segment."""
+    """Searches the records of one segment (a set of files with records) with the segment's index file."""
 
     file: StoredFile
+    """The index file: its name, size and hash."""
 
     def update(self, segment: Segment) -> None:
-        """Set a newer version of the segment, which may have other live rows. No search may run meanwhile."""
+        """Set a newer version of the segment, in which more records may be deleted or replaced.
+
+        No search may run during the call.
+        """
 
     def matching(self, ids: IdRanges | None) -> Any:
-        """Select the live rows of the segment, with `ids` only the rows of these records.
+        """Select records of the segment for a search. Deleted and replaced records are never selected.
 
-        Returns an object for `search` whose attribute `size` is the number of selected rows.
+        Args:
+            ids: ids of the records to select; None selects all records of the segment.
+
+        Returns:
+            An object that `search` accepts. Its attribute `size` is the number of selected records.
         """
 
     def search(self, queries: Keys, k: int, matching: Any) -> Neighbors:
-        """Find approximately the k nearest of the selected rows for each query.
-
-        Returns record ids. If k rows are selected, each query has k neighbors.
+        """Find approximately the k nearest of the selected records for each query.
 
         Args:
-            queries: float32, shape (q, dim), q >= 1.
+            queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
-            matching: result of `matching` with at least one row.
+            matching: the selected records, a result of the method `matching`; at least one record.
+
+        Returns:
+            Record ids and distances, each of shape (q, k). If at least k records are selected, no neighbor
+            is missing.
         """
 
 
 class GroupSearch(Protocol):
-    """Searches the records of one group."""
+    """Searches the records of one group (a numbered set of records, such as a domain)."""
 
     rows: int
-    """Number of live records."""
+    """Number of records of the group; deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Check whether `segments` is the same object that the last `update` received."""
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search. No search may run meanwhile.
+        """Set the segments (sets of files with records) to search. No search may run during the call.
 
         Raises:
-            FileNotFoundError: the file of an index is missing. Raised once for each file: a newer manifest
-                may have replaced it.
+            FileNotFoundError: the file of an index is missing, for the first time: a writer may have
+                replaced it by another file. A second call treats the index as damaged.
         """
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, shape (q, k), among all records or those with `ids`."""
+        """Find the k nearest records of each query.
+
+        Args:
+            queries: query vectors, float32, shape (q, dim).
+            k: number of neighbors, >= 1.
+            ids: ids of the records that may be found; None allows all records of the group.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
+        """
 
 
 class GroupIndex:
-    """Searches one group with an index for each of its larger segments, and the other rows exactly.
+    """Searches one group of records: segments with an index by the index, all other segments exactly.
+
+    A segment is an immutable set of files with records of the group.
 
     Args:
-        exact: an empty exact index, which searches the rows without an index.
-        load_index: opens the index of a segment; see `EmbeddedDatastore._open_index`.
-        is_indexed: checks by the number of its rows whether a group is searched by indexes; see
-            `EmbeddedDatastore._is_indexed`.
-        damaged: index files that are damaged or missing; the class adds files when it finds them so.
+        exact: an empty exact index, which will search the records of segments without an index.
+        load_index: function that opens the index of a segment, called with the segment and the parameters
+            saved with its index. It returns None for an index of another engine.
+        is_indexed: function that decides, from the number of records of a group, whether the group is
+            searched by indexes.
+        damaged: index files that are known to be damaged or missing. The class adds each file that it finds
+            damaged or missing.
     """
 
     def __init__(
@@ -103,21 +128,21 @@ class GroupIndex:
         self._indexes: list[SegmentIndex] = []
         self._segments: Sequence[Segment] = ()
         self.rows = 0
-        """Number of live records."""
+        """Number of records of the group; deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Check whether `segments` is the same object that the last `update` received."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search. No search may run meanwhile.
+        """Set the segments to search, and open their indexes. No search may run during the call.
 
         A segment whose index is damaged or missing is searched exactly until `optimize` builds the index
         again.
 
         Raises:
-            FileNotFoundError: the file of an index is missing. Raised once for each file: a newer manifest
-                may have replaced it.
+            FileNotFoundError: the file of an index is missing, for the first time: a writer may have
+                replaced it by another file. A second call treats the index as damaged.
         """
         self._segments = ()
         known_indexes = {index.file: index for index in self._indexes}
@@ -132,12 +157,16 @@ class GroupIndex:
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, approximately in segments with an index.
+        """Find the k nearest records of each query. Segments with an index are searched approximately.
 
         Args:
-            queries: float32, shape (q, dim).
-            k: number of neighbors, >= 1; rows are padded if fewer records exist.
-            ids: ids to which the search is restricted; None searches all records.
+            queries: query vectors, float32, shape (q, dim).
+            k: number of neighbors, >= 1.
+            ids: ids of the records that may be found; None allows all records of the group.
+
+        Returns:
+            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
+            distance +inf.
         """
         indexes_with_rows = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
         if not indexes_with_rows or len(queries) == 0:
@@ -167,13 +196,15 @@ class GroupIndex:
     def _open_index(
         self, segment: Segment, known_indexes: dict[StoredFile, SegmentIndex]
     ) -> SegmentIndex | None:
-        """Return the index of a segment; None if the segment has no index that can be used.
+        """Return the open index of a segment; None if the segment has no usable index.
 
-        An index that is damaged, or missing for the second time, is logged and added to the damaged files.
+        If the index file is damaged, or missing for the second time, a warning is logged, the file is added
+        to the damaged files, and None is returned.
 
         Args:
             segment: the segment.
-            known_indexes: open indexes by file; an index among them is updated and returned.
+            known_indexes: indexes that are open already, by file. If the segment's index is one of them, it
+                gets the newest version of the segment and is returned.
 
         Raises:
             FileNotFoundError: the index file is missing, for the first time.
@@ -202,13 +233,13 @@ class GroupIndex:
 
 
 class GroupSearches:
-    """Keeps one `GroupSearch` for each group, which is created at its first use.
+    """Keeps one `GroupSearch` for each group of records. It is created when the group is first searched.
 
-    Before a search, each used `GroupSearch` is updated to the newest records. Any number of threads may
-    search at the same time.
+    Before a search, the `GroupSearch` of each searched group is updated to the newest records. Any number of
+    threads may search at the same time.
 
     Args:
-        segments: the open directory.
+        segments: the open datastore directory.
     """
 
     def __init__(self, segments: KeySegments) -> None:
@@ -223,16 +254,17 @@ class GroupSearches:
         search: Callable[[Sequence[GroupSearch]], Found],
         create: Callable[[], GroupSearch],
     ) -> Found:
-        """Search the newest records of some groups, and return the result of `search`.
+        """Call a function with up-to-date `GroupSearch` objects of some groups, and return its result.
 
-        Damaged segments are left out: if `search` finds a damaged segment, it is called again without it.
+        If the function finds a damaged segment (set of files with records), it is called again without this
+        segment.
 
         Args:
-            groups: group numbers; None for all groups. A group without records is left out.
-            search: called with the `GroupSearch` of each group; its result is returned.
-            create: creates an empty `GroupSearch`. It is an argument and no attribute, because a reference
-                cycle between a datastore and its searches would hold the writer's lock after an error, until
-                the garbage is collected.
+            groups: numbers of the groups to search; None for all groups. A group without records is left out.
+            search: function that is called with a list of `GroupSearch`, one for each group.
+            create: function that creates an empty `GroupSearch`. It is an argument and not an attribute,
+                because a reference cycle between a datastore and its searches would hold the writer's lock
+                after an error, until the garbage collector runs.
 
         Raises:
             CorruptDatastoreError: a file is damaged that cannot be left out.
@@ -248,7 +280,7 @@ class GroupSearches:
                 known_damage = damage
 
     def close(self) -> None:
-        """Close the directory and drop all searches."""
+        """Close the datastore directory and drop all `GroupSearch` objects. Waits for running searches."""
         with self._lock.writing():
             self._searches, self._current_segments = {}, {}
             self._segments.close()
@@ -259,10 +291,15 @@ class GroupSearches:
         search: Callable[[Sequence[GroupSearch]], Found],
         create: Callable[[], GroupSearch],
     ) -> Found:
-        """Update the searches of the groups if needed, call `search` with them, and return its result.
+        """Update the `GroupSearch` of each group if needed, call `search` with them, and return its result.
 
-        The arguments are those of `search_groups`. Raises CorruptDatastoreError if `search` or the update
-        finds a damaged file.
+        Args:
+            groups: numbers of the groups to search; None for all groups. A group without records is left out.
+            search: function that is called with a list of `GroupSearch`, one for each group.
+            create: function that creates an empty `GroupSearch`.
+
+        Raises:
+            CorruptDatastoreError: `search` or the update found a damaged file.
         """
         was_updated = False
         while True:
@@ -277,23 +314,34 @@ class GroupSearches:
             was_updated = True
 
     def _select_groups(self, groups: frozenset[int] | None) -> list[int]:
-        """Return the numbers of the groups to search that have records; None for `groups` selects all."""
+        """Return the group numbers in `groups` that have records, sorted; None returns all groups."""
         if groups is None:
             return list(self._current_segments)
         return [group for group in sorted(groups) if group in self._current_segments]
 
     def _are_current(self, groups: frozenset[int] | None) -> bool:
-        """Check whether each group has a search that is updated to the segments read last."""
+        """Check whether each group has a `GroupSearch` that knows the group's current segments.
+
+        A segment is an immutable set of records.
+
+        Args:
+            groups: numbers of the groups to check; None for all groups.
+        """
         return all(
             group in self._searches and self._searches[group].holds(self._current_segments[group])
             for group in self._select_groups(groups)
         )
 
     def _update_searches(self, groups: frozenset[int] | None, create: Callable[[], GroupSearch]) -> None:
-        """Update the searches of some groups to the newest records, and drop the searches of removed groups.
+        """Update the `GroupSearch` of each of some groups to the newest records.
 
-        Repeats if an index file is missing, because a writer may have replaced it. The caller holds the lock
-        for writing.
+        A missing `GroupSearch` is created, and the `GroupSearch` of a removed group is dropped. If an index
+        file is missing, the update is repeated, because a writer may have replaced the file. The caller holds
+        the lock for writing.
+
+        Args:
+            groups: numbers of the groups; None for all groups.
+            create: function that creates an empty `GroupSearch`.
         """
         while True:
             # Read the newest segments again: another thread may have updated meanwhile.
@@ -310,7 +358,10 @@ class GroupSearches:
 
 
 class ReadersWriterLock:
-    """A lock for many readers or one writer. A waiting writer goes before readers that come later."""
+    """A lock that many reading threads or one writing thread can hold.
+
+    Threads that want to read wait while another thread waits for writing.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

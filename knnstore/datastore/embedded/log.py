@@ -1,9 +1,10 @@
 """Durable key segments: the log-structured storage of the embedded engines.
 
-A directory holds immutable segments and one manifest that names them. A segment holds records of one group by
-ascending id: a file `.keys` (half precision or codes) and a file `.ids`. Adding appends segments. Deleting
-marks ranges of rows dead in the manifest. Merging rewrites segments. Each change becomes visible when the
-next manifest is published, atomically.
+A directory holds immutable *segments* and one *manifest*, a small file that lists them. A segment holds
+records of one group (a numbered set of records, such as a domain) by ascending id: a file `.keys` (keys in
+half precision, or compressed to codes) and a file `.ids`. Adding records appends segments. Deleting records
+marks rows of a segment as dead in the manifest. Merging rewrites segments. Another process sees a change when
+the next manifest is published, atomically.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,22 +47,25 @@ _SPARSE = 0.25  # `compact` rewrites a segment with a larger share of dead rows
 class KeySegments(SegmentReader):
     """The records of one datastore directory, as segments that can be read and changed.
 
-    One thread makes changes. Meanwhile any number of threads may read the segments that `by_group` and
-    `snapshot` return. A failed operation can be repeated; the files that it leaves behind are removed by the
-    next successful change or by the next writer.
+    A segment is an immutable set of files with records of one group (a numbered set of records, such as a
+    domain). Only one thread may make changes. At the same time any number of threads may read the segments
+    that `by_group` and `snapshot` return. A failed operation can be repeated. Files that it leaves behind are
+    removed by the next successful change, or when the directory is next opened for writing.
 
     Args:
         root: a directory that only this datastore uses; created unless mode is ``"r"``.
         dim: number of components of a key.
-        metric: metric of the distances; saved for the adapter.
-        mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
-        coding: how large groups are coded; None codes no further group.
+        metric: metric of the distances; only saved, and compared with the saved metric.
+        mode: ``"r"`` reads an existing directory, ``"a"`` opens for writing or creates, ``"x"`` creates.
+        coding: rules for compressing the keys of large groups to codes; None compresses no further group.
 
     Raises:
         ConfigError: dim is below 1.
-        DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
-            `Datastore.open`.
-        CorruptDatastoreError: the manifest is damaged.
+        DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+        DatastoreExistsError: mode ``"x"`` and a datastore exists.
+        DatastoreMismatchError: the datastore has another dim or metric.
+        LockedError: another process has the directory open for writing.
+        CorruptDatastoreError: the manifest (the file that lists the segments) is damaged.
     """
 
     def __init__(
@@ -99,15 +103,16 @@ class KeySegments(SegmentReader):
     # -- changing
 
     def append(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add records; records with the same ids are replaced. Readers in this process see them at once.
+        """Add records. A new record replaces an older record with the same id.
 
-        The records are buffered in memory, and written as segments when the buffer exceeds `BUFFER_SIZE`.
-        `flush` makes them durable. The arguments are the results of `checked_records`.
+        Searches in this process find the records at once. The records are buffered in memory, and written to
+        files when the buffer exceeds `BUFFER_SIZE`. `flush` makes them durable. The arguments must be valid,
+        as `checked_records` returns them.
 
         Args:
-            ids: int64, shape (n,), without duplicates, in any order.
+            ids: record ids, int64, shape (n,), without duplicates, in any order; n may be 0.
             keys: float32, shape (n, dim).
-            groups: group of each record, shape (n,).
+            groups: group number of each record, int32, shape (n,).
 
         Raises:
             ReadOnlyError, DatastoreClosedError: the directory is not open for writing.
@@ -139,9 +144,12 @@ class KeySegments(SegmentReader):
             self._set_segments(changed)
 
     def delete(self, ids: IdRanges) -> None:
-        """Remove the records with ids in ranges; ids without a record are ignored.
+        """Delete every record whose id is in the ranges; ids without a record are ignored.
 
-        Readers in this process see the change at once; `flush` makes it durable.
+        Searches in this process leave the records out at once. `flush` makes the deletion durable.
+
+        Raises:
+            ReadOnlyError, DatastoreClosedError: the directory is not open for writing.
         """
         self._check_writable()
         if not ids:
@@ -155,9 +163,13 @@ class KeySegments(SegmentReader):
             )
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged segment from the manifest and its files from the disk, durably.
+        """Remove a damaged segment (a set of files with records) from the datastore, durably.
 
-        Its records are lost. All other changes become durable too.
+        The records of the segment are lost, and its files are removed. Changes that were not flushed become
+        durable too.
+
+        Args:
+            part: the damaged segment, a result of `damaged`.
         """
         self._check_writable()
         with self._mutex:
@@ -168,7 +180,16 @@ class KeySegments(SegmentReader):
             self._publish_manifest()
 
     def flush(self) -> None:
-        """Make all changes durable. Also merges the small segments of changed groups that have very many."""
+        """Make all changes durable by writing buffered records and publishing a new manifest.
+
+        The manifest is the list of all files. If a group that changed has very many segments (sets of files
+        with records), small segments are merged.
+
+        Raises:
+            DiskFullError, DatastoreError: the disk is full or failed; nothing that was flushed before is
+                lost.
+            ReadOnlyError, DatastoreClosedError: the directory is not open for writing.
+        """
         self._check_writable()
         with self._mutex:
             changed = sorted(self._changed)
@@ -180,10 +201,14 @@ class KeySegments(SegmentReader):
                     self._merge_segments(group, ratio=2, indexed=False)
 
     def compact(self, *, ratio: int) -> None:
-        """Reclaim the space of dead rows and merge each group's segments.
+        """Merge the segments (sets of files with records) of each group, and drop deleted records.
 
-        Afterwards each segment of a group has at least `ratio` times the rows of the next, and groups that
-        are large enough are coded.
+        A segment is rewritten if more than a quarter of its records are deleted or replaced. The keys of
+        groups that are large enough are compressed to codes. Damaged segments stay as they are.
+
+        Args:
+            ratio: afterwards a segment of a group has at least this many times the records of the group's
+                next segment.
         """
         self.flush()
         with self._mutex:
@@ -196,12 +221,18 @@ class KeySegments(SegmentReader):
                 self._merge_segments(group, ratio=ratio, indexed=True)
 
     def write_digests(self, segment: Segment) -> None:
-        """Write the digests of a segment's keys again, durably, if their file is missing or damaged."""
+        """Write the file with the SHA-256 digests of a segment's keys, if the file is missing or damaged.
+
+        Raises CorruptDatastoreError if the keys themselves are damaged. A segment in memory is ignored.
+        """
         with self._mutex, translate_write_errors(self.root):
             write_digests(self.root, segment)
 
     def vacuum(self) -> None:
-        """Rewrite every segment with dead rows, so that no file holds a dead row. Damaged segments stay.
+        """Rewrite every segment that holds deleted or replaced records, without these records.
+
+        A segment is a set of files with records. Afterwards no readable file holds a deleted record. Damaged
+        segments stay as they are.
 
         Raises:
             DiskFullError: the disk has too little free space; nothing is rewritten.
@@ -221,12 +252,14 @@ class KeySegments(SegmentReader):
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:
-        """Write an index of a segment to a file, and name the file in the segment's entry, durably.
+        """Create the index file of a segment, and save its name in the manifest, durably.
+
+        The manifest is the list of all files.
 
         Args:
-            segment: a segment on disk.
-            write: called with the path at which it must create the file of the index.
-            parameters: saved with the index; JSON values.
+            segment: a segment (set of files with records) on disk.
+            write: function that is called with a path, and must create the index file at this path.
+            parameters: parameters of the index, JSON values by name; saved in the manifest.
         """
         self._check_writable()
         with self._mutex, translate_write_errors(self.root):
@@ -240,9 +273,9 @@ class KeySegments(SegmentReader):
             self._publish_manifest()
 
     def close(self) -> None:
-        """Flush, if opened for writing, and release the writer's lock, also if flushing fails.
+        """Flush, if the directory is open for writing, and release the writer's lock.
 
-        A second call does nothing.
+        The lock is also released if flushing fails. A second call does nothing.
         """
         if self._closed:
             return
@@ -262,7 +295,16 @@ class KeySegments(SegmentReader):
     ) -> Manifest:
         """Read or create the manifest, map its segments, and remove files that a crash left behind.
 
-        The caller holds the writer's lock. Returns the manifest.
+        The manifest is the list of all files. The caller holds the writer's lock.
+
+        Args:
+            dim: number of components of a key; used only in a new manifest.
+            metric: metric of the distances; used only in a new manifest.
+            coding: rules for compressing the keys of large groups; None compresses no further group.
+            create_only: True to raise DatastoreExistsError if a manifest exists.
+
+        Returns:
+            The manifest.
         """
         with translate_write_errors(self.root):
             self._files = SegmentFiles.open(self.root, dim, metric, coding, create_only=create_only)
@@ -271,34 +313,46 @@ class KeySegments(SegmentReader):
         return self._files.manifest
 
     def _write_buffered(self) -> None:
-        """Write the buffered records to files, as segments that no manifest names yet; empty the buffer."""
+        """Write the records in the buffer to files, as one new segment for each group, and empty the buffer.
+
+        The manifest does not list the new segments yet.
+        """
         for group in sorted(self._buffered):
             buffered = [segment for segment in self._groups[group] if segment.entry is None]
             with translate_write_errors(self.root):
                 self._swap_segments(buffered, self._write_segment(buffered))
 
     def _merge_segments(self, group: int, *, ratio: int, indexed: bool) -> None:
-        """Merge neighboring segments of a group until each is `ratio` times as large as the next.
+        """Merge successive segments of a group until each segment has `ratio` times the records of the next.
 
         Args:
-            group: the group.
-            ratio: see `plan_merges`.
-            indexed: True to merge segments with an index too. Their indexes must be built again.
+            group: number of the group.
+            ratio: smallest ratio of the numbers of records of a segment and the next segment.
+            indexed: True to merge all segments; the index of a merged segment is lost and must be built
+                again. False to merge only segments without an index.
         """
         segments = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
         for run in plan_merges(segments, ratio):
             self._rewrite_and_publish(run)
 
     def _rewrite_and_publish(self, segments: Sequence[Segment]) -> None:
-        """Rewrite the live rows of some segments of a group as one segment, durably; remove the old files."""
+        """Replace some segments of a group by one new segment with their live records, durably.
+
+        Live records are the records that are neither deleted nor replaced. The old files are removed. If a
+        segment is damaged, no segment is replaced.
+        """
         with translate_write_errors(self.root):
             self._rewrite_segments(segments)
             self._publish_manifest()
 
     def _rewrite_segments(self, segments: Sequence[Segment]) -> None:
-        """Replace some segments of a group by a new segment with their live rows, before it is published.
+        """Write the live records of some segments as one new segment, and use it in place of these segments.
 
-        If a segment is damaged, nothing changes.
+        Live records are the records that are neither deleted nor replaced. The change becomes durable when
+        the next manifest (the list of all files) is published. If a segment is damaged, nothing changes.
+
+        Args:
+            segments: the segments to replace, all of one group.
         """
         try:
             self._swap_segments(segments, self._write_segment(segments))
@@ -307,15 +361,26 @@ class KeySegments(SegmentReader):
                 raise
 
     def _swap_segments(self, old: Sequence[Segment], new: Segment) -> None:
-        """Replace segments of a group in memory by a new segment, which becomes the last of the group."""
+        """Replace some segments of a group by a new segment in this object's list of segments.
+
+        The new segment becomes the last of its group. Nothing is written to disk.
+
+        Args:
+            old: the segments to replace; all belong to the group of `new`.
+            new: the segment that replaces them.
+        """
         old_columns = {id(segment.columns) for segment in old}
         remaining = [segment for segment in self._groups[new.group] if id(segment.columns) not in old_columns]
         self._set_segments({new.group: [*remaining, new]})
 
     def _set_segments(self, changed: Mapping[int, Sequence[Segment]]) -> None:
-        """Set the segments of some groups in memory; the next manifest makes this durable.
+        """Set the segments of some groups in this object. The next published manifest makes them durable.
 
-        Segments without live rows are left out, and groups without segments are removed.
+        The manifest is the list of all files. Segments all of whose records are deleted or replaced are left
+        out, and groups without segments are removed.
+
+        Args:
+            changed: all segments of each changed group, by group number.
         """
         groups = dict(self._groups)
         for group, segments in changed.items():
@@ -328,7 +393,11 @@ class KeySegments(SegmentReader):
         self._changed |= changed.keys()
 
     def _write_segment(self, segments: Sequence[Segment]) -> Segment:
-        """Write the live rows of segments of one group as a new segment that no manifest names yet."""
+        """Write the live records of some segments of one group as a new segment on disk, and return it.
+
+        Live records are the records that are neither deleted nor replaced. The manifest does not list the new
+        segment yet.
+        """
         group_segments = self._groups[segments[0].group]
         written = self._files.write_segment(
             segments, group_segments, self._manifest.dim, self._damaged_segments
@@ -337,7 +406,10 @@ class KeySegments(SegmentReader):
         return written
 
     def _publish_manifest(self) -> None:
-        """Publish a manifest with the current segments, durably; then remove the files of former segments."""
+        """Publish a manifest with the current segments, durably, then remove files that it does not list.
+
+        Buffered records are written first.
+        """
         # Rows that were replaced are marked dead, so their replacements must be in the same manifest.
         self._write_buffered()
         with translate_write_errors(self.root):
@@ -361,7 +433,12 @@ class KeySegments(SegmentReader):
             self._files.remove_unnamed()
 
     def _check_writable(self) -> None:
-        """Raise DatastoreClosedError after `close`, and ReadOnlyError with mode ``"r"``."""
+        """Raise an error unless the directory is open for writing.
+
+        Raises:
+            DatastoreClosedError: `close` was called.
+            ReadOnlyError: the directory was opened with mode ``"r"``.
+        """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._lock is None:

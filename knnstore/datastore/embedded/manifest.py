@@ -1,7 +1,9 @@
-"""The manifest: one small file that names all files of the datastore.
+"""The manifest: one small file that lists all files in use of a datastore.
 
-If there are many segments, most are listed in *parts*: immutable files that the manifest names. So the
-manifest stays small. A change writes new parts in place of those that list a changed segment.
+The files belong to *segments*. A segment is a set of immutable files with records of one group, which is a
+numbered set of records such as a domain. If there are many segments, most of them are listed in *parts*:
+immutable files that the manifest names. So the manifest stays small. If a segment changes, the part that
+lists it is replaced.
 """
 
 import hashlib
@@ -38,94 +40,133 @@ _SENSELESS = (
 )  # of content with a right digest
 
 FORMAT = 3
-"""Format of the manifest. Format 1 has no parts; formats 1 and 2 have no codes and no packed ids."""
+"""Number of the manifest's format that this version writes.
+
+Format 1 has no parts; formats 1 and 2 have no codes and no packed ids.
+"""
 
 NAME = "manifest.json"
+"""Name of the manifest's file in the datastore's directory."""
+
 PART_SIZE = 64
-"""Number of segments of a part. The manifest itself lists fewer than twice as many."""
+"""Number of segments that a part lists. The manifest itself lists fewer than 2 * PART_SIZE segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An index of one segment's rows, built by an adapter. It can be built again from the keys."""
+    """Entry of the index of one segment (a set of files with records). It can be rebuilt from the keys."""
 
     file: StoredFile
+    """The index file: its name, size and hash."""
+
     parameters: dict[str, Any]
     """Parameters that the adapter needs to use the index; JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """Entry of one immutable segment, which holds records of one group by ascending id."""
+    """Entry of one segment: a set of immutable files with records of one group, by ascending id.
+
+    Row i of the files is the i-th record. Rows of deleted or replaced records are *dead*.
+    """
 
     name: str
+    """Unique number of the segment, at least 8 digits."""
+
     group: int
+    """Group number of the segment's records."""
+
     rows: int
+    """Number of records, dead records included."""
+
     dtype: str
     """numpy's name of the keys' dtype: float16; float32 if a key exceeds the range of float16; uint8 for
-    codes."""
+    codes (compressed keys)."""
 
     first_id: int
+    """Smallest record id of the segment."""
+
     last_id: int
+    """Largest record id of the segment."""
+
     keys: StoredFile
+    """File of the keys or codes."""
+
     ids: StoredFile
+    """File of the record ids."""
+
     digests: str
-    """Name of the file with the digests of the keys' blocks. Its SHA-256 is the `sha256` of `keys`."""
+    """Name of the file with the SHA-256 digest of each block of `keys`. The hash of this file is the
+    `sha256` of `keys`."""
 
     dead: tuple[tuple[int, int], ...] = ()
-    """Ranges of rows that were deleted or replaced. The same id may be live in another segment."""
+    """Ranges [start, stop) of the dead rows. A record with the same id may be live in another segment."""
 
     index: IndexEntry | None = None
+    """The index of the segment; None if it has none."""
 
     codes: CodesEntry | None = None
-    """The coding of the keys; None if they are not coded."""
+    """Kind and file of the codec that compressed the keys; None if the keys are not compressed."""
 
     runs: int | None = None
-    """Number of runs of positions in the file of ids, see `PackedIds`; None if the ids are not packed."""
+    """Number of runs (series of consecutive positions) in the file of packed ids; None if the file holds the
+    ids as int64."""
 
     @property
     def needed(self) -> list[StoredFile]:
-        """The files without which the segment cannot be read."""
+        """The files without which the segment cannot be read: keys, ids, and the codec if there is one.
+
+        A codec compresses keys.
+        """
         return [self.keys, self.ids] + ([self.codes.file] if self.codes else [])
 
     def file_names(self) -> list[str]:
-        """Return the names of all files of the segment."""
+        """Return the paths of all files of the segment, relative to the datastore's directory."""
         derived = [self.digests] + ([self.index.file.name] if self.index else [])
         return [file.name for file in self.needed] + derived
 
     def row_size(self, dim: int) -> int:
-        """Return the bytes of a stored key of `dim` components."""
+        """Return the number of bytes that one key takes in the file of keys.
+
+        Args:
+            dim: number of components of a key.
+        """
         return code_size(self.codes.kind, dim) if self.codes else dim * _KEY_SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestPart:
-    """A part of the manifest: an immutable file that lists some segments."""
+    """A part of the manifest: an immutable file that lists some segments, to keep the manifest small."""
 
     file: StoredFile
+    """Name, size and hash of the part's file."""
+
     segments: tuple[SegmentEntry, ...]
+    """Entries of the segments that the part lists."""
+
     names: frozenset[str]
-    """Names of the segments."""
+    """Names of these segments."""
 
     @classmethod
     def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
-        """Write a new part that lists some segments.
+        """Write a new file that lists some segments, and return it as a part of the manifest.
 
         Args:
-            segments: segments to list.
-            write: writes the content to a new file, durably, and returns the file.
+            segments: entries of the segments to list.
+            write: function that writes bytes to a new file, durably, and returns the file's name, size and
+                hash.
         """
         content = _render_canonical(segments)
         return cls(write(content.encode()), tuple(segments), frozenset(entry.name for entry in segments))
 
     @classmethod
     def read(cls, root: Path, file: StoredFile, dim: int) -> Self:
-        """Read a part of the manifest and check it.
+        """Read a part of the manifest (a file that lists some segments), and check its values.
 
         Args:
             root: the datastore's directory.
-            file: file of the part.
-            dim: number of components of a key; the sizes of the segments' files must fit to it.
+            file: name, size and hash of the part's file.
+            dim: number of components of a key; the listed file sizes must fit to this number.
 
         Raises:
             CorruptDatastoreError: the part is missing or damaged.
@@ -146,46 +187,63 @@ class ManifestPart:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of the manifest: dimension, metric, and the files of all segments of a datastore."""
+    """Content of the manifest: dimension, metric, and the entries of all segments of a datastore.
+
+    A segment is a set of immutable files with records of one group (a numbered set of records).
+    """
 
     dim: int
+    """Number of components of a key."""
+
     metric: Metric
+    """Metric of the distances."""
+
     next_number: int = 1
-    """Number of the next file. Numbers are never reused, so the content behind a name never changes."""
+    """Number of the next new file. Numbers are never reused, so a file name always has the same content."""
 
     listed: tuple[SegmentEntry, ...] = ()
-    """The segments that no part lists."""
+    """Entries of the segments that the manifest's own file lists; the parts list the other segments."""
 
     parts: tuple[ManifestPart, ...] = ()
+    """Further files that list segments."""
 
     @property
     def segments(self) -> list[SegmentEntry]:
-        """All segments in the order in which they were created."""
+        """Entries of all segments, in the order in which the segments were created."""
         every = chain(self.listed, *(part.segments for part in self.parts))
         return sorted(every, key=attrgetter("name"))
 
     def file_names(self) -> set[str]:
-        """Return the names of all files, including the parts."""
+        """Return the paths of all files of the segments and of all parts, relative to the directory.
+
+        The manifest is the list of all files. The manifest's own file is not included.
+        """
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
 
     def changed(
-        self, gone: Set[str], fresh: Iterable[SegmentEntry], write: Callable[[bytes], StoredFile]
+        self,
+        removed_names: Set[str],
+        added_entries: Iterable[SegmentEntry],
+        write: Callable[[bytes], StoredFile],
     ) -> "Manifest":
-        """Return a copy of the manifest without some segments and with new segments. Writes new parts.
+        """Return a new manifest without some segments of this manifest and with additional segments.
 
-        The copy is not published yet. The cost depends on the number of changed segments, and hardly on the
-        number of all segments.
+        The method may write new files that list segments (parts), but does not publish the new manifest. The
+        cost depends on the number of changed segments, and hardly on the number of all segments.
 
         Args:
-            gone: names of the segments to leave out.
-            fresh: entries of the segments to add.
-            write: see `ManifestPart.write`.
+            removed_names: names of the segments to leave out.
+            added_entries: entries of the segments to add.
+            write: function that writes bytes to a new file, durably, and returns the file's name, size and
+                hash; it is called for each new part.
         """
-        unchanged_parts = tuple(part for part in self.parts if part.names.isdisjoint(gone))
-        opened_segments = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
-        listed_entries = [entry for entry in chain(*opened_segments, self.listed) if entry.name not in gone]
-        listed_entries = sorted([*listed_entries, *fresh], key=attrgetter("name"))
+        unchanged_parts = tuple(part for part in self.parts if part.names.isdisjoint(removed_names))
+        opened_segments = (part.segments for part in self.parts if not part.names.isdisjoint(removed_names))
+        listed_entries = [
+            entry for entry in chain(*opened_segments, self.listed) if entry.name not in removed_names
+        ]
+        listed_entries = sorted([*listed_entries, *added_entries], key=attrgetter("name"))
         parts = []
         while len(listed_entries) >= 2 * PART_SIZE:
             parts.append(ManifestPart.write(listed_entries[:PART_SIZE], write))
@@ -193,9 +251,13 @@ class Manifest:
         return replace(self, listed=tuple(listed_entries), parts=(*unchanged_parts, *parts))
 
     def write(self, root: Path) -> None:
-        """Publish the manifest in a directory, atomically and durably.
+        """Replace the manifest file of a directory by this manifest, atomically and durably.
 
-        Readers see the old manifest or this manifest.
+        The manifest is the list of all files. A process that reads the file meanwhile gets either the old
+        manifest or this manifest, whole.
+
+        Args:
+            root: the datastore's directory.
         """
         content = {
             "format": FORMAT,
@@ -210,15 +272,17 @@ class Manifest:
 
     @classmethod
     def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
-        """Read the manifest of a directory, with all parts, and check it.
+        """Read the manifest of a directory with all its parts (files that list segments), and check it.
 
         Args:
             root: the datastore's directory.
-            known: parts that were read before; they are not read again.
+            known: parts that were read before. If the manifest still names their files, the files are not
+                read again.
 
         Raises:
-            DatastoreNotFoundError: the directory has neither a manifest nor a folder of segments.
-            CorruptDatastoreError: the manifest is missing, damaged, or of a newer version of knnstore.
+            DatastoreNotFoundError: the directory has neither a manifest nor a folder ``segments``.
+            CorruptDatastoreError: the manifest is missing although the folder ``segments`` exists, is
+                damaged, or was written by a newer version of knnstore.
         """
         path = root / NAME
         try:
@@ -251,16 +315,29 @@ class Manifest:
 
 
 def read_signature(root: Path) -> tuple[int, int, int]:
-    """Return inode, time of change in ns and size of the manifest's file. They change with every manifest.
+    """Return (inode, modification time in ns, size) of the manifest's file, to notice that it was replaced.
 
-    This costs one system call. Raises FileNotFoundError if the directory has no manifest.
+    The manifest is the list of all files. The values change whenever a manifest is published. The call costs
+    one system call.
+
+    Args:
+        root: the datastore's directory.
+
+    Raises:
+        FileNotFoundError: the directory has no manifest.
     """
     status = os.stat(f"{root}/{NAME}")  # called for every search; creating a Path would take longer
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
-    """Convert the JSON object of a segment to an entry, and check all values. Changes `entry`.
+    """Convert the JSON object of a segment in the manifest to a `SegmentEntry`, and check all values.
+
+    The manifest is the list of all files.
+
+    Args:
+        entry: the JSON object; the function removes keys from this dict.
+        dim: number of components of a key; the file sizes in `entry` must fit to this number.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError, ConfigError: a value is missing or not valid.
@@ -284,15 +361,22 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     _check_value(0 <= segment.first_id <= segment.last_id < ID_LIMIT and 0 <= segment.group < 1 << 31)
     _check_value(segment.dtype == "uint8" if segment.codes else segment.dtype in _KEY_SIZES)
     _check_value(0 < segment.rows <= 1 << 40 and segment.keys.size == segment.rows * segment.row_size(dim))
-    _check_value(segment.ids.size in _allowed_id_sizes(segment))
+    _check_value(segment.ids.size in _list_allowed_id_sizes(segment))
     files = segment.needed + ([segment.index.file] if segment.index else [])
     _check_value(all(_is_valid_file(file) for file in files))
     _check_value(segment.index is None or isinstance(segment.index.parameters, dict))
     return segment
 
 
-def _allowed_id_sizes(entry: SegmentEntry) -> list[int]:
-    """Return the sizes in bytes that the file of ids may have; raises ValueError if `runs` is not valid."""
+def _list_allowed_id_sizes(entry: SegmentEntry) -> list[int]:
+    """Return the possible sizes in bytes of a segment's file of record ids.
+
+    Args:
+        entry: the segment's entry.
+
+    Raises:
+        ValueError: `entry.runs` is not a valid number of runs of positions.
+    """
     if entry.runs is None:
         return [8 * entry.rows]
     _check_value(_are_integers(entry.runs) and 0 < entry.runs <= entry.rows)
@@ -300,7 +384,7 @@ def _allowed_id_sizes(entry: SegmentEntry) -> list[int]:
 
 
 def _is_valid_file(file: StoredFile) -> bool:
-    """Check whether size and SHA-256 of a file's entry have the right type and form. Reads no file."""
+    """Check whether the size and the SHA-256 in a file's entry are well-formed. The file is not read."""
     return (
         _are_integers(file.size) and 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
     )
@@ -312,26 +396,33 @@ def _are_integers(*values: object) -> bool:
 
 
 def _check_value(condition: object) -> None:
-    """Raise ValueError unless the condition is true."""
+    """Raise ValueError if the condition is false."""
     if not condition:
         raise ValueError
 
 
 def _make_invalid_error(path: Path) -> CorruptDatastoreError:
-    """Make the error for a file with invalid values in spite of a right digest, without raising it."""
+    """Return, without raising it, the error for a file whose hash is right but whose values are invalid."""
     return CorruptDatastoreError(f"{path} makes no sense: restore it from a backup")
 
 
 def _list_fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:
-    """Return the fields of an entry by name, ten times as fast as `dataclasses.asdict`, not recursively."""
+    """Return the fields of an entry by name. Fields that are entries themselves are not converted.
+
+    The function is ten times as fast as `dataclasses.asdict`.
+    """
     return {name: getattr(entry, name) for name in entry.__slots__}
 
 
 def _render_canonical(content: Any) -> str:
-    """Render content as JSON with sorted keys and without spaces, so that equal content gives equal text."""
+    """Convert content to JSON text, keys sorted and without spaces, so that equal content gives equal text.
+
+    Args:
+        content: JSON values and entries of the manifest (the list of all files).
+    """
     return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_list_fields)
 
 
 def _hash_text(text: str) -> str:
-    """Return the SHA-256 of a text, hexadecimal."""
+    """Return the SHA-256 of a text in UTF-8 as 64 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()

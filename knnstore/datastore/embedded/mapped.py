@@ -1,4 +1,4 @@
-"""Files mapped for reading, whose content is checked against SHA-256 before its first use."""
+"""Files that are mapped into memory, and whose content is compared with a SHA-256 before its first use."""
 
 import ctypes
 import errno
@@ -25,16 +25,17 @@ _HASHING_THREADS = 2  # hashlib releases the GIL; a second thread nearly doubles
 
 
 class MappedFile:
-    """A file mapped for reading. Each block is checked once, before its first use.
+    """A file that is mapped into memory for reading, with checks of its content.
 
-    The map stays readable when the file is removed. It needs no file descriptor, because a store may have
-    more files than a process may have descriptors.
+    The methods `check` and `check_rows` compare content with SHA-256 digests, each block of the file at most
+    once. The mapped content stays readable when the file is removed. The map holds no open file descriptor,
+    because a store may have more files than a process may have descriptors.
 
     Args:
         root: the datastore's directory.
-        file: the file's entry in the manifest.
-        digests: name of the file with the digests of the blocks; with None, the whole file is checked before
-            the first use.
+        file: name, size and hash of the file, as the manifest (the list of all files) has them.
+        digests: name of a file with the SHA-256 digest of each block of the mapped file. With None, every
+            check reads the whole file.
         trusted: True if this process wrote and hashed the file itself. Then the content is never checked.
 
     Raises:
@@ -55,7 +56,7 @@ class MappedFile:
             self.bytes = _map_file(self.path, opened.fileno(), size)
         self.checked = trusted
         self.lacks_digests = False
-        """True if the file with the digests of its blocks is missing or damaged."""
+        """True if the file with the digests of the blocks is missing or damaged."""
         self._digests = None
         if digests and not trusted:
             self._digests = read_digests(root / digests, file)
@@ -63,7 +64,7 @@ class MappedFile:
         self._checked_blocks = np.zeros(-(-size // BLOCK), bool)
 
     def check(self) -> None:
-        """Compare the whole content with the manifest's SHA-256, if it was not compared before.
+        """Compare the whole content with the file's SHA-256, unless all of it was compared before.
 
         Raises:
             CorruptDatastoreError: the content differs.
@@ -72,12 +73,13 @@ class MappedFile:
             self.digests()
 
     def digests(self) -> bytes:
-        """Compute the SHA-256 digests of all blocks, and compare their hash with the manifest.
+        """Compute the SHA-256 digest of each block, and compare their common hash with the file's entry.
 
-        Returns the digests, 32 bytes each, one after another.
+        Returns:
+            The digests, 32 bytes each, one after another.
 
         Raises:
-            CorruptDatastoreError: the content differs from the manifest.
+            CorruptDatastoreError: the content is not the content that was written.
         """
         digests = b"".join(self._hash_blocks(np.arange(len(self._checked_blocks))))
         if hashlib.sha256(digests).hexdigest() != self.file.sha256:
@@ -86,13 +88,14 @@ class MappedFile:
         return digests
 
     def check_rows(self, rows: NDArray[np.int64], row_size: int) -> None:
-        """Check the blocks that hold some rows, except for blocks that were checked before.
+        """Compare the blocks of the file that hold some rows with their digests.
 
-        Without digests of the blocks, or if a row is larger than a block, the whole file is checked.
+        Blocks that were compared before are skipped. Without digests of the blocks, or if a row is larger
+        than a block, the whole file is compared.
 
         Args:
-            rows: row numbers, any shape.
-            row_size: bytes of a row.
+            rows: row numbers, any shape; row i begins at byte i * row_size. An empty array checks nothing.
+            row_size: number of bytes of a row.
 
         Raises:
             CorruptDatastoreError: the content of a block differs.
@@ -113,9 +116,14 @@ class MappedFile:
         self.checked = bool(self._checked_blocks.all())
 
     def _hash_blocks(self, blocks: NDArray[np.int64]) -> list[bytes]:
-        """Return the SHA-256 of each block with a number in `blocks`; many blocks are hashed by threads."""
+        """Return the SHA-256 digests (32 bytes) of some blocks; 16 or more blocks are hashed by two threads.
+
+        Args:
+            blocks: numbers of the blocks, shape (n,).
+        """
 
         def digest(block: int) -> bytes:
+            """Return the SHA-256 digest of the block with a number."""
             return hashlib.sha256(self.bytes[block * BLOCK : (block + 1) * BLOCK].data).digest()
 
         if len(blocks) < 16:
@@ -133,16 +141,19 @@ class MappedFile:
             raise self._make_damage_error("is no file") from error
 
     def _make_damage_error(self, problem: str) -> CorruptDatastoreError:
-        """Make the error "PATH PROBLEM", without raising it."""
+        """Return, without raising it, an error with the message "PATH PROBLEM"."""
         return CorruptDatastoreError(f"{self.path} {problem}")
 
 
 def read_digests(path: Path, file: StoredFile) -> bytes | None:
-    """Read the digests of a file's blocks, 32 bytes each; None if they are missing or damaged.
+    """Read a file with the SHA-256 digests of another file's blocks, 32 bytes for each block.
 
     Args:
-        path: the file with the digests.
+        path: path of the file with the digests.
         file: entry of the file whose blocks were hashed; its `sha256` is the hash of the digests.
+
+    Returns:
+        The digests, one after another; None if the file with the digests is missing or damaged.
     """
     try:
         digests = read_file(path)
@@ -152,15 +163,15 @@ def read_digests(path: Path, file: StoredFile) -> bytes | None:
 
 
 def _map_file(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
-    """Map a file into memory. Returns its bytes, uint8, shape (size,), read-only; empty for size 0.
+    """Map a file into memory, and return its content as a read-only array, uint8, shape (size,).
 
-    The descriptor can be closed afterwards, and the map ends with the last reference to the array.
-    `mmap.mmap` would keep a copy of the descriptor before Python 3.13.
+    The descriptor can be closed afterwards. The memory is unmapped when the last reference to the array is
+    gone. `mmap.mmap` is not used, because before Python 3.13 it keeps a copy of the descriptor.
 
     Args:
-        path: the file's path, for the message.
+        path: the file's path, used in the error message.
         descriptor: open descriptor of the file.
-        size: the file's size.
+        size: the file's size in bytes; 0 gives an empty array.
 
     Raises:
         DatastoreError: the system cannot map the file.

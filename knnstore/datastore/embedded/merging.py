@@ -1,6 +1,8 @@
-"""Reading several segments in order of ids, and writing them as one segment.
+"""Reading the records of several segments in order of their ids, and writing them as one segment.
 
-The module also plans which segments to merge, adds segments in memory, and marks rows dead.
+A segment is an immutable set of records of one group, on disk or in memory. Row i of a segment is its i-th
+record; a row is *dead* if the record was deleted or replaced, else *live*. The module also plans which
+segments to merge, adds segments in memory, and marks rows as dead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,16 +38,19 @@ def merge_records(
     batch_size: int,
     codec: CodecFile | None = None,
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
-    """Yield the live records of several segments by ascending id, in batches of at most `batch_size`.
+    """Yield the live records of several segments by ascending id, as batches (ids, keys, groups).
 
-    An id is live in at most one segment. Memory holds one batch, and some ids of each segment whose id range
-    overlaps with others.
+    Only one batch of keys is in memory at a time.
 
     Args:
-        segments: the segments to read.
-        ids: yields only records in these ranges; None yields all.
-        batch_size: number of records of a batch; the last may have fewer.
-        codec: codec whose codes are yielded in place of keys; None yields keys.
+        segments: the segments to read. An id is live in at most one of them.
+        ids: ids of the records to yield; None yields all live records.
+        batch_size: number of records of a batch; the last batch may have fewer records.
+        codec: codec that compresses keys; its codes are yielded in place of keys. None yields keys.
+
+    Yields:
+        Record ids int64 (n,); keys (n, dim), float16 or float32, or codes uint8 (n, size); and group numbers
+        int32 (n,).
 
     Raises:
         CorruptDatastoreError: a segment is damaged; raised when its records are reached.
@@ -62,38 +67,39 @@ def merge_records(
 
 
 class _Rows(NamedTuple):
-    """Rows of several segments, sorted by id: three arrays of shape (n,)."""
+    """References to n records in several segments, sorted by record id: three arrays of shape (n,)."""
 
     ids: Ids
+    """Record ids."""
     owners: NDArray[np.int64]
-    """Index of each row's segment."""
+    """Index of each record's segment in the caller's list of segments."""
     numbers: NDArray[np.int64]
-    """Number of each row in its segment."""
+    """Row number of each record in its segment."""
 
     @classmethod
     def empty(cls) -> Self:
-        """Return no rows."""
+        """Return references to no records: three arrays of length 0."""
         return cls(*np.empty((3, 0), np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate one or more parts, without sorting."""
+        """Concatenate the arrays of one or more objects, without sorting."""
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def part(self, selection: slice | NDArray[np.int64]) -> Self:
-        """Return the rows that a slice or an array of indices selects."""
+        """Return the references at the indices that a slice or an array of indices selects."""
         return type(self)(*(array[selection] for array in self))
 
 
 def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int) -> Iterator[_Rows]:
-    """Yield the live rows of several segments by ascending id, in pieces of different lengths.
+    """Yield references to the live records of several segments by ascending id, in chunks of varying length.
 
-    A segment is not read before the ids reach its first id.
+    Live records are neither deleted nor replaced. A segment is not read before the ids reach its first id.
 
     Args:
-        segments: the segments, whose live ids differ.
-        ids: ids to which the result is restricted; None yields all rows.
-        batch_size: approximate number of rows of a piece.
+        segments: immutable sets of records. An id is live in at most one of them.
+        ids: ids of the records to yield; None yields all live records.
+        batch_size: approximate number of records in a chunk.
     """
     unopened = sorted(range(len(segments)), key=lambda owner: segments[owner].first_id, reverse=True)
     cursors: list[_Cursor] = []
@@ -119,7 +125,14 @@ def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size:
 
 
 def _take_rows(cursor: "_Cursor", bound: int) -> _Rows:
-    """Return the next selected rows of a segment with ids <= `bound`, and move its cursor behind them."""
+    """Return references to the next records of a cursor whose ids are at most `bound`.
+
+    The cursor moves behind these records.
+
+    Args:
+        cursor: place in the sequence of selected records of a segment (an immutable set of records).
+        bound: largest id to return.
+    """
     numbers = cursor.take(bound)
     return _Rows(cursor.ids[numbers], np.full(len(numbers), cursor.owner), numbers)
 
@@ -127,15 +140,15 @@ def _take_rows(cursor: "_Cursor", bound: int) -> _Rows:
 def _read_records(
     segments: Sequence[Segment], rows: _Rows, codec: CodecFile | None
 ) -> tuple[Ids, StoredKeys, Groups]:
-    """Read the records of some rows, one segment after the other.
+    """Read the keys of records in several segments, one segment after the other.
 
     Args:
-        segments: the segments.
-        rows: rows to read, at least one.
-        codec: codec whose codes are returned in place of keys; None returns keys.
+        segments: immutable sets of records.
+        rows: references to the records to read, at least one.
+        codec: codec that compresses keys; its codes are returned in place of keys. None returns keys.
 
     Returns:
-        ids, keys or codes, and groups, in the order of `rows`.
+        Record ids, keys (or codes), and group numbers, in the order of `rows`.
     """
     order = np.argsort(rows.owners, kind="stable")
     owners, starts = np.unique(rows.owners[order], return_index=True)
@@ -157,14 +170,15 @@ def _read_records(
 
 
 class _Cursor:
-    """A position among the selected rows of a segment, which are read by ascending id.
+    """A place in the sequence of the selected records of one segment, by ascending id.
 
-    Rows that are not selected cost nothing.
+    A segment is an immutable set of records. The cursor starts before the first selected record. Records that
+    are not selected cost no time.
 
     Args:
-        owner: index of the segment.
+        owner: index of the segment in the caller's list of segments.
         segment: the segment.
-        rows: ranges of the selected row numbers.
+        rows: row numbers of the selected records in the segment, as ranges.
     """
 
     def __init__(self, owner: int, segment: Segment, rows: IdRanges) -> None:
@@ -177,9 +191,10 @@ class _Cursor:
         self.next_id = -1
 
     def advance(self) -> bool:
-        """Set `next_id` to the id of the next selected row. Returns False, and sets nothing, at the end.
+        """Set `next_id` to the id of the next selected record, and return True.
 
-        The position stays the same; `take` moves it.
+        Returns False, and sets nothing, if all selected records were taken. The cursor does not move; only
+        `take` moves it.
         """
         if self._done == self._before[-1]:
             return False
@@ -187,11 +202,14 @@ class _Cursor:
         return True
 
     def id_after(self, rows: int) -> int:
-        """Return the id of the last of the next `rows` selected rows, or of the last selected row."""
+        """Return the id of the record that is the last of the next `rows` selected records.
+
+        If fewer selected records are left, returns the id of the last selected record.
+        """
         return self._read_id(min(self._done + rows, int(self._before[-1])) - 1)
 
     def take(self, bound: int) -> NDArray[np.int64]:
-        """Return the numbers of the next selected rows with ids <= `bound`, and move behind these rows."""
+        """Return the row numbers of the next selected records with ids <= `bound`, and move behind them."""
         row = int(np.searchsorted(self.ids, bound, side="right"))
         range_index = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
         stop = int(
@@ -204,29 +222,35 @@ class _Cursor:
         return numbers
 
     def _to_row_numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert indices into the selected rows, of which 0 is the first, to row numbers of the segment."""
+        """Convert indices into the sequence of selected records to row numbers of the segment.
+
+        Args:
+            indices: 0 for the first selected record, 1 for the second, and so on.
+        """
         range_indices = np.searchsorted(self._before, indices, side="right") - 1
         numbers: NDArray[np.int64] = self._rows.starts[range_indices] + indices - self._before[range_indices]
         return numbers
 
     def _read_id(self, index: int) -> int:
+        """Return the record id of the selected record with an index (0 is the first selected record)."""
         return int(self.ids[self._to_row_numbers(np.array([index]))[0]])
 
 
 def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
-    """Choose runs of neighboring segments to merge, so that each has `ratio` times the rows of the next.
+    """Choose which successive segments of a group to merge, so that segments become smaller and smaller.
 
+    Live records are neither deleted nor replaced. After the merges, each segment has at least `ratio` times
+    the live records of the next segment, as far as no merged segment would have more than 2^24 live records.
     This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and the number of times
-    that a row is rewritten, grow with the logarithm of the number of rows. No run has more than 2^24 live
-    rows, so larger segments stay.
+    that a record is rewritten, grow with the logarithm of the number of records.
 
     Args:
-        segments: segments of one group, in the order in which they were created.
-        ratio: smallest ratio of the numbers of live rows of a segment and the next segment.
+        segments: segments (immutable sets of records) of one group, in the order in which they were created.
+        ratio: smallest ratio of the numbers of live records of a segment and the next segment.
 
     Returns:
-        Runs of two or more successive segments; each run should become one segment. Empty if no segments need
-        to be merged.
+        Lists of two or more successive segments; each list should become one segment. Empty if no segments
+        need to be merged.
     """
     stack: list[list[Segment]] = []
     for segment in segments:
@@ -249,18 +273,19 @@ def write_segment(
     damaged_segments: dict[StoredFile, int],
     codec: CodecFile | None = None,
 ) -> Segment:
-    """Write the live rows of one or more segments of a group as the files of a new segment, durably.
+    """Write the live records of one or more segments of a group as the files of a new segment, durably.
 
     Args:
         root: the datastore's directory.
-        name: unused number that names the files.
-        segments: segments to read, with at least one live row.
+        name: unused number of at least 8 digits, from which the file names are made.
+        segments: segments to read, with at least one live record.
         dim: number of components of a key.
-        damaged_segments: damaged segments of the datastore; see `MappedColumns`.
-        codec: codec by which keys are coded; None stores the keys themselves.
+        damaged_segments: group number of each damaged segment of the datastore, by the file of its keys. A
+            segment that turns out to be damaged is added.
+        codec: codec that compresses the keys to codes; None stores the keys themselves.
 
     Returns:
-        The new segment, which no manifest names yet.
+        The new segment. The manifest (the list of all files) does not list it yet.
 
     Raises:
         DiskFullError: the disk has too little free space; nothing was written.
@@ -268,7 +293,7 @@ def write_segment(
         CorruptDatastoreError: a segment is damaged; no manifest names the new files.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
-    dtype = np.dtype(np.uint8) if codec else _common_dtype(segments)
+    dtype = np.dtype(np.uint8) if codec else _find_common_dtype(segments)
     packer = IdsPacker() if is_worth_packing(_iterate_live_ids(segments)) else None
     runs: int | None = None
     check_space(root, estimate_size(segments, dim), f"writing {rows:,} records")
@@ -279,7 +304,7 @@ def write_segment(
         FileWriter(root, ids_name) as ids_file,
         FileWriter(root, digests_name) as digests_file,
     ):
-        batch_size = max(1, CHUNK_SIZE // (dim * _common_dtype(segments).itemsize))
+        batch_size = max(1, CHUNK_SIZE // (dim * _find_common_dtype(segments).itemsize))
         for ids, keys, _ in merge_records(segments, batch_size=batch_size, codec=codec):
             keys_file.write(keys.astype(dtype, copy=False))
             ids_file.write(packer.add_ids(ids) if packer else ids)
@@ -310,40 +335,66 @@ def write_segment(
 
 
 def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
-    """Yield the ids of the live rows of each segment, int64, ascending within a segment."""
+    """Yield for each segment an array with the ids of its live records, int64, ascending.
+
+    Live records are neither deleted nor replaced.
+    """
     for segment in segments:
         ids = segment.columns.ids
         yield ids[segment.live_rows().ids()] if segment.dead else ids
 
 
 def estimate_size(segments: Sequence[Segment], dim: int) -> int:
-    """Return the bytes that the live rows of segments would take on disk as one segment of uncoded keys."""
-    return sum(segment.live for segment in segments) * (dim * _common_dtype(segments).itemsize + 8)
+    """Return the bytes that the live records of some segments would take on disk as one new segment.
+
+    Live records are neither deleted nor replaced. The estimate assumes that keys are not compressed, and that
+    an id takes 8 bytes.
+
+    Args:
+        segments: one or more segments (immutable sets of records).
+        dim: number of components of a key.
+    """
+    return sum(segment.live for segment in segments) * (dim * _find_common_dtype(segments).itemsize + 8)
 
 
-def _common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
-    """Return the smallest dtype that holds the keys of all segments."""
+def _find_common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
+    """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32."""
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
 def file_names(name: str) -> tuple[str, str, str]:
-    """Return the paths of a segment's files of keys, ids and digests, relative to the datastore."""
+    """Return the paths of a segment's files, relative to the datastore's directory.
+
+    Args:
+        name: number of the segment, at least 8 digits.
+
+    Returns:
+        Paths of the file of keys, the file of ids, and the file with digests of the keys' blocks.
+    """
     return f"segments/{name}.keys", f"segments/{name}.ids", f"segments/{name}.digests"
 
 
 def stored_keys(keys: Keys) -> StoredKeys:
-    """Convert keys, shape (n, dim), n >= 1, to half precision; unchanged if a component exceeds its range."""
+    """Convert keys to the precision in which they are stored.
+
+    Args:
+        keys: float32, shape (n, dim), n >= 1.
+
+    Returns:
+        The keys as float16; `keys` itself if the absolute value of a component exceeds 65504.
+    """
     return keys if max(keys.max(), -keys.min()) > _FLOAT16_MAX else keys.astype(np.float16)
 
 
 def add_buffered(segments: Sequence[Segment], new_segment: Segment) -> list[Segment]:
-    """Return a list of segments with one more segment in memory.
+    """Return the segments of a group with one more segment, which is in memory only.
 
     The new segment is merged with earlier segments in memory that are not larger. So the number of segments
-    in memory, and the number of times that a row is copied, grow with the logarithm of the number of rows.
+    in memory, and the number of times that a record is copied, grow with the logarithm of the number of
+    records.
 
     Args:
-        segments: segments of the group; not changed.
+        segments: segments (immutable sets of records) of the group; the argument is not changed.
         new_segment: new segment in memory, of the same group.
     """
     remaining = list(segments)
@@ -369,22 +420,27 @@ def mark_rows_dead(
     group_numbers: Iterable[int],
     first: int,
     last: int,
-    rows_in: Callable[[Segment], IdRanges],
+    find_rows: Callable[[Segment], IdRanges],
 ) -> dict[int, list[Segment]]:
-    """Mark rows dead. Returns all segments of each group that changes; the arguments are not changed.
+    """Mark rows of segments as dead, because their records were deleted or replaced.
+
+    The arguments are not changed: a segment with newly dead rows is replaced by a new object.
 
     Args:
-        groups: the segments of each group.
+        groups: all segments (immutable sets of records) of each group, by group number.
         group_numbers: numbers of the groups in which rows may be marked.
-        first: smallest id of the rows to mark.
-        last: largest id of the rows to mark; segments without ids in this range are skipped.
-        rows_in: returns the rows of a segment to mark.
+        first: smallest record id of the rows to mark.
+        last: largest record id of the rows to mark. Segments without ids from `first` to `last` are skipped.
+        find_rows: function that returns the row numbers of a segment to mark, as ranges.
+
+    Returns:
+        All segments, new and unchanged, of each group with newly dead rows, by group number.
     """
     changed: dict[int, list[Segment]] = {}
     for group in group_numbers:
         for segment in groups[group]:
             if segment.first_id <= last and segment.last_id >= first:
-                rows = rows_in(segment) - segment.dead
+                rows = find_rows(segment) - segment.dead
                 if rows:
                     group_segments = changed.setdefault(group, list(groups[group]))
                     group_segments[group_segments.index(segment)] = segment.without(rows)

@@ -1,7 +1,9 @@
-"""Record ids packed in two or three bytes each: positions as runs, tokens in full.
+"""Packing of ascending record ids into two or three bytes each.
 
-A file holds the low 16 bits of each token; then, if a token needs more, the high bits of each token (one
-byte); then the runs of consecutive positions: the first row and the first position of each, two int64.
+A record id encodes a position and a token id. The tokens are stored in full. Positions are stored as runs: a
+run is a series of consecutive positions, and only its start is stored. A file of packed ids holds, in this
+order: the low 16 bits of each token; if a token needs more bits, one byte with the high bits of each token;
+and for each run two int64: the index of the first id in the run, and the first position.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,10 +21,10 @@ _NONE = -2  # a last position that no position follows
 
 
 def is_worth_packing(parts: Iterable[Ids]) -> bool:
-    """Check whether ids take fewer bytes packed than as int64.
+    """Check whether record ids take fewer bytes packed (see the module) than as int64.
 
     Args:
-        parts: arrays of ids, each ascending; all together are the ids of one file.
+        parts: arrays of ids, each ascending. All arrays together are the ids of one file.
     """
     rows = runs = 0
     for ids in parts:
@@ -36,14 +38,17 @@ def packed_size(rows: int, runs: int, *, wide: bool) -> int:
 
     Args:
         rows: number of ids.
-        runs: number of runs of consecutive positions.
-        wide: True if the file holds the high bits of the tokens.
+        runs: number of runs (series of consecutive positions).
+        wide: True if a token id needs more than 16 bits, so that the file also holds high bits.
     """
     return (3 if wide else 2) * rows + _RUN_SIZE * runs
 
 
 class IdsPacker:
-    """Packs ids for a file, in batches by ascending id."""
+    """Packs the record ids of one file into two or three bytes each.
+
+    Call `add_ids` with batches of ids in ascending order, then `finish`.
+    """
 
     def __init__(self) -> None:
         self._rows, self._last = 0, _NONE
@@ -51,10 +56,13 @@ class IdsPacker:
         self._high: list[NDArray[np.uint8]] = []
 
     def add_ids(self, ids: Ids) -> NDArray[np.uint16]:
-        """Add a batch of ascending ids. Returns their tokens' low 16 bits, which the caller must write next.
+        """Add a batch of ids, and return the bytes that the caller must append to the file.
 
         Args:
-            ids: int64, shape (n,), n >= 1, larger than all earlier ids.
+            ids: record ids, int64, ascending, shape (n,), n >= 1, larger than all ids of earlier calls.
+
+        Returns:
+            The low 16 bits of each id's token, uint16, shape (n,).
         """
         positions, tokens = positions_of(ids), tokens_of(ids)
         run_starts = np.flatnonzero(_mark_run_starts(positions, self._last))
@@ -64,15 +72,15 @@ class IdsPacker:
         return tokens.astype(np.uint16)
 
     def finish(self, write: Callable[[NDArray[Any]], None]) -> int:
-        """Write the high bits of the tokens, if any token has them, and the runs.
+        """Write the rest of the file: high bits of the tokens, if a token needs them, and the positions.
 
-        Call this method after the last batch.
+        Call this method once, after the last batch.
 
         Args:
-            write: appends an array to the file.
+            write: function that appends an array to the file.
 
         Returns:
-            The number of runs.
+            The number of runs (series of consecutive positions), which `PackedIds` needs.
         """
         high, runs = np.concatenate(self._high), np.concatenate(self._runs)
         if high.any():
@@ -82,12 +90,12 @@ class IdsPacker:
 
 
 class PackedIds:
-    """Unpacks record ids from the content of a file; see the module's docstring for the format.
+    """Reads record ids from the content of a file that `IdsPacker` packed.
 
     Args:
         content: the file's bytes.
-        rows: number of ids.
-        runs: number of runs of positions.
+        rows: number of ids in the file.
+        runs: number of runs (series of consecutive positions), the result of `IdsPacker.finish`.
     """
 
     def __init__(self, content: NDArray[np.uint8], rows: int, runs: int) -> None:
@@ -98,7 +106,11 @@ class PackedIds:
         self._before = table[:, 1] - table[:, 0]  # position minus row number, the same in a run
 
     def at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return the ids of some rows, int64, in the shape of `rows`."""
+        """Return the record ids at some indices of the file, int64, in the shape of `rows`.
+
+        Args:
+            rows: indices of ids, 0 for the first id of the file.
+        """
         run_indices = np.searchsorted(self._starts, rows, side="right") - 1
         tokens = self._low[rows].astype(np.int64)
         if len(self._high):
@@ -106,7 +118,7 @@ class PackedIds:
         return record_ids(self._before[run_indices] + rows, tokens)
 
     def all(self) -> Ids:
-        """Return the ids of all rows, int64, shape (rows,)."""
+        """Return all record ids of the file, int64, ascending."""
         rows = np.arange(len(self._low))
         lengths = np.diff(self._starts, append=len(rows))
         tokens = self._low.astype(np.int64)
@@ -116,13 +128,13 @@ class PackedIds:
 
 
 def _mark_run_starts(positions: NDArray[np.int64], last: int) -> NDArray[np.bool_]:
-    """Return a mask of the positions that begin a run, shape (n,).
+    """Return a mask of the positions that are not their predecessor plus one, shape (n,).
 
-    A position begins a run if it is not the previous position plus one.
+    Such a position begins a run, a series of consecutive positions.
 
     Args:
         positions: ascending positions, shape (n,).
-        last: position before the first of `positions`, or `_NONE`.
+        last: the predecessor of positions[0]; `_NONE` if it has none, so that a run begins.
     """
     is_start: NDArray[np.bool_] = np.diff(positions, prepend=last) != 1
     return is_start

@@ -1,7 +1,8 @@
-"""Reading the segments of a datastore directory while another process may write them.
+"""Reading the segments of a datastore directory while another process may write to the directory.
 
-A segment with damaged keys or ids is marked as damaged: it is reported, and left out of all results. Damage
-may be found when the manifest is read, when the segment is used, or by `verify`; the result is the same.
+A segment is a set of immutable files with records of one group. A segment with damaged keys or ids is marked
+as damaged: it is reported, and its records are left out of all results. Damage is found when the manifest
+(the list of all files) is read, when the segment is used, or by `verify`, always with the same consequences.
 """
 
 import logging
@@ -33,11 +34,13 @@ _DERIVED = "it is derived from the keys: the next `knnstore add`, `optimize` or 
 _NO_ROWS = IdRanges()
 
 Group = tuple[Segment, ...]
-"""Segments of one group with live records, in the order in which they were created."""
+"""The segments of one group that have records, in the order in which they were created."""
 
 
 class SegmentReader:
-    """Reads the segments of a datastore directory; the base class of `KeySegments`.
+    """Reads the segments of a datastore directory. A segment is a set of immutable files with records.
+
+    This is the base class of `KeySegments`, whose constructor reads or creates the directory.
 
     Args:
         root: the datastore's directory.
@@ -60,34 +63,38 @@ class SegmentReader:
         self._logged_problems: set[str] = set()  # problems that were logged
 
     def by_group(self) -> Mapping[int, Group]:
-        """Return the segments of each group, except for segments that are known to be damaged.
+        """Return the segments of each group by group number, without segments that are known to be damaged.
 
-        A handle that was opened for reading reads the newest manifest first. Each damaged segment is logged
-        once. The returned mapping never changes. After a change or new damage, the method returns a new
-        mapping, with the same tuple object for each group that did not change.
+        A segment is a set of immutable files with records. If the directory is open for reading only, changes
+        of the writer are read first. Each damaged segment is logged once. The returned mapping never changes.
+        After a change or new damage, the method returns a new mapping, with the same tuple object for each
+        group that did not change.
         """
-        groups, damage = self._current_groups(), self._damaged_segments.copy()
+        groups, damage = self._get_current_groups(), self._damaged_segments.copy()
         if not damage:
             return groups
         cached_groups, cached_damage, sound = self._sound
         if (
             cached_groups is not groups or cached_damage != damage
         ):  # a count would not do, because damage can be forgotten
-            sound = self._without_damaged(groups, sound)
+            sound = self._leave_out_damaged(groups, sound)
             self._sound = groups, damage, sound
         return sound
 
     def readable(self) -> Group:
-        """Return the segments of all groups that are not known to be damaged; see `by_group`."""
+        """Return the segments of all groups, without segments that are known to be damaged."""
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
-        """Return the segments of all groups, damaged segments included."""
-        return tuple(chain.from_iterable(self._current_groups().values()))
+        """Return the segments (immutable sets of records) of all groups, damaged segments included."""
+        return tuple(chain.from_iterable(self._get_current_groups().values()))
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the segments that are known to be damaged; empty if none are."""
-        groups = self._current_groups()
+        """Return a report on each segment that is known to be damaged; empty if no segment is.
+
+        The files are not read to look for damage; `verify` does that.
+        """
+        groups = self._get_current_groups()
         return [
             DamagedPart(
                 segment.entry.name,
@@ -100,22 +107,38 @@ class SegmentReader:
         ]
 
     def count(self) -> int:
-        """Return the number of live records, including the records of damaged segments."""
+        """Return the number of records, including the records of damaged segments.
+
+        Deleted and replaced records do not count.
+        """
         return sum(segment.live for segment in self.snapshot())
 
     def iterate(self, *, ids: IdRanges | None, batch_size: int) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every live record once by ascending id; see `Datastore.iterate`.
+        """Yield every record once by ascending id, as batches (ids, keys, groups).
+
+        Deleted and replaced records, and records of segments (immutable sets of records) that are known to be
+        damaged, are left out.
+
+        Args:
+            ids: ids of the records to yield; None yields all records.
+            batch_size: largest number of records in a batch.
+
+        Yields:
+            Record ids int64 (n,), keys float32 (n, dim), and group numbers int32 (n,).
 
         Raises:
-            CorruptDatastoreError: a segment is damaged. The next call leaves this segment out.
+            CorruptDatastoreError: a segment turns out to be damaged. The next call leaves this segment out.
         """
         for batch_ids, keys, groups in merge_records(self.readable(), ids=ids, batch_size=batch_size):
             yield np.array(batch_ids), keys.astype(np.float32, copy=False), groups
 
     def is_intact(self, file: StoredFile) -> bool:
-        """Check whether a file exists with the size and SHA-256 of its entry; False if it does not.
+        """Check whether a file of the datastore exists, and has the size and SHA-256 of its entry.
 
-        Only the size is checked for a file that this object wrote, or found intact before.
+        If this object wrote the file, or found it intact before, only the size is checked.
+
+        Args:
+            file: path relative to the directory, size and hash of the file.
         """
         try:
             MappedFile(self.root, file, trusted=file in self._hashed).check()
@@ -125,10 +148,12 @@ class SegmentReader:
         return True
 
     def verify(self) -> list[str]:
-        """Check size and SHA-256 of every file that the manifest names.
+        """Check the size and the SHA-256 of every file that the manifest (the list of all files) lists.
 
-        Segments that turn out to be damaged are left out of later results. Returns one line for each problem;
-        empty if there is none.
+        Segments that turn out to be damaged are left out of later results.
+
+        Returns:
+            One line of text for each problem; empty if no problem is found.
         """
         while True:
             first_signature = self._read_signature()
@@ -144,15 +169,18 @@ class SegmentReader:
                 return problems
 
     def _find_problems(self, entry: SegmentEntry) -> list[str]:
-        """Return one line for each problem of a segment's files.
+        """Check all files of a segment (a set of files with records), and return one line for each problem.
 
-        Marks the segment as damaged if its keys or ids are damaged.
+        If the keys or ids are missing or damaged, the segment is marked as damaged.
+
+        Args:
+            entry: the segment's entry in the manifest (the list of all files).
         """
         problems = [
             describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
         ]
         if problems:
-            for segment in self._current_groups().get(entry.group, ()):
+            for segment in self._get_current_groups().get(entry.group, ()):
                 if segment.entry and segment.entry.keys == entry.keys:
                     segment.columns.mark_damaged(problems[0])
             return problems
@@ -163,7 +191,11 @@ class SegmentReader:
         return problems
 
     def _find_problem(self, file: StoredFile) -> str | None:
-        """Read a file and return its problem in one line; None if the file is intact."""
+        """Compare a file with its size and SHA-256. Returns its problem in one line; None if it is intact.
+
+        Args:
+            file: path relative to the directory, size and hash of the file.
+        """
         try:
             MappedFile(self.root, file).check()
         except FileNotFoundError as error:
@@ -176,19 +208,23 @@ class SegmentReader:
         return problem
 
     def _check_compatible(self, dim: int, metric: Metric) -> None:
-        """Raise DatastoreMismatchError if the datastore has another dim or metric."""
+        """Raise DatastoreMismatchError if the manifest has another dimension or metric than the arguments.
+
+        The manifest is the list of all files.
+        """
         manifest = self._manifest
         if (dim, metric) != (manifest.dim, manifest.metric):
             actual = f"dim {manifest.dim} and metric {manifest.metric.value}"
             raise DatastoreMismatchError(f"{self.root} has {actual}, not dim {dim} and metric {metric.value}")
 
     def _load_manifest(self) -> Manifest:
-        """Read the manifest, map its segments, and return the manifest.
+        """Read the manifest (the list of all files), map the files of its segments, and return the manifest.
 
-        A writer may replace the manifest and files meanwhile: then both are read again.
+        If a writer replaces the manifest meanwhile, manifest and files are read again.
 
         Raises:
-            CorruptDatastoreError, DatastoreNotFoundError: see `Manifest.read`.
+            DatastoreNotFoundError: the directory has no datastore.
+            CorruptDatastoreError: the manifest is missing or damaged.
         """
         while True:
             first_signature = self._read_signature()
@@ -206,14 +242,20 @@ class SegmentReader:
                 return manifest
 
     def _read_signature(self) -> tuple[int, int, int]:
-        """Return the signature of the manifest, see `read_signature`; zeros if there is no manifest."""
+        """Return (inode, modification time in ns, size) of the manifest's file; zeros if there is no file.
+
+        The manifest is the list of all files. The values change whenever a manifest is published.
+        """
         try:
             return read_signature(self.root)
         except FileNotFoundError:
             return 0, 0, 0
 
     def _refresh_manifest(self) -> None:
-        """Read the manifest again if it has changed; raises DatastoreNotFoundError if it was removed."""
+        """Read the manifest (the list of all files) again if its file has changed since it was last read.
+
+        Raises DatastoreNotFoundError if the file was removed.
+        """
         try:
             current = read_signature(self.root)
         except FileNotFoundError:
@@ -223,11 +265,11 @@ class SegmentReader:
                 if current != self._signature:
                     self._manifest = self._load_manifest()
 
-    def _current_groups(self) -> Mapping[int, Group]:
-        """Return the current segments of each group, damaged segments included.
+    def _get_current_groups(self) -> Mapping[int, Group]:
+        """Return the current segments of each group by group number, damaged segments included.
 
-        A handle that was opened for reading reads the newest manifest first. Raises DatastoreClosedError
-        after `close`.
+        If the directory is open for reading only, changes of the writer are read first. Raises
+        DatastoreClosedError after `close`.
         """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
@@ -236,7 +278,7 @@ class SegmentReader:
         return self._groups
 
     def _forget_old_damage(self) -> None:
-        """Forget the damage of segments that are no longer in the manifest."""
+        """Remove segments that the manifest no longer lists from the known damaged segments."""
         for file, group in list(self._damaged_segments.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
@@ -247,14 +289,15 @@ class SegmentReader:
         """Return the sorted numbers of the groups with a segment that is known to be damaged."""
         return sorted(set(self._damaged_segments.values()))
 
-    def _without_damaged(
+    def _leave_out_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
-        """Return the segments of all groups without damaged segments, and log each damaged segment once.
+        """Return the segments of each group without damaged segments, and log each damaged segment once.
 
         Args:
-            groups: all segments of each group; not changed.
-            former: the last result of this method. A group with the same segments gets the same tuple object.
+            groups: all segments of each group, by group number; not changed.
+            former: the last result of this method. A group with the same segments as in `former` gets the
+                same tuple object.
         """
         sound = dict(groups)
         for group in self._list_damaged_groups():
@@ -272,9 +315,15 @@ class SegmentReader:
         return sound
 
     def _map_segments(self, manifest: Manifest) -> dict[int, Group]:
-        """Map the files of a manifest's segments. Returns the segments with live rows of each group.
+        """Map the files of all segments (immutable sets of records) of a manifest into memory.
 
-        Segments that are mapped already keep their maps.
+        Files that are mapped already are not mapped again.
+
+        Args:
+            manifest: list of all segments.
+
+        Returns:
+            The segments of each group, by group number, without segments whose records are all deleted.
         """
         known_segments = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
         files = (s.columns.codec_file for s in known_segments.values())
@@ -298,13 +347,15 @@ class SegmentReader:
     def _make_segment(
         self, entry: SegmentEntry, former: Segment | None, dim: int, codec: CodecFile | None
     ) -> Segment:
-        """Create a segment from its entry in the manifest.
+        """Create the object of a segment (a set of files with records) from its entry in the manifest.
+
+        The manifest is the list of all files.
 
         Args:
             entry: the segment's entry.
-            former: former version of the segment, whose mapped files are used again; None maps the files.
+            former: former version of the segment, whose mapped files are used again. None maps the files.
             dim: number of components of a key.
-            codec: codec of the keys; None if they are not coded.
+            codec: codec that compressed the keys; None if the keys are not compressed.
         """
         dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
         columns = (

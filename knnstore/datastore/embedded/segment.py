@@ -1,4 +1,4 @@
-"""Segments: immutable records of one group, in memory or mapped from disk."""
+"""Segments: immutable sets of records of one group, in memory or in files that are mapped into memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,19 +19,31 @@ from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
 
 StoredKeys = NDArray[Any]
-"""Keys in their stored precision, shape (n, dim): float16; float32 if one exceeds the range of float16 or if
-they were decoded from codes."""
+"""Keys in their stored precision, shape (n, dim).
+
+The dtype is float16; it is float32 if a component exceeds the range of float16, or if the keys were decoded
+from codes (compressed keys).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryColumns:
-    """Ids and keys of a segment that is not on disk yet, by ascending id."""
+    """Ids and keys of a segment (a set of records) that is not on disk yet, by ascending id."""
 
     ids: Ids
+    """Record ids, int64, ascending, shape (n,)."""
+
     keys: StoredKeys
+    """Keys, float16 or float32, shape (n, dim)."""
+
     problem: ClassVar[str | None] = None
+    """None, because records in memory have no file that could be damaged."""
+
     codec_file: ClassVar[CodecFile | None] = None
+    """None, because keys in memory are not compressed."""
+
     codec: ClassVar[Codec | None] = None
+    """None, because keys in memory are not compressed."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -39,40 +51,48 @@ class MemoryColumns:
         return self.keys.dtype
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Return a copy of the keys of some rows, shape (len(rows), dim)."""
+        """Return a copy of the keys at some row numbers, shape (len(rows), dim)."""
         return self.keys[rows]
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return a copy of the ids of some rows."""
+        """Return a copy of the record ids at some row numbers, int64, shape (len(rows),)."""
         return self.ids[rows]
 
     def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
-        """Return the codes of the keys of some rows, encoded with a codec, uint8, shape (len(rows), size)."""
+        """Compress the keys at some row numbers with a codec.
+
+        Args:
+            rows: row numbers, shape (n,).
+            codec_file: the codec.
+
+        Returns:
+            Codes, uint8, shape (n, size).
+        """
         return codec_file.codec.encode(self.keys[rows].astype(np.float32))
 
     def mark_damaged(self, problem: str) -> None:
-        """Do nothing: rows in memory have no file that could be damaged."""
+        """Do nothing, because records in memory have no file that could be damaged."""
 
 
 class MappedColumns:
-    """Ids and keys of a segment on disk.
+    """Ids and keys of a segment (a set of records) in files on disk.
 
-    The constructor maps the files, so that they stay readable when a newer manifest drops them. It raises no
-    error for a missing or damaged file; using this file later raises CorruptDatastoreError. The segment's
-    other files can still be read.
+    The constructor maps the files into memory, so that they stay readable when another process removes them.
+    It raises no error for a missing or damaged file; reading from such a file later raises
+    CorruptDatastoreError. The segment's other files can still be read.
 
     Args:
         root: the datastore's directory.
-        entry: the segment's entry in the manifest.
+        entry: the segment's entry in the manifest (the list of all files).
         dim: number of components of a key.
-        damaged_segments: groups of the damaged segments of the datastore, by the file of their keys. This
+        damaged_segments: group number of each damaged segment of the datastore, by the file of its keys. This
             class adds its segment when a file turns out to be missing or damaged.
-        trusted: True if this process wrote the files itself.
-        codec_file: the codec of the keys; None if they are not coded.
+        trusted: True if this process wrote the files itself, so that their content is not checked.
+        codec_file: the codec that compressed the keys; None if the keys are not compressed.
     """
 
     problem: str | None
-    """One line about a damaged file and what to do; None if no damage is known."""
+    """One line that says which file is damaged and what to do; None if no damage is known."""
 
     def __init__(
         self,
@@ -100,7 +120,7 @@ class MappedColumns:
 
     @property
     def ids(self) -> Ids:
-        """All ids, int64, ascending, shape (n,). Packed ids are unpacked at the first use, and kept."""
+        """All record ids, int64, ascending, shape (n,). Packed ids are unpacked once, and kept in memory."""
         if self._all_ids is None:
             packed = self._read_packed_ids()
             self._all_ids = self.ids_file.bytes.view(np.int64) if packed is None else packed.all()
@@ -108,7 +128,7 @@ class MappedColumns:
 
     @property
     def codec(self) -> Codec | None:
-        """The codec of the keys; None if they are not coded."""
+        """The codec that compressed the keys; None if the keys are not compressed."""
         if self.codec_file is None:
             return None
         with self._note_damage():
@@ -116,60 +136,82 @@ class MappedColumns:
 
     @property
     def keys(self) -> StoredKeys:
-        """All keys, shape (n, dim), decoded if they are coded. The whole file is checked first."""
+        """All keys, shape (n, dim); compressed keys are decoded. The whole file is checked first."""
         file = self.keys_file
         with self._note_damage():
             file.check()
         return self._decode_keys(self._stored_values)
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Return a copy of the keys of some rows, shape (len(rows), dim), decoded if they are coded.
+        """Return a copy of the keys at some row numbers, shape (len(rows), dim); compressed keys are decoded.
 
         Only the blocks of the file that hold these rows are checked.
         """
-        return self._decode_keys(self._stored_at(rows))
+        return self._decode_keys(self._read_stored_rows(rows))
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return a copy of the ids of some rows."""
+        """Return a copy of the record ids at some row numbers, int64, in the shape of `rows`."""
         packed = self._read_packed_ids()
         return self.ids[rows] if packed is None else packed.at(rows)
 
     def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
-        """Return the codes of the keys of some rows with a codec, uint8, shape (len(rows), size).
+        """Return the keys at some row numbers, compressed with a codec.
 
-        The stored codes are returned if they are of this codec; otherwise the keys are encoded.
+        If the keys are stored as codes of this codec, the stored codes are returned. Otherwise the keys are
+        compressed now.
+
+        Args:
+            rows: row numbers, shape (n,).
+            codec_file: the codec.
+
+        Returns:
+            Codes, uint8, shape (n, size).
         """
         if self.codec_file is not None and self.codec_file.entry == codec_file.entry:
-            return self._stored_at(rows)
+            return self._read_stored_rows(rows)
         return codec_file.codec.encode(self.keys_at(rows).astype(np.float32))
 
     def digests(self) -> bytes:
-        """Compute the digests of the blocks of the file of keys, 32 bytes each."""
+        """Compute the SHA-256 digest of each block of the file of keys, and check the file.
+
+        Returns the digests, 32 bytes each, one after another. Raises CorruptDatastoreError if the file is
+        damaged.
+        """
         file = self.keys_file
         with self._note_damage():
             return file.digests()
 
     def mark_damaged(self, problem: str) -> None:
-        """Mark the segment as damaged; see `reader`. A problem that is known already is not replaced."""
+        """Mark the segment as damaged, so that its records are left out of all results.
+
+        Args:
+            problem: one line that says what is damaged. It is ignored if a problem is known already.
+        """
         self._record_problem(self.problem or problem)
 
     @property
     def ids_file(self) -> MappedFile:
-        """The file of the ids. Raises CorruptDatastoreError if it could not be mapped."""
+        """The mapped file of the ids. Raises CorruptDatastoreError if it is missing or has a wrong size."""
         return self._require_file(self._ids_file)
 
     @property
     def keys_file(self) -> MappedFile:
-        """The file of the keys. Raises CorruptDatastoreError if it could not be mapped."""
+        """The mapped file of the keys. Raises CorruptDatastoreError if it is missing or has a wrong size."""
         return self._require_file(self._keys_file)
 
     def _map_file(
         self, root: Path, file: StoredFile, digests: str | None, trusted: bool
     ) -> MappedFile | CorruptDatastoreError:
-        """Map a file of the segment; see `MappedFile` for the arguments.
+        """Map a file of the segment (an immutable set of records) into memory.
 
-        If the file is missing or damaged, marks the segment as damaged, and returns the error without raising
-        it.
+        If the file is missing or has a wrong size, the segment is marked as damaged, and the error is
+        returned, not raised.
+
+        Args:
+            root: the datastore's directory.
+            file: name, size and hash of the file.
+            digests: name of the file with the digests of the file's blocks; None if there is no such file.
+            trusted: True if this process wrote the file, so that its content is not checked.
         """
         try:
             with self._note_damage():
@@ -179,18 +221,18 @@ class MappedColumns:
 
     @staticmethod
     def _require_file(file: MappedFile | CorruptDatastoreError) -> MappedFile:
-        """Return the file, or raise a CorruptDatastoreError if the file could not be mapped."""
+        """Return a result of `_map_file` if it is a file; raise CorruptDatastoreError if it is an error."""
         if isinstance(file, CorruptDatastoreError):
             raise CorruptDatastoreError(str(file))
         return file
 
     @contextmanager
     def _note_damage(self) -> Iterator[None]:
-        """Mark the segment as damaged if the block finds a file missing or damaged.
+        """Mark the segment as damaged if the ``with`` block finds a file missing or damaged.
 
         Raises:
-            CorruptDatastoreError: in place of the block's FileNotFoundError or CorruptDatastoreError, with
-                advice.
+            CorruptDatastoreError: the block raised FileNotFoundError or CorruptDatastoreError. The message
+                also says what the user can do.
         """
         try:
             yield
@@ -203,7 +245,7 @@ class MappedColumns:
         raise CorruptDatastoreError(self.problem) from None
 
     def _record_problem(self, problem: str) -> None:
-        """Set `problem`, and add the segment to the damaged segments of the datastore."""
+        """Set the attribute `problem`, and add the segment to the damaged segments of the datastore."""
         self.problem = problem
         self._damaged_segments[self._entry.keys] = (
             self._entry.group
@@ -211,23 +253,36 @@ class MappedColumns:
 
     @property
     def _stored_values(self) -> NDArray[Any]:
-        """All keys or codes as stored, shape (n, components or bytes), not checked."""
+        """The content of the file of keys, not checked: keys, shape (n, dim), or codes, shape (n, size).
+
+        Codes are compressed keys.
+        """
         return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
 
-    def _stored_at(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Check the blocks that hold some rows, and return a copy of the keys or codes as stored."""
+    def _read_stored_rows(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Check the blocks of the file of keys that hold some rows, and return a copy of these rows.
+
+        Args:
+            rows: row numbers, shape (n,).
+
+        Returns:
+            Keys, shape (n, dim), or codes (compressed keys), shape (n, size), as they are stored.
+        """
         file = self.keys_file
         with self._note_damage():
             file.check_rows(rows, self._row_size)
         return np.asarray(self._stored_values[rows])
 
     def _decode_keys(self, stored: NDArray[Any]) -> StoredKeys:
-        """Return stored keys unchanged, or decode stored codes to keys."""
+        """Decode rows of the file of keys: codes become keys, and uncompressed keys stay unchanged."""
         codec = self.codec
         return stored if codec is None else codec.decode(stored)
 
     def _read_packed_ids(self) -> PackedIds | None:
-        """Check the file of ids, and return its packed ids, cached; None if the ids are not packed."""
+        """Check the file of ids, and return the reader of its packed ids; None if the ids are not packed.
+
+        The reader is created once.
+        """
         file = self.ids_file
         with self._note_damage():
             file.check()
@@ -237,7 +292,11 @@ class MappedColumns:
 
 
 def describe_damage(problem: str) -> str:
-    """Return a message: a problem of keys or ids, and what the user can do about it."""
+    """Return a message about damaged keys or ids: the problem, then what the user can do.
+
+    Args:
+        problem: one line that says which file is damaged.
+    """
     return (
         f"{problem}: restore it from a backup, or remove the documents that `knnstore verify` names and add "
         "them again"
@@ -245,60 +304,91 @@ def describe_damage(problem: str) -> str:
 
 
 Columns = MemoryColumns | MappedColumns
-"""The ids and keys of a segment. Segments with the same `Columns` object have the same rows."""
+"""The ids and keys of a segment. Versions of a segment with other deleted records share this object."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Records of one group by ascending id. Some rows may be dead: deleted, or replaced in another segment.
+    """An immutable set of records of one group, by ascending id.
 
-    A segment is immutable. Marking rows dead makes a new version of the segment, which shares the `columns`.
+    A group is a numbered set of records, such as a domain. Row i is the i-th record. A row is *dead* if its
+    record was deleted, or replaced by a record in another segment; else it is *live*. Marking rows as dead
+    creates a new version of the segment, which shares the ids and keys.
     """
 
     group: int
+    """Group number of the records."""
+
     rows: int
+    """Number of rows, dead rows included."""
+
     first_id: int
+    """Smallest record id."""
+
     last_id: int
+    """Largest record id."""
+
     columns: Columns
+    """Ids and keys of all rows."""
+
     dead: IdRanges = field(default_factory=IdRanges)
     """Numbers of the dead rows, as ranges."""
 
     entry: SegmentEntry | None = None
-    """The segment's files; None while it is in memory only."""
+    """The segment's entry in the manifest, with its files; None while the segment is in memory only."""
 
     @classmethod
     def in_memory(cls, group: int, ids: Ids, keys: StoredKeys) -> "Segment":
         """Create a segment in memory from arrays, which the caller must not change afterwards.
 
+        A segment is an immutable set of records.
+
         Args:
-            group: the group of the records.
-            ids: int64, shape (n,), ascending, n >= 1.
-            keys: shape (n, dim), see `stored_keys`.
+            group: group number of the records.
+            ids: record ids, int64, shape (n,), ascending, n >= 1.
+            keys: keys in the precision in which they will be stored, float16 or float32, shape (n, dim).
         """
         return cls(group, len(ids), int(ids[0]), int(ids[-1]), MemoryColumns(ids, keys))
 
     @property
     def index(self) -> IndexEntry | None:
-        """The index of the segment; None if it has none."""
+        """Entry of the segment's index file; None if the segment has no index or is in memory only.
+
+        A segment is an immutable set of records.
+        """
         return self.entry.index if self.entry else None
 
     @property
     def live(self) -> int:
-        """Number of live rows."""
+        """Number of live rows: rows whose records are neither deleted nor replaced."""
         return self.rows - self.dead.size if self.dead else self.rows
 
     def without(self, rows: IdRanges) -> "Segment":
-        """Return a version of the segment in which `rows`, ranges of row numbers, are dead too."""
+        """Return a version of the segment in which more rows are dead (deleted or replaced).
+
+        A segment is an immutable set of records.
+
+        Args:
+            rows: numbers of the rows, as ranges; if empty, the segment itself is returned.
+        """
         return replace(self, dead=self.dead | rows) if rows else self
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
-        """Return the numbers of the live rows as ranges; with `ids` only rows of records with these ids."""
+        """Return the row numbers, as ranges, of records that are neither deleted nor replaced.
+
+        Args:
+            ids: ids of the records to return; None returns all such records.
+        """
         return self.rows_of(ids) - self.dead
 
     def rows_of(self, ids: IdRanges | None) -> IdRanges:
-        """Return the row numbers, as ranges, of the records with `ids`, live or dead; None gives all rows.
+        """Return the row numbers, as ranges, of the records with some ids, including deleted records.
 
-        Reads no file if the first and last id of the segment decide that no row or every row is selected.
+        The file of ids is not read if the first and last id of the segment (an immutable set of records) show
+        that no record or every record has such an id.
+
+        Args:
+            ids: record ids; ids without a record are ignored. None returns all rows.
         """
         if ids is None:
             return IdRanges([(0, self.rows)])
@@ -310,17 +400,21 @@ class Segment:
         return IdRanges(ids.rows_in(self.columns.ids))
 
     def rows_known(self, ids: IdRanges) -> IdRanges:
-        """Return `rows_of(ids)`; empty if the ids cannot be read because of damage."""
+        """Return the row numbers, as ranges, of the records with some ids, including deleted records.
+
+        The method differs from `rows_of` in one case: if the file of ids is damaged, it returns an empty set
+        and raises no error.
+        """
         try:
             return self.rows_of(ids)
         except CorruptDatastoreError:
             return IdRanges()
 
     def rows_with(self, ids: Ids) -> IdRanges:
-        """Return the row numbers, as ranges, of the records with some ids, live or dead.
+        """Return the row numbers, as ranges, of the records with some ids, including deleted records.
 
         Args:
-            ids: int64, shape (n,), ascending; ids without a record are ignored.
+            ids: record ids, int64, shape (n,), ascending; ids without a record are ignored.
         """
         if not len(ids) or ids[0] > self.last_id or ids[-1] < self.first_id:
             return IdRanges()

@@ -1,4 +1,4 @@
-"""Saved settings, files of weights, and the documents that both were fitted on."""
+"""Saved settings, files of fitted weights, and the documents on which settings and weights were fitted."""
 
 from typing import TYPE_CHECKING
 

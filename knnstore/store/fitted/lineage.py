@@ -1,8 +1,8 @@
-"""Lineage: the stored documents that settings or weights were fitted on.
+"""Lineage: the stored documents on which settings or weights were fitted.
 
-Weights contain traces of the documents that they were fitted on. Saved settings name weights of stored
-documents in an object with the fields ``weights`` (the file) and ``traces`` (the lineage). Once one of these
-documents is removed or replaced, the weights are not used any more and their file is deleted.
+Weights contain traces of the documents on which they were fitted. Saved settings name such weights in an
+object with the fields ``weights`` (the file) and ``traces`` (the lineage). As soon as one of the documents is
+removed or replaced, the weights are not used any more, and their file is deleted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,41 +17,55 @@ from knnstore.store.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Identifies all documents that domains held at one moment, by their number and a bound of positions.
+    """The set of all documents that some domains had at one moment, to detect later that one was removed.
 
-    Each document has its own range of positions. Ranges are never reused, and later documents have higher
-    positions. So no document was removed as long as the number of documents below the bound is unchanged.
+    The set is stored as the number of documents and a bound of their positions. A position is the number of a
+    token in the store. Positions are never reused, and later documents have higher positions. So no document
+    was removed or replaced as long as the number of documents below the bound is unchanged.
     """
 
     domains: tuple[str, ...]
     """Names of the domains, sorted; empty for the whole store."""
     documents: int
-    """Number of documents at that moment."""
+    """Number of documents that the domains had at that moment."""
     below: int
-    """All positions of the documents are below this one."""
+    """Bound of the positions: all tokens of these documents have positions below this number."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
-        """Return the lineage of all documents that domains, or the whole store, hold now."""
+        """Return the lineage (the set) of all documents that some domains have in a snapshot.
+
+        Args:
+            snapshot: the documents of the store at one revision.
+            domains: names of the domains; empty means the whole store.
+        """
         names = tuple(sorted(set(domains)))
         below = int(snapshot.stops.max(initial=0))
         return cls(names, _count_documents_below(snapshot, names, below), below)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Convert a dict of the fields to a lineage. A wrong dict raises TypeError or KeyError."""
+        """Create a lineage from a dict of its three fields. Other dicts raise TypeError or KeyError."""
         return cls(**{**values, "domains": tuple(values["domains"])})
 
     def gone(self, snapshot: Snapshot) -> float:
-        """Return the share of the documents that were removed or replaced since; 0 if all are unchanged."""
+        """Return the share (0 to 1) of these documents that were removed or replaced since.
+
+        Args:
+            snapshot: the documents of the store now.
+
+        Returns:
+            0 if all documents are unchanged, or if the lineage has no documents.
+        """
         if not self.documents:
             return 0.0
         return 1 - _count_documents_below(snapshot, self.domains, self.below) / self.documents
 
     def are_within(self, selection: Selection) -> bool:
-        """Check whether a selection contains all these documents, so that it may use what was fitted on them.
+        """Check whether a selection (the documents that a query may use) contains all these documents.
 
-        Selections with other conditions than domains give False.
+        Only then may the query use weights that were fitted on these documents. The result is False for every
+        selection with other conditions than domains.
         """
         if Selection(domains=selection.domains) != selection:
             return False
@@ -61,7 +75,13 @@ class Lineage:
 
 
 def _count_documents_below(snapshot: Snapshot, domains: tuple[str, ...], below: int) -> int:
-    """Count the documents of domains, or of all domains without names, that begin below a position."""
+    """Count the documents of some domains whose first token has a position below a bound.
+
+    Args:
+        snapshot: the documents of the store at one revision.
+        domains: names of the domains; unknown names are ignored. Empty means all domains.
+        below: the bound.
+    """
     inside = snapshot.starts < below
     if domains:
         groups = [snapshot.domains[name] for name in domains if name in snapshot.domains]

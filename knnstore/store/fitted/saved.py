@@ -1,4 +1,4 @@
-"""Settings saved for a set of domains, as one JSON object."""
+"""Retrieval settings that are saved for a set of domains, as one JSON object."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -17,31 +17,38 @@ _logger = logging.getLogger(__name__)
 
 _CALIBRATION, _DERIVED = "calibration", "derived"
 _TRAINED = "trained_"
-"""Begins the name of a record in `SavedSettings.trained`, before the name of the component."""
+"""Prefix of the names under which the entries of `SavedSettings.trained` are saved in the JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSettings:
-    """Saved settings as JSON values; `knnstore.lm` converts them to its types."""
+    """Retrieval settings that are saved for a set of domains, as JSON values.
+
+    `knnstore.lm` converts the values to its own types.
+    """
 
     query: Mapping[str, Any] = field(default_factory=dict)
-    """The values of `KNNSettings` without the selection; empty if none were saved."""
+    """The fields of `KNNSettings` by name, without the selection; empty if no settings were saved."""
 
     calibration: Mapping[str, Any] | None = None
-    """The `CalibrationRecord` of these values; None if they were not calibrated."""
+    """The `CalibrationRecord` (text, results, date) of the calibration that gave the values in `query`; None
+    if the values were not calibrated."""
 
     derived: Mapping[str, Any] | None = None
-    """The `Lineage` of the documents whose keys gave these default values; None if the values were chosen or
-    fitted."""
+    """The `Lineage` of the stored documents from whose keys the values in `query` were derived as defaults;
+    None if the user chose the values or a calibration fitted them."""
 
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Records of components of other packages that were trained on these domains, by the component's name.
-    Each record has the component's settings under the same name. They are used only if `query` has them
-    too."""
+    """A record for each component of another package that was trained on the stored documents, by the
+    component's name. A record contains the component's settings under the component's name. The settings
+    are used only if `query` contains them too."""
 
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
-        """Convert a JSON object that `payload` returned to settings. Raises CatalogError if it is damaged."""
+        """Create settings from the JSON object that the method `payload` returned.
+
+        Raises CatalogError if the object is damaged.
+        """
         with convert_damage_errors():
             query = {**payload}
             calibration, derived = (query.pop(name, None) for name in (_CALIBRATION, _DERIVED))
@@ -52,26 +59,29 @@ class SavedSettings:
             )
 
     def payload(self) -> dict[str, Any]:
-        """Convert the settings to one JSON object, as the catalog saves it."""
+        """Return the settings as one JSON object, which the catalog saves."""
         parts = {_CALIBRATION: self.calibration, _DERIVED: self.derived}
         trained = {f"{_TRAINED}{name}": record for name, record in self.trained.items()}
         return {**self.query, **{name: part for name, part in parts.items() if part is not None}, **trained}
 
     @property
     def fitted_on(self) -> frozenset[str]:
-        """Content hashes of the held-out documents that the calibration was fitted on; empty without one."""
+        """SHA-256 of the text of each held-out document on which the calibration was fitted.
+
+        Empty if the settings were not calibrated.
+        """
         with convert_damage_errors():
             return frozenset((self.calibration or {}).get("held_out", ()))
 
     def drop_if_outdated(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
-        """Return this same object unless a removed document has influenced it; else only `trained`.
+        """Return these settings without the values that a removed document has influenced.
 
-        A document has influenced settings if they were calibrated on its text, or derived from its keys.
-        `trained` is always kept.
+        A document has influenced the settings if they were calibrated on its text, or derived from its keys.
+        Then the result has only `trained`. Otherwise the result is this same object.
 
         Args:
-            snapshot: the present documents.
-            removed: content hashes of the removed documents.
+            snapshot: the documents that the store has now.
+            removed: SHA-256 of the texts of the removed documents.
         """
         with convert_damage_errors():
             derived = self.derived and Lineage.from_dict(self.derived)
@@ -80,7 +90,12 @@ class SavedSettings:
         return type(self)(trained=self.trained)
 
     def files(self) -> dict[str, Lineage | None]:
-        """Return the files of weights that these settings name, each with its lineage or None."""
+        """Return the names of the files of weights that these settings need.
+
+        Returns:
+            For each file name the lineage: the set of stored documents on which the weights were fitted. None
+            if the weights were not fitted on stored documents.
+        """
         with convert_damage_errors():
             parts = [
                 *(self.query.get(name) for name in ("mixer", "gate")),
@@ -95,9 +110,9 @@ class SavedSettings:
             }
 
     def trained_components(self) -> dict[str, Mapping[str, Any]]:
-        """Return the settings of each component in `query` that was trained on documents, by its name.
+        """Return the settings of each component in `query` that was trained on stored documents, by its name.
 
-        Earlier versions saved such a component as a setting of its own, and not in ``others``.
+        Such components are in the setting ``others``; earlier versions saved them directly in `query`.
         """
         with convert_damage_errors():
             components = {**self.query, **(self.query.get("others") or {})}
@@ -110,7 +125,11 @@ class SavedSettings:
 
 @contextmanager
 def convert_damage_errors() -> Iterator[None]:
-    """Convert errors that damaged settings cause in the context to CatalogError. Others are not changed."""
+    """Convert errors that damaged settings cause in the ``with`` block to CatalogError.
+
+    Damaged settings cause AttributeError, LookupError, TypeError or ValueError. All other exceptions, and
+    every KnnstoreError, pass unchanged.
+    """
     try:
         yield
     except KnnstoreError:
@@ -122,13 +141,28 @@ def convert_damage_errors() -> Iterator[None]:
 
 
 def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
-    """Return the saved settings of every set of domains, by the sorted names; () is the whole store."""
+    """Return all saved settings, by the set of domains for which they are saved.
+
+    A set is a sorted tuple of domain names; the empty tuple stands for the whole store. Raises CatalogError
+    if saved settings are damaged.
+    """
     payloads = catalog.all_settings().items()
     return {domains: SavedSettings.of_payload(payload) for domains, payload in payloads}
 
 
 def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
-    """Return the names of the files of weights that settings name and no removed document has influenced."""
+    """Return the names of the files of weights that may still be used.
+
+    These are the file of the store's projection of keys, and each file that saved settings name, unless its
+    weights were fitted on a document that was removed since.
+
+    Args:
+        catalog: catalog of the store.
+        snapshot: the documents that the store has now.
+
+    Raises:
+        CatalogError: saved settings are damaged.
+    """
     projection = catalog.identity.projection
     files: dict[str, Lineage | None] = {} if projection is None else {projection: None}
     for saved in load_all_settings(catalog).values():
@@ -137,7 +171,7 @@ def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
 
 
 def drop_damaged_settings(writer: "CatalogWriter") -> None:
-    """Delete saved settings that cannot be parsed, and log a warning if there are any."""
+    """Delete saved settings that are damaged. Logs a warning if any were damaged."""
     damaged = writer.catalog.damaged_settings()
     if damaged:
         writer.drop_settings(damaged)
@@ -145,9 +179,12 @@ def drop_damaged_settings(writer: "CatalogWriter") -> None:
 
 
 def drop_settings_of_removed(writer: "CatalogWriter") -> None:
-    """Delete saved settings that were fitted on documents that are being removed, and log a warning.
+    """Delete the saved settings that were fitted on a document that is being removed, or derived from it.
 
-    Damaged settings are deleted too.
+    Damaged settings are deleted too. A warning is logged for each deleted calibration.
+
+    Args:
+        writer: writer of the catalog. Documents in the state "deleting" are being removed.
     """
     catalog = writer.catalog
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on

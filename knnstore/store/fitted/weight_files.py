@@ -5,8 +5,8 @@
     HOME/weights/<SHA-256 of the file>.safetensors
 
 `Weights` are tensors with JSON metadata. Saved settings name the files that they need. A file is written and
-fsynced before the settings that name it are saved. It is removed when settings are saved and none of them
-names it, so a crash leaves at most one unused file.
+fsynced before the settings that name it are saved. It is removed when settings are saved and no settings name
+it any more, so a crash leaves at most one unused file.
 """
 
 import hashlib
@@ -31,27 +31,28 @@ _METADATA = "knnstore"  # one entry, since the order of several would not be the
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Weights:
-    """Tensors with JSON metadata. Two objects with the same content are equal."""
+    """Fitted weights: named tensors with JSON metadata. Two objects with the same content are equal."""
 
     tensors: Mapping[str, NDArray[Any]]
+    """Tensors by name."""
     metadata: Mapping[str, Any]
-    """JSON values, e.g. the fingerprint of the model that they were fitted for."""
+    """JSON values by name, for example the fingerprint of the model for which the weights were fitted."""
 
     def __repr__(self) -> str:
         return f"Weights({', '.join(f'{name} {tensor.shape}' for name, tensor in self.tensors.items())})"
 
     def encode(self) -> bytes:
-        """Return the weights as the bytes of a safetensors file. Equal weights give equal bytes."""
+        """Return the content of a safetensors file with these weights. Equal weights give equal bytes."""
         dense = {name: np.ascontiguousarray(tensor) for name, tensor in self.tensors.items()}
         described = json.dumps(dict(self.metadata), sort_keys=True, ensure_ascii=False)
         return save(dense, {_METADATA: described})
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read weights from a file that has the bytes of `encode`.
+        """Read weights from a file whose content is a result of `encode`.
 
         Raises:
-            ValueError: if the file is no file of weights.
+            ValueError: if the file has another content.
         """
         try:
             with safe_open(path, framework="np") as file:
@@ -62,7 +63,7 @@ class Weights:
 
     @property
     def name(self) -> str:
-        """Name of the file of these weights: the SHA-256 of its content."""
+        """Name of the file in which these weights are saved: SHA-256 of its content, then .safetensors."""
         return name_file(self.encode())
 
     def __eq__(self, other: object) -> bool:
@@ -73,7 +74,7 @@ class Weights:
 
 
 def name_file(content: bytes) -> str:
-    """Return the name of a file of weights with this content: its SHA-256, with the ending .safetensors."""
+    """Return the name of the file of weights with a content: the content's SHA-256, then .safetensors."""
     return f"{hashlib.sha256(content).hexdigest()}.safetensors"
 
 
@@ -81,10 +82,16 @@ _FILE_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 
 def save_weights(folder: Path, weights: Weights) -> str:
-    """Write weights durably; create the folder if it is missing. Nothing is written if the file exists.
+    """Write weights durably to a file whose name is the SHA-256 of its content.
+
+    A missing folder is created. If an undamaged file with these weights exists, nothing is written.
+
+    Args:
+        folder: folder of the files of weights.
+        weights: weights to write.
 
     Returns:
-        The name to save in settings.
+        The name of the file, by which settings refer to the weights.
     """
     content = weights.encode()
     name = name_file(content)
@@ -94,7 +101,15 @@ def save_weights(folder: Path, weights: Weights) -> str:
 
 
 def _write_if_missing(folder: Path, name: str, content: bytes) -> None:
-    """Write a file of weights durably, unless a sound file has this name. Creates the folder if missing."""
+    """Write a file of weights durably, unless an undamaged file with this name exists.
+
+    A missing folder is created.
+
+    Args:
+        folder: folder of the files of weights.
+        name: name of the file, which contains the SHA-256 of `content`.
+        content: content of the file.
+    """
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_directory(folder.parent)
@@ -104,6 +119,10 @@ def _write_if_missing(folder: Path, name: str, content: bytes) -> None:
 
 def load_weights(folder: Path, name: str) -> Weights:
     """Read a file of weights, and check that its content has the SHA-256 in its name.
+
+    Args:
+        folder: folder of the files of weights.
+        name: name of the file: a SHA-256, then .safetensors.
 
     Raises:
         ConfigError: if `name` is not the name of a file of weights.
@@ -116,7 +135,11 @@ def load_weights(folder: Path, name: str) -> Weights:
 
 
 def find_file_problem(folder: Path, name: str) -> str | None:
-    """Return the problem with a file of weights as one line; None if the file is sound.
+    """Check a file of weights. Returns its problem as one line; None if the file is undamaged.
+
+    Args:
+        folder: folder of the files of weights.
+        name: name of the file, which contains the SHA-256 of its content.
 
     Raises:
         ConfigError: if `name` is not the name of a file of weights.
@@ -134,12 +157,16 @@ def find_file_problem(folder: Path, name: str) -> str | None:
     )
 
 
-def remove_unused_files(folder: Path, named: Iterable[str]) -> None:
-    """Delete files of weights that are not in `named`, and files that a crash left half written.
+def remove_unused_files(folder: Path, names_in_use: Iterable[str]) -> None:
+    """Delete the files of weights that are not used, and files of weights that a crash left half written.
 
-    Other files stay. A missing folder is accepted.
+    Files with other kinds of names stay. If the folder is missing, nothing happens.
+
+    Args:
+        folder: folder of the files of weights.
+        names_in_use: names of the files that are used and stay.
     """
-    used_names = set(named)
+    used_names = set(names_in_use)
     paths = list(folder.iterdir()) if folder.is_dir() else []
     unused = [
         p for p in paths if _FILE_NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in used_names

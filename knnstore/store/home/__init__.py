@@ -1,6 +1,6 @@
-"""The home, the folder that a store is known by: finding it, making it, what is at places outside.
+"""The home, which is the folder of a store: opening it, creating it, and keys that are outside of it.
 
-What is outside knows whose it is: see `Owner`.
+A store writes its name beside its keys, so that keys outside the home can be recognized; see `Owner`.
 """
 
 from knnstore.store.home.home import Home

@@ -36,23 +36,38 @@ FORMAT = 1
 
 
 class Home:
-    """The folder of a store, and the URL of the store's catalog. `open` reads an existing one."""
+    """The home of a store: its folder, and the URL of its catalog (the SQL database of the store).
+
+    `open` reads the description file of an existing home; `new` describes the home of a new store.
+
+    Args:
+        path: the folder.
+        catalog_url: URL of the catalog, with the password if there is one.
+    """
 
     def __init__(self, path: Path, catalog_url: URL) -> None:
         self.path = path
         self.catalog_url = catalog_url
 
     def resolve(self, location: str) -> str:
-        """Return the place of an engine's keys: URLs are unchanged, relative folders are inside the home."""
+        """Convert the saved location of an engine's keys to a URL or a path.
+
+        Args:
+            location: a URL, which is returned unchanged; an absolute path, which is returned unchanged too;
+                or a path relative to the home (the folder of the store).
+        """
         return location if "://" in location else str(self.path / location)
 
     @property
     def has_catalog(self) -> bool:
-        """True if the catalog is a file in the home."""
+        """True if the catalog is the SQLite file ``catalog.db`` in the home (the folder of the store)."""
         return self.catalog_url == self._make_catalog_url(self.path, None)
 
     def find_exposed_file(self) -> Path | None:
-        """Return a file of the home that every user of the machine can read; None if there is none."""
+        """Return a file in the home (the store's folder) that every user of this machine can read.
+
+        Returns None if there is no such file.
+        """
         if not self.path.stat().st_mode & stat.S_IXOTH:
             return None
         for folder, inner, names in os.walk(self.path):
@@ -64,21 +79,24 @@ class Home:
 
     @property
     def reserve(self) -> Reserve:
-        """The file that reserves disk space, so that documents can be removed from a full disk."""
+        """Object that manages the file ``reserve``.
+
+        The file takes disk space that is given back when the disk is full, so that documents can be removed.
+        """
         return Reserve(self.path)
 
     @property
     def weights(self) -> Path:
-        """Folder of fitted weights. It is created when the first weights are saved."""
+        """Path of the folder with files of fitted weights, which exists after the first weights are saved."""
         return self.path / "weights"
 
     @classmethod
     def new(cls, path: Path, catalog: str | None) -> Self:
-        """Return the home of a new store; nothing is written.
+        """Return an object for the home of a new store. Nothing is written to disk.
 
         Args:
-            path: the folder.
-            catalog: URL of the catalog; None means SQLite in the folder.
+            path: the folder, which need not exist.
+            catalog: URL of the catalog; None means a SQLite file in the folder.
 
         Raises:
             ConfigError: if the URL cannot be used.
@@ -93,17 +111,22 @@ class Home:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
-        """Read the description file of an existing home.
+        """Read the description file of an existing home, and return the home.
 
-        The URL of the catalog is the first of these:
+        The URL of the catalog is the first of:
 
-        1. `catalog`;
-        2. the value of KNNSTORE_CATALOG, or the content of the file that KNNSTORE_CATALOG_FILE names, if the
-           description has a URL;
-        3. the URL of the description, or SQLite in the home.
+        1. the argument `catalog`;
+        2. the environment variable KNNSTORE_CATALOG, or the content of the file that KNNSTORE_CATALOG_FILE
+           names, if the description file has a URL;
+        3. the URL in the description file; if it has none, the SQLite file in the home.
 
-        The first two may only add a password: they must name the same database as the third. With `writing`
-        the reserve file is deleted if the disk is full.
+        The first two URLs may only add a password: they must name the same database as the third.
+
+        Args:
+            path: the folder.
+            catalog: URL of the catalog; None uses the environment or the description file.
+            writing: True if the store will be opened for writing. Then more is checked, and the file that
+                reserves disk space is deleted if the disk is full.
 
         Raises:
             StoreNotFoundError: if the folder has no description file.
@@ -142,7 +165,9 @@ class Home:
 
     @contextmanager
     def lock_for_writing(self) -> Iterator[None]:
-        """Hold the lock of the only writer in the context. At the end, reserve disk space for later removals.
+        """Hold the lock of the store's only writer in the ``with`` block.
+
+        At the end of the block, disk space for later removals is reserved, and the lock is released.
 
         Raises:
             LockedError: if another process writes. The message names the process.
@@ -156,9 +181,17 @@ class Home:
             lock.release()
 
     @staticmethod
-    def _check_same_database(url: URL, given: str) -> URL:
-        """Parse and return a URL. Raises ConfigError if more than the password differs from `url`."""
-        parsed = parse_url(given)
+    def _check_same_database(url: URL, user_url: str) -> URL:
+        """Parse the URL that the user gave for the catalog, and return it.
+
+        Args:
+            url: URL of the catalog, by the description file.
+            user_url: URL from the user, which may only add or change the password.
+
+        Raises:
+            ConfigError: if the two URLs differ in more than the password, or `user_url` is not valid.
+        """
+        parsed = parse_url(user_url)
         if without_password(parsed) != without_password(url):
             raise ConfigError(
                 f"the store's catalog is {mask_password(url)}, {CATALOG_VARIABLE} names another: "
@@ -168,5 +201,10 @@ class Home:
 
     @staticmethod
     def _make_catalog_url(folder: Path, catalog: str | None) -> URL:
-        """Parse a URL; None gives the URL of the SQLite database in the folder."""
+        """Parse the URL of a catalog, and return it.
+
+        Args:
+            folder: the home (the folder of the store).
+            catalog: the URL; None gives the URL of the SQLite file in the home.
+        """
         return sqlite_url(folder / "catalog.db") if catalog is None else parse_url(catalog)

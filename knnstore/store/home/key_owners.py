@@ -1,8 +1,8 @@
-"""Owner of the keys at a place: the claim that a store writes next to its keys, and its comparison.
+"""The owner of keys: the claim that a store writes beside its keys, and how a store recognizes its claim.
 
-A claim names a store and the catalog that wrote the claim. A copy of a home has the same store id, so the
-store id alone proves nothing. The catalog's numbers do: a copied file has another inode, a restored database
-other numbers.
+A claim is a line of text that names a store and the database of its catalog. If the folder of a store is
+copied, the copy has the same store id, so the store id alone proves nothing. The identifier of the catalog's
+database does: a copied file has another inode number, and a restored database has other numbers.
 """
 
 from dataclasses import dataclass
@@ -14,40 +14,43 @@ from knnstore.catalog import Catalog, identify_file
 
 
 class KeyOwner(Enum):
-    """Owner of the keys that a store finds at a place."""
+    """Answer to the question to whom the keys that a store finds at a location belong."""
 
     THIS_STORE = auto()
-    """This store. It may write the keys. It may also claim keys that were copied together with its folder."""
+    """The keys belong to this store, which may write them. This includes keys that were copied together with
+    the store's folder."""
     NOBODY = auto()
     """No store has claimed the keys, and this store may claim them: they are in its folder, there are no
     records, or the adapter cannot save claims."""
     OTHER_COPY = auto()
-    """Another copy of this store, for example its original. Also used if the owner cannot be determined."""
+    """The keys belong to another copy of this store, for example to the original from which this store's
+    folder was copied. This is also the answer if the owner cannot be determined."""
     OTHER_STORE = auto()
-    """A store with another id."""
+    """The keys belong to a store with another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A store as the owner of keys. This is also the content of a claim."""
+    """A store as the owner of keys. Its text (`str`) is the claim that the store writes beside its keys."""
 
     store_id: str
+    """Id of the store, which copies of the store share."""
     database: str = ""
-    """Numbers that distinguish the catalog's database from a copy; see `Catalog.database`.
+    """Identifier of the catalog's database, which a copy of the database does not share.
 
-    Empty in a claim that an older knnstore wrote for keys inside a home.
+    Empty in a claim that an older knnstore wrote for keys inside the store's folder.
     """
     shown: str = ""
-    """Place of the database, for messages."""
+    """Location of the catalog's database: the absolute path of a SQLite file, or a URL without password."""
 
     @classmethod
     def of(cls, catalog: Catalog) -> Self:
-        """Return the owner that represents the store with this catalog."""
+        """Return the store with a catalog as an owner of keys."""
         return cls(catalog.store_id, *catalog.database())
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the text of a claim, as `str` of an owner returns. Missing parts are empty."""
+        """Parse the text of a claim, which `str(owner)` has made. Missing parts become empty strings."""
         store_id, _, rest = text.partition(" ")
         database, _, shown = rest.partition(" ")
         return cls(store_id, database, shown)
@@ -56,10 +59,14 @@ class Owner:
         return f"{self.store_id} {self.database} {self.shown}".rstrip()
 
     def has_written(self, claim: Self) -> bool:
-        """Check whether this very catalog wrote a claim; a copy of the catalog did not.
+        """Check whether this store's catalog wrote a claim, and not another copy of the catalog.
 
-        File systems number files independently. So a catalog that is where the claim says, with the claim's
-        numbers but on another device, is the one that wrote it.
+        Store id and database identifier must be equal. The identifier of a SQLite file consists of inode
+        numbers, which two file systems may give to different files. So if the claim names another path, and
+        the file at this path still has the identifier, that file has written the claim.
+
+        Args:
+            claim: the claim that was found beside the keys.
         """
         if (claim.store_id, claim.database) != (self.store_id, self.database) or not self.database:
             return False

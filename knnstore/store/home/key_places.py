@@ -1,4 +1,7 @@
-"""Places of keys: `Place` opens, checks, claims and erases the datastore at a location."""
+"""Places of keys: `Place` opens, checks, claims and erases the datastore at a location.
+
+A claim is a line of text that a store writes beside its keys, so that other stores recognize the owner.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,11 +42,14 @@ from knnstore.store.home.path_safety import (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location at which an engine keeps the keys of a store, or will keep them."""
+    """A location at which a vector engine keeps the keys of a store, or will keep them."""
 
     home: Home
+    """Folder of the store."""
     identity: Identity
+    """Model and parameters of the store; dimension and metric of the keys are used."""
     engine: Engine
+    """Adapter, location and parameters of the vector engine."""
     owner: Owner
     """The store that uses the place."""
 
@@ -52,41 +58,52 @@ class Place:
 
     @property
     def location(self) -> str:
-        """URL or folder of the keys; a relative folder is inside the store's folder."""
+        """URL, or path of the folder, of the keys. A relative path in `engine` is joined to the home."""
         return self.home.resolve(self.engine.location)
 
     @property
     def folder(self) -> Path | None:
-        """Folder of the keys, with links resolved; None for a URL."""
+        """Path of the folder of the keys, with symbolic links resolved; None if the location is a URL."""
         return None if "://" in self.location else Path(self.location).resolve()
 
     @property
     def saves_claims(self) -> bool:
-        """True if the adapter can save a claim next to the keys."""
+        """True if the adapter can save a claim (the owner's name) beside the keys."""
         return issubclass(self._adapter_class, SupportsOwner)
 
     def find_owner(self) -> KeyOwner:
-        """Return the owner of the keys at this place; see "The owner of the keys" in docs/architecture.md."""
+        """Determine to whom the keys at this place belong. Raises no error if they belong to another store.
+
+        The claim beside the keys decides; without a claim, the location and the number of records decide.
+        The section "The owner of the keys" in docs/architecture.md has all cases.
+        """
         return self._compare_claim(self._read_claim())
 
     def check_owner(self, *, copied: bool = False) -> KeyOwner:
-        """Return the owner of the keys, after checking that this store may use them.
+        """Check that this store may use the keys at this place, and return to whom the keys belong.
+
+        Args:
+            copied: True accepts keys that belong to another copy of this store.
 
         Raises:
-            NotOwnerError: if the keys belong to another store, or, unless `copied`, to another copy of this
-                store. The message says what to do.
+            NotOwnerError: if the keys belong to another store, or to another copy of this store and `copied`
+                is False. The message says what to do.
         """
         claim = self._read_claim()
         return self._check_key_owner(claim, self._compare_claim(claim), copied)
 
     def claim(self, *, copied: bool = False) -> None:
-        """Write this store's claim next to the keys. The caller has opened the keys for writing.
+        """Write this store's claim (its name as the owner) beside the keys.
 
-        Does nothing if the adapter cannot save claims.
+        The caller has opened the keys for writing. If the adapter cannot save claims, the method does
+        nothing.
+
+        Args:
+            copied: True replaces the claim of another copy of this store.
 
         Raises:
-            NotOwnerError: if another store has claimed the keys, or, unless `copied`, another copy of this
-                store.
+            NotOwnerError: if another store has claimed the keys, or if another copy of this store has claimed
+                the keys and `copied` is False.
         """
         adapter, claim = self._adapter_class, self._read_claim()
         if claim is not None:
@@ -95,11 +112,13 @@ class Place:
             adapter.claim(self.location, str(self.owner), **self.engine.params)
 
     def check_may_take_over(self) -> None:
-        """Check that keys of another copy of this store can be taken over.
+        """Check that this store may become the owner of keys that belong to another copy of this store.
+
+        If the keys belong to somebody else, or have a URL, nothing is checked.
 
         Raises:
-            NotOwnerError: if the keys are inside another store's folder, which would still use them, or if a
-                file system is mounted inside the keys. The message names the folder.
+            NotOwnerError: if the keys are inside the folder of another store, which would still use the keys,
+                or if a file system is mounted inside the keys. The message names the folder.
         """
         folder, claim = self.folder, self._read_claim()
         if folder is None or self._compare_claim(claim) is not KeyOwner.OTHER_COPY:
@@ -120,7 +139,11 @@ class Place:
             )
 
     def _compare_claim(self, claim: Owner | None) -> KeyOwner:
-        """Return the owner of the keys, by the claim next to them (None: no claim) and by their location."""
+        """Determine to whom the keys belong, from the claim beside them and from their location.
+
+        Args:
+            claim: the claim beside the keys; None if there is no claim.
+        """
         if claim is not None and claim.store_id != self.owner.store_id:
             return KeyOwner.OTHER_STORE
         if claim is not None and self.owner.has_written(claim):
@@ -140,7 +163,17 @@ class Place:
             return KeyOwner.OTHER_COPY
 
     def _check_key_owner(self, claim: Owner | None, key_owner: KeyOwner, copied: bool) -> KeyOwner:
-        """Return the owner. Raises NotOwnerError for another store, or, unless `copied`, for another copy."""
+        """Return `key_owner` unchanged if this store may use the keys, else raise an error.
+
+        Args:
+            claim: the claim beside the keys, for the message; None if there is no claim.
+            key_owner: to whom the keys belong.
+            copied: True accepts keys of another copy of this store.
+
+        Raises:
+            NotOwnerError: if the keys belong to another store, or to another copy of this store and `copied`
+                is False.
+        """
         if key_owner is KeyOwner.OTHER_STORE:
             raise NotOwnerError(
                 f"the keys at {self.location} belong to another store: give this one its own back from a "
@@ -163,11 +196,12 @@ class Place:
         return key_owner
 
     def _check_not_shared(self) -> None:
-        """Check that no file of the keys is a hard link, unless this store has claimed the keys.
+        """Check that no file of the keys has a second name (a hard link), by which another store may use it.
+
+        If this store has claimed the keys, or if the location is a URL, nothing is checked.
 
         Raises:
-            NotOwnerError: if a file has a second name, so that another store may use it. The message names
-                it.
+            NotOwnerError: if a file has a second name. The message names the file.
         """
         folder, claim = self.folder, self._read_claim()
         if folder is None or (claim is not None and self.owner.has_written(claim)):
@@ -181,10 +215,14 @@ class Place:
 
     @property
     def _adapter_class(self) -> type[Datastore]:
+        """Class of the adapter that the engine names; `KeylessDatastore` for a store without keys."""
         return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
 
     def _read_claim(self) -> Owner | None:
-        """Read the claim next to the keys; None without a claim, or if the adapter cannot save claims."""
+        """Read the claim (the owner's name) beside the keys.
+
+        Returns None if there is no claim, or if the adapter cannot save claims.
+        """
         adapter = self._adapter_class
         if not issubclass(adapter, SupportsOwner):
             return None
@@ -192,7 +230,10 @@ class Place:
         return None if text is None else Owner.parse(text)
 
     def open(self, mode: Mode) -> Datastore:
-        """Open the datastore at this place: "r" to read, "a" to write, "x" to create.
+        """Open the datastore at this place. The owner of the keys is not checked.
+
+        Args:
+            mode: "r" opens an existing datastore for reading, "a" opens for writing or creates, "x" creates.
 
         Raises:
             ConfigError: if the adapter keeps nothing after the process ends, or links lead out of the folder.
@@ -218,21 +259,21 @@ class Place:
         return datastore
 
     def check_free(self) -> None:
-        """Check that no datastore is at this place.
+        """Check that no datastore exists at this place.
 
         Raises:
-            DatastoreExistsError: if there is one.
+            DatastoreExistsError: if a datastore exists.
         """
         with suppress(DatastoreNotFoundError):
             self.open("r").close()
             raise self.make_taken_error()
 
     def check_space(self, records: int, operation: str) -> None:
-        """Check that the disk has room for records. A place with a URL is not checked.
+        """Check that the disk has room for more records. If the location is a URL, nothing is checked.
 
         Args:
             records: number of records that will be added.
-            operation: the operation, as the subject of a sentence.
+            operation: name of the operation, as the subject of a sentence in the error message.
 
         Raises:
             DiskFullError: if there is too little space.
@@ -245,14 +286,17 @@ class Place:
             check_space(self.folder, records * size, operation)
 
     def make_taken_error(self) -> DatastoreExistsError:
-        """Return, but do not raise, the error for a place that already has a datastore."""
+        """Return, without raising it, the error for a place at which a datastore exists already."""
         return DatastoreExistsError(
             f"a datastore is already at {self.engine.adapter} {self.engine.location}; "
             "choose another --location"
         )
 
     def is_empty(self) -> bool:
-        """Check whether the place has no datastore, or a datastore of this store without records."""
+        """Check whether this place has no datastore, or a datastore without records.
+
+        A datastore with another dimension or metric than the store's does not count as empty.
+        """
         try:
             with self.open("r") as datastore:
                 return datastore.count() == 0
@@ -262,13 +306,13 @@ class Place:
             return False
 
     def erase(self) -> str | None:
-        """Erase the datastore if it belongs to this store.
+        """Erase the datastore at this place if it belongs to this store.
 
-        An empty datastore without a claim is erased too, and so is a datastore whose adapter cannot save
-        claims: the caller knows that it belongs to this store.
+        Without a claim (an owner's name beside the keys), an empty datastore is erased too. If the adapter
+        cannot save claims, the datastore is erased: the caller must know that it belongs to this store.
 
         Returns:
-            The reason why the datastore was not erased, for the user; None if it was erased.
+            A message for the user with the reason why the datastore was not erased; None if it was erased.
         """
         adapter = self._adapter_class
         key_owner = self.find_owner()
@@ -284,7 +328,10 @@ class Place:
         return None
 
     def _check_folder(self) -> None:
-        """Raise ConfigError if the folder cannot be used, or links in it lead out of it."""
+        """Raise ConfigError if the folder of the keys has an impossible path, or a link leads out of it.
+
+        A missing folder, and a URL, are accepted.
+        """
         if self.folder is None:
             return
         try:
@@ -297,5 +344,5 @@ class Place:
 
 
 def exists_and_is_not_empty(path: Path) -> bool:
-    """Check whether a path exists and is not an empty folder."""
+    """Check whether a path is a file or a folder with content. False for an empty folder or no path."""
     return path.exists() and (not path.is_dir() or any(path.iterdir()))

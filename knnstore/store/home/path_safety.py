@@ -1,7 +1,8 @@
-"""Guard against symbolic links, hard links, mounts and URLs that lead out of a home.
+"""Guard against symbolic links, hard links, mounts and URLs that lead out of a home (the folder of a store).
 
-A home may come from an untrusted sender, so its files and its catalog are not followed out of its folder
-without the user's consent. Keys are the exception: they may be read on another disk or on a server.
+A home may come from an untrusted sender. So links and URLs that lead from a home to files or catalogs outside
+of it are refused without the user's consent. Keys are the exception: they may be read on another disk or on a
+server.
 """
 
 import os
@@ -15,10 +16,10 @@ from knnstore.errors import ConfigError
 from knnstore.secret_files import find_secret_variable
 
 DESCRIPTION = "knnstore.json"
-"""Name of the description file. A folder with this file is a home."""
+"""Name of the description file. A folder with this file is the home of a store."""
 
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
-"""Environment variable with the catalog's URL and its password, which is not written in the home.
+"""Environment variable with the catalog's URL and password. The password is not written in the home.
 
 KNNSTORE_CATALOG_FILE may name a file with the same content instead.
 """
@@ -36,7 +37,7 @@ _FILES = [
 ]
 
 _OCTAL_ESCAPE = re.compile(rb"\\([0-7]{3})")
-"""Escape of a space or another special byte in the kernel's list of mounts."""
+"""Pattern of an escape of a space or another special byte in the kernel's list of mounts."""
 
 _ALLOWED_OPTIONS = {
     "host",
@@ -47,14 +48,18 @@ _ALLOWED_OPTIONS = {
     "options",
     "client_encoding",
 }
-"""Options of a PostgreSQL URL that name no file of this machine and no secret."""
+"""Options of a PostgreSQL URL that are accepted, because they name no file of this machine and no secret."""
 
 
 def check_files(home: Path) -> None:
-    """Check that no file of a home leads a reader or a writer out of the home. Missing files are accepted.
+    """Check that no file of a home (the folder of a store) leads out of the home. Missing files are accepted.
+
+    Args:
+        home: the folder.
 
     Raises:
-        ConfigError: a file is a link that leads out, a folder, a pipe or a device; the error names it.
+        ConfigError: a file is a link that leads out of the home, a folder, a pipe or a device; the message
+            names the file.
     """
     for name in _FILES:
         _check_path(home / name, home, folders=False)
@@ -62,14 +67,15 @@ def check_files(home: Path) -> None:
 
 
 def check_folder(folder: Path, home: Path | None = None) -> None:
-    """Check that nothing in a folder leads out of the folder, at any depth.
+    """Check that no link in a folder, at any depth, leads out of the folder.
 
     Args:
         folder: folder to check; a missing folder is accepted. The folder itself may be a link.
-        home: if set, the folder must not be a link that leads out of this home.
+        home: folder of a store, if `folder` itself must not be a link that leads out of it; None does not
+            check this.
 
     Raises:
-        ConfigError: the folder holds a link that leads out, a pipe or a device; the error names it.
+        ConfigError: the folder contains a link that leads out, a pipe or a device; the message names it.
     """
     if home is not None:
         _check_path(folder, home)
@@ -88,10 +94,15 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
 
 
 def is_physically_inside(folder: Path, home: Path) -> bool:
-    """Check whether a folder is physically inside a home, so that a copy of the home contains it.
+    """Check whether a folder is physically inside a home, so that copying the home copies the folder.
 
-    A link that leads out of the home is not inside, and neither is a folder on another device, a mount
-    point, or a folder below or above one: a bind mount shows files that may belong to another store.
+    The result is False for a link that leads out of the home, for a folder on another device, and for a
+    folder that is a mount point, or has a mount point above or below it: a bind mount shows files that may
+    belong to another store.
+
+    Args:
+        folder: folder to check, which need not exist.
+        home: folder of the store.
     """
     folder, home = folder.resolve(), home.resolve()
     if not folder.is_relative_to(home):
@@ -106,14 +117,14 @@ def is_physically_inside(folder: Path, home: Path) -> bool:
 
 
 def find_mount(folder: Path) -> Path | None:
-    """Return a mount point below a folder; None if there is none."""
+    """Return the path of a mount point below a folder; None if no file system is mounted below it."""
     folder = folder.resolve()
     below = (point for point in _list_mount_points() if point.is_relative_to(folder) and point != folder)
     return next(below, None)
 
 
 def _list_mount_points() -> list[Path]:
-    """Return all mount points of the system; empty if the system has no /proc/self/mountinfo."""
+    """Return the paths of all mount points; empty if the system has no file /proc/self/mountinfo."""
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
@@ -122,11 +133,20 @@ def _list_mount_points() -> list[Path]:
 
 
 def _decode_octal(escaped: re.Match[bytes]) -> bytes:
+    """Convert the match of an octal escape, a backslash and three digits, to the byte that it stands for."""
     return bytes([int(escaped[1], 8)])
 
 
 def find_home_around(folder: Path, home: Path) -> Path | None:
-    """Return the home that contains a folder; None if no home other than `home` contains it."""
+    """Return the folder of another store that contains a folder.
+
+    Args:
+        folder: the folder, for example of keys.
+        home: the folder of this store, which is not returned.
+
+    Returns:
+        The innermost such folder; None if no other store's folder contains `folder`.
+    """
     for parent in folder.resolve().parents:
         if (parent / DESCRIPTION).is_file() and not parent.samefile(home):
             return parent
@@ -134,9 +154,17 @@ def find_home_around(folder: Path, home: Path) -> Path | None:
 
 
 def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
-    """Return `other` if it is a home, differs from `home` and contains the same folder; else None.
+    """Check whether the folder of another store directly contains a folder, also by a bind mount.
 
-    Compares inodes, so it also finds a folder that a bind mount shows at another path.
+    Inode numbers are compared, because a bind mount shows the same folder at another path.
+
+    Args:
+        folder: the folder, for example of keys.
+        other: path of the folder of the other store.
+        home: the folder of this store.
+
+    Returns:
+        `other` if it is the folder of another store than `home` and contains `folder`; else None.
     """
     try:
         folder_status = folder.stat()
@@ -150,7 +178,10 @@ def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
 
 
 def find_hard_link(folder: Path) -> Path | None:
-    """Return a file below a folder that has several hard links, or None. Symbolic links are not followed."""
+    """Return the path of a file below a folder that has several names (hard links); None if no file has.
+
+    Symbolic links are not followed.
+    """
     for inner, _, names in os.walk(folder):
         for path in (Path(inner) / name for name in names):
             try:
@@ -163,16 +194,16 @@ def find_hard_link(folder: Path) -> Path | None:
 
 
 def check_catalog_is_single(home: Path, url: URL) -> None:
-    """Check that a SQLite catalog has no second hard link: another store might share the file.
+    """Check that the SQLite file of a catalog has no second name (a hard link) that another store may use.
 
-    Other databases and missing files are accepted.
+    A catalog on a server, and a missing file, are accepted.
 
     Args:
         home: folder of the store, for the message.
         url: URL of the catalog.
 
     Raises:
-        ConfigError: the file is hard-linked.
+        ConfigError: the database file or its log has a second name.
     """
     if url.get_backend_name() != "sqlite" or not url.database:
         return
@@ -190,9 +221,16 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
 
 
 def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
-    """Check that a path is missing, a file inside `within`, or, if `folders`, a folder inside `within`.
+    """Check that a path does not lead out of a folder. A missing path is accepted.
 
-    Raises ConfigError for any other path, for example for a link that leads out of `within`.
+    Args:
+        path: path to check; links are followed.
+        within: folder that the path must not leave.
+        folders: True if the path may be a folder; False if it must be a file.
+
+    Raises:
+        ConfigError: the path is a link that leads out of `within` or nowhere, a pipe or a device, or a folder
+            although `folders` is False.
     """
     try:
         status = path.stat()
@@ -212,17 +250,19 @@ def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
 
 
 def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writing: bool) -> None:
-    """Check that a catalog URL from a home neither leads to another store's file nor leaks a password.
+    """Check that the catalog URL in a description file is safe, because a stranger may have written it.
+
+    An unsafe URL could lead to another store's file, or send the user's password to a foreign server.
 
     Args:
         home: folder of the store.
-        url: URL of the catalog that the home names. The user has named none.
+        url: URL of the catalog in the description file. The user has given no URL.
         environment: environment variables of the user.
         writing: True if the store is opened for writing.
 
     Raises:
-        ConfigError: the catalog is a file outside the home that would be written, a URL that names other
-            files, or a server that is not the one that PGPASSWORD or PGPASSWORD_FILE is for.
+        ConfigError: the catalog is a file outside the home that would be written, or the URL has options that
+            name files, or its server is not in PGHOST although PGPASSWORD or PGPASSWORD_FILE is set.
     """
     meant = f"if that is meant, set {CATALOG_VARIABLE} to this URL"
     if url.get_backend_name() == "sqlite":
@@ -245,5 +285,5 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
 
 
 def _split_hosts(hosts: str | tuple[str, ...]) -> set[str]:
-    """Split comma-separated host names; an empty text gives one empty name."""
+    """Split comma-separated host names into a set; an empty text gives a set with one empty name."""
     return set((hosts if isinstance(hosts, str) else ",".join(hosts)).split(","))

@@ -7,10 +7,11 @@
     3 create    the datastore, then the catalog with its single row
     4 rename    the folder gets the name of the home                           <- the store exists
 
-A crash before step 4 leaves no home. The next call removes what the crash left in the unfinished folder. It
-recognizes what the crash left outside by creation.json: a datastore by its place, where it must still be
-empty, and the catalog by the store id in its row. Anything else outside belongs to somebody else, and is
-refused. If several processes create the same home, one locks the unfinished folder and the others fail.
+A crash before step 4 leaves no home (the folder of a store). The next call removes the files that the crash
+left in the unfinished folder. It recognizes by creation.json what the crash left outside: a datastore by its
+location, where it must still be empty, and the catalog by the store id in its row. Everything else outside
+belongs to somebody else, and is refused. If several processes create the same home, one process locks the
+unfinished folder, and the other processes fail.
 """
 
 import fcntl
@@ -37,18 +38,21 @@ from knnstore.store.home.path_safety import DESCRIPTION
 
 LOCK = "creation.lock"
 _LOCK_ATTEMPTS = 1000
-"""Attempts to make and lock the folder, while other processes make and remove it."""
+"""Largest number of attempts to create and lock the folder, while other processes create and remove it."""
 CREATION_FILE = "creation.json"
-"""File with the state of an interrupted creation; it stays until a creation is complete."""
+"""Name of the file with the state of an interrupted creation; it stays until a creation is complete."""
 
 
 @contextmanager
 def lock_new_folder(folder: Path) -> Iterator[None]:
-    """Create and lock the folder of a new store, and delete what an interrupted creation left in it.
+    """Create the temporary folder of a new store, and hold its lock in the ``with`` block.
 
-    Only the file `CREATION_FILE` of the interrupted creation is kept. If the context ends with an error, the
-    folder is deleted with the parents that were created. Otherwise the caller has renamed the folder in the
-    context.
+    Files that an interrupted creation left in the folder are deleted, except `CREATION_FILE`. In the block,
+    the caller fills the folder and renames it. If the block raises an error, the content of the folder
+    except `CREATION_FILE` is deleted, and so are the folder and its new parents if they are empty then.
+
+    Args:
+        folder: path of the temporary folder.
 
     Raises:
         LockedError: if another process is creating the same store.
@@ -74,12 +78,16 @@ def lock_new_folder(folder: Path) -> Iterator[None]:
 
 
 def _create_and_lock(folder: Path) -> int:
-    """Create and lock the folder, and return the file descriptor of the lock.
+    """Create a folder if it is missing, lock it, and return the file descriptor of the lock.
 
-    The kernel releases the lock when the process ends. Raises LockedError if another process has the lock.
+    Closing the descriptor, or the end of the process, releases the lock.
+
+    Raises:
+        LockedError: if another process holds the lock.
+        ConfigError: if the folder cannot be created, or has files that are not from a creation of a store.
     """
     for _ in range(_LOCK_ATTEMPTS):
-        _create_checked(folder)
+        _create_folder(folder)
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # whoever had it has just finished or given up
@@ -97,8 +105,12 @@ def _create_and_lock(folder: Path) -> int:
     raise ConfigError(f"no folder can be made in {folder.parent}: choose another --home")
 
 
-def _create_checked(folder: Path) -> None:
-    """Create the folder if it is missing. Raises ConfigError if it has files that are not from a creation."""
+def _create_folder(folder: Path) -> None:
+    """Create a folder for a new store if it is missing, with missing parents.
+
+    Raises ConfigError if the path is a file or a link, or the folder has files that are not from a creation
+    of a store.
+    """
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         names = set(os.listdir(folder))
@@ -113,7 +125,7 @@ def _create_checked(folder: Path) -> None:
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Delete all files in the folder except the lock and `CREATION_FILE`."""
+    """Delete all files and folders in a folder, except the lock file and `CREATION_FILE`."""
     for path in folder.iterdir():
         if path.name not in (LOCK, CREATION_FILE):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -121,16 +133,20 @@ def _clear_unfinished(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """State of a creation that has begun to create things outside the store's folder."""
+    """State of the creation of a store, saved when a datastore or catalog outside the folder is created."""
 
     store_id: str
-    """Id of the new store, as in the catalog."""
+    """Id of the new store, which its catalog has too."""
     datastores: tuple[str, ...] = ()
-    """Empty places at which the creation began to make a datastore."""
+    """Adapter and location, joined by a space, of each datastore that the creation began to create outside of
+    the store's folder."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return the interrupted creation in a folder; without one, a new creation."""
+        """Read the state of the interrupted creation in a folder.
+
+        If the folder has no `CREATION_FILE`, returns a new state with a random store id.
+        """
         try:
             content = json.loads(read_file(folder / CREATION_FILE))
             return cls(str(content["store_id"]), tuple(content["datastores"]))
@@ -140,7 +156,7 @@ class Creation:
             raise ConfigError(f"{folder / CREATION_FILE} is damaged; remove {folder}: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Write the state durably to `CREATION_FILE`."""
+        """Write the state durably to `CREATION_FILE` in a folder."""
         content = {"store_id": self.store_id, "datastores": self.datastores}
         publish(folder / CREATION_FILE, json.dumps(content).encode(), "creation")
 
@@ -156,13 +172,16 @@ def make_store(
 
     Args:
         path: folder of the new store.
-        identity: model, key and metric of the store.
-        engine: the engine of the keys.
-        catalog: URL of the catalog; None means SQLite in the folder.
-        projection: weights to save with the store; None without a projection.
+        identity: model and parameters of the store. `projection` is replaced by the name of the file with the
+            weights of the projection.
+        engine: vector engine of the keys: adapter, location and parameters.
+        catalog: URL of the catalog; None means a SQLite file in the folder.
+        projection: weights that project the keys to fewer components, saved in the folder; None for keys that
+            are not projected.
 
     Returns:
-        The new home. The URL of its catalog has the password, which is not written to the folder.
+        The home (folder) of the new store. The URL of its catalog has the password, which is not written to
+        the folder.
 
     Raises:
         StoreExistsError: if the folder or the catalog's database has a store already.
@@ -219,12 +238,15 @@ def make_store(
 
 
 def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = None) -> None:
-    """Check the arguments of a new store before the slow work begins: loading the model, reading a sample.
+    """Check the arguments of a new store, before the slow steps: loading the model and reading a sample.
+
+    Nothing is created.
 
     Args:
         home: folder of the new store.
-        adapter: name of the adapter of its datastore.
-        codes: codes of the keys; None leaves the choice to the adapter.
+        adapter: name of the adapter (the class that connects knnstore to a vector engine).
+        codes: kind of codes to which keys are compressed, such as "pq32"; "none" for uncompressed keys; None
+            or "auto" leaves the choice to the adapter.
 
     Raises:
         StoreExistsError: if `home` has a store already.
@@ -239,7 +261,12 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
 
 
 def _check_absent(folder: Path) -> None:
-    """Raise StoreExistsError or ConfigError if the folder has a store or other files."""
+    """Check that a folder is missing or empty.
+
+    Raises:
+        StoreExistsError: if the folder has a store.
+        ConfigError: if the folder has other files, or is a file.
+    """
     if (folder / DESCRIPTION).exists():
         raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
     if exists_and_is_not_empty(folder):
@@ -247,9 +274,18 @@ def _check_absent(folder: Path) -> None:
 
 
 def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
-    """Return a name of the new datastore's place if it is outside the home; None if it is inside.
+    """Return adapter and location of a new datastore, joined by a space, if it is outside the home.
 
-    Raises ConfigError for an absolute path inside the home.
+    Args:
+        home: the temporary folder in which the store is created.
+        engine: adapter, location and parameters of the datastore.
+        folder: the folder of the complete store.
+
+    Returns:
+        The text; None if the datastore is inside the home.
+
+    Raises:
+        ConfigError: if the location is an absolute path inside `folder`.
     """
     location = home.resolve(engine.location)
     if "://" in location:
@@ -263,7 +299,7 @@ def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
 
 
 def _check_catalog_is_free(home: Home, store_id: str) -> None:
-    """Raise StoreExistsError if the database holds a store that this creation has not created."""
+    """Raise StoreExistsError if the catalog's database has a store with another id than `store_id`."""
     try:
         with closing(Catalog.open(home.catalog_url)) as existing:
             is_ours = existing.store_id == store_id

@@ -1,4 +1,8 @@
-"""Look-up of the n-grams of texts: probabilities of the next tokens, and their places in the store."""
+"""Look-up of the n-grams of texts in the stored documents.
+
+`Matches` computes probabilities of next tokens, and finds the places in the store where the last symbols of a
+text occur. A symbol is a token id plus 1, or the start of a document.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,83 +16,98 @@ from knnstore.store.ngrams.ranked_bits import Places
 from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_texts
 
 _PLACES_AT_ONCE = 1 << 13
-"""Number of places that are looked up at once, so that the data fit into a CPU's cache."""
+"""Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
 _MAX_FEW = 32
-"""Largest number of symbols that plain Python looks up faster than numpy."""
+"""Largest number of symbols for which plain Python is faster than numpy."""
 
 
 class Suffixes(NamedTuple):
-    """For each of q contexts: its longest suffix that occurs in the store with a token after it."""
+    """For each of q contexts: the longest suffix that the store has with a token after it.
+
+    A suffix is a series of the context's last symbols. A symbol is a token, or the start of a document.
+    """
 
     lengths: NDArray[np.int64]
-    """Number of symbols of the suffix, the start symbol included; 0 if none was found; shape (q,)."""
+    """Number of symbols of the suffix, the start symbol included, shape (q,); 0 if no suffix was found."""
     counts: Places
-    """Number of occurrences of the suffix with a next token, shape (q,)."""
+    """Number of times that the suffix occurs in the store with a next token, shape (q,)."""
     successors: Places
-    """Number of different tokens after the suffix, shape (q,)."""
+    """Number of different tokens that follow the suffix in the store, shape (q,)."""
 
 
 class Distribution(NamedTuple):
-    """Sparse distributions of the next token in q contexts, with e entries, plus a rest of unigrams."""
+    """Kneser-Ney distributions of the next token in q contexts, as a list of e entries plus a common rest.
+
+    The probability of a token in a context is the sum of its entries, plus `rest` times its unigram
+    probability.
+    """
 
     rows: Places
     """Index of the context of each entry, ascending, shape (e,)."""
     tokens: Places
-    """Token of each entry, shape (e,). A token may have several entries in a context; their probabilities add
-    up."""
+    """Token id of each entry, shape (e,). A token may have several entries in a context; their probabilities
+    add up."""
     probs: NDArray[np.float32]
     """Probability of each entry, shape (e,)."""
     rest: NDArray[np.float32]
     """Weight of the distribution `NGramCounts.unigrams` in each context, shape (q,)."""
     suffixes: Suffixes
+    """The longest suffix of each context that the store has with a token after it."""
 
 
 class Occurrence(NamedTuple):
-    """One place of the stored text where a token follows the last symbols of a context."""
+    """A place in the stored text where the token in question follows the last symbols of a context."""
 
     position: int
     """Position of the token in the store."""
     matched: int
-    """Number of symbols of the context that precede the token there."""
+    """Number of symbols before the token there that equal the last symbols of the context."""
     share: float
-    """Part of the token's probability that comes from this place."""
+    """The part of the token's probability that comes from this place."""
 
 
 class _ContextLevels(NamedTuple):
-    """Suffixes of q contexts, of l lengths from the longest to a single symbol."""
+    """The last symbols of q contexts, for l lengths: from the longest suffix down to a single symbol.
+
+    Column j of the arrays belongs to the suffix with lengths[j] symbols.
+    """
 
     lengths: Places
-    """Number of symbols of each length, descending, shape (l,)."""
-    there: NDArray[np.bool_]
-    """True if a context has a suffix of this length that occurs with a next token, shape (q, l)."""
+    """Number of symbols of the suffix, descending, shape (l,)."""
+    is_stored: NDArray[np.bool_]
+    """True if the store has the suffix with a token after it, shape (q, l)."""
     ranges: Places
-    """Start and stop of each suffix's range in the suffix array, shape (2, q, l)."""
+    """Start and stop of the suffix's range in the suffix array of the stored text, shape (2, q, l)."""
     successors: Places
-    """Number of different next tokens, shape (q, l)."""
+    """Number of different tokens that follow the suffix in the store, shape (q, l)."""
     total: Places
-    """Sum of the counts of all next tokens; 1 if the suffix was not found; shape (q, l)."""
+    """Sum of the counts of all tokens that follow the suffix, shape (q, l); 1 if `is_stored` is False."""
     discounts: NDArray[np.float64]
-    """Discount of each length, shape (l,)."""
-    left: NDArray[np.float64]
-    """Weight of all shorter suffixes in the mixture; 1 if this suffix was not found; shape (q, l)."""
+    """Kneser-Ney discount for each length, shape (l,)."""
+    shorter_weights: NDArray[np.float64]
+    """Weight that the mixture gives to all shorter suffixes together, when it reaches this suffix, shape
+    (q, l); 1 if `is_stored` is False."""
 
     @property
-    def above(self) -> NDArray[np.float64]:
-        """Total weight of each length together with all shorter suffixes, shape (q, l)."""
-        return np.concatenate([np.ones_like(self.left[:, :1]), self.left[:, :-1]], 1).cumprod(1)
+    def total_weights(self) -> NDArray[np.float64]:
+        """Weight that the mixture gives to each suffix and all shorter suffixes together, shape (q, l)."""
+        return np.concatenate(
+            [np.ones_like(self.shorter_weights[:, :1]), self.shorter_weights[:, :-1]], 1
+        ).cumprod(1)
 
 
 class Matches:
-    """The ranges of all n-grams of some texts in the suffix array of the stored text.
+    """Some texts, with the places of all their n-grams in the stored text.
 
-    `of` makes it from texts. A context is given by the index of its last symbol in the joined symbols of the
-    texts (`firsts` has the first tokens). The argument `order` of the methods is the length of the longest
-    n-grams that are used, 2 to `DEPTH`.
+    The class method `of` looks up texts. Their symbols (tokens plus 1, and starts of documents) are joined to
+    one array. A *context* is a text up to some symbol; it is given as the index of this last symbol in the
+    joined array. `firsts` has the indices of the texts' first tokens. The argument `order` of the methods is
+    the length of the longest n-grams that are used, 2 to `DEPTH`, the predicted token included.
 
     Args:
-        counts: counts of the stored text.
-        symbols: joined symbols of the texts, as `lay_out_texts` returns.
-        firsts: index of each text's first token in the symbols.
+        counts: n-gram counts of the stored text.
+        symbols: joined symbols of the texts, as `lay_out_texts` returns them.
+        firsts: index of each text's first token in `symbols`.
     """
 
     def __init__(self, counts: NGramCounts, symbols: Symbols, firsts: Places) -> None:
@@ -100,8 +119,8 @@ class Matches:
         if len(symbols) <= _MAX_FEW:
             self._find_ranges_of_few()
             return
-        for at in range(0, len(symbols), _PLACES_AT_ONCE):
-            self._find_ranges(np.arange(at, min(at + _PLACES_AT_ONCE, len(symbols))))
+        for start in range(0, len(symbols), _PLACES_AT_ONCE):
+            self._find_ranges(np.arange(start, min(start + _PLACES_AT_ONCE, len(symbols))))
 
     @classmethod
     def of(
@@ -110,81 +129,101 @@ class Matches:
         texts: Sequence[NDArray[np.integer[Any]]],
         begins: Sequence[bool] | None = None,
     ) -> Self:
-        """Look up all n-grams of some texts.
+        """Look up all n-grams of some texts in the stored text, and return the result.
 
         Args:
-            counts: counts of the stored text.
-            texts: token ids, shapes (n_i,).
-            begins: True for texts that begin a document; default is all.
+            counts: n-gram counts of the stored text.
+            texts: token ids of each text, shapes (n_i,).
+            begins: for each text, True if it begins a document; None means that all texts do.
         """
         return cls(counts, *lay_out_texts(texts, counts.start, begins))
 
-    def gold(self, at: Places, order: int) -> NDArray[np.float32]:
-        """Return the Kneser-Ney probability of the token after each context, float32, shape (q,).
+    def gold(self, indices: Places, order: int) -> NDArray[np.float32]:
+        """Compute the Kneser-Ney probability of the token that follows each context in its text.
 
         Args:
-            at: the contexts, shape (q,), each with a token after it. A token outside the vocabulary has the
-                unigram probability 0.
-            order: length of the longest n-grams that are used.
+            indices: index of each context's last symbol in the joined texts, shape (q,); a token must follow
+                it.
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+
+        Returns:
+            Probabilities, float32, shape (q,). For a token outside the vocabulary, the unigram probability in
+            the mixture is 0.
         """
         unigrams = self._counts.unigrams
-        tokens = self._symbols[at + 1].astype(np.int64) - 1
+        tokens = self._symbols[indices + 1].astype(np.int64) - 1
         is_known = tokens < len(unigrams)
         probs = np.where(is_known, unigrams[np.where(is_known, tokens, 0)], 0).astype(np.float64)
-        levels = self._compute_levels(at, order)
-        seen = self._count_ngrams(self._extend_ranges(at, levels), levels.lengths + 1, order)
+        levels = self._compute_levels(indices, order)
+        seen = self._count_ngrams(self._extend_ranges(indices, levels), levels.lengths + 1, order)
         for level in reversed(range(order - 1)):
             own_share = np.maximum(seen[:, level] - levels.discounts[level], 0) / levels.total[:, level]
-            probs = np.where(levels.there[:, level], own_share + levels.left[:, level] * probs, probs)
+            probs = np.where(
+                levels.is_stored[:, level], own_share + levels.shorter_weights[:, level] * probs, probs
+            )
         return probs.astype(np.float32)
 
-    def distribution(self, at: Places, order: int) -> Distribution:
-        """Return the distribution of the next token after each of the contexts `at`, shape (q,)."""
-        text, levels = self._counts.text, self._compute_levels(at, order)
+    def distribution(self, indices: Places, order: int) -> Distribution:
+        """Compute the Kneser-Ney distribution of the next token after each context.
+
+        Args:
+            indices: index of each context's last symbol in the joined texts, shape (q,).
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+
+        Returns:
+            The distributions of all contexts as one sparse list of entries.
+        """
+        text, levels = self._counts.text, self._compute_levels(indices, order)
         starts, stops = levels.ranges.reshape(2, -1)
-        stops = np.where(levels.there.ravel(), stops, starts)
-        lengths = np.tile(levels.lengths, len(at))
+        stops = np.where(levels.is_stored.ravel(), stops, starts)
+        lengths = np.tile(levels.lengths, len(indices))
         owners, places = self._counts.list_first_places(lengths + 1, np.stack([starts, stops]))
         is_last = np.append(owners, -1)[1:] != owners
         ends = np.where(is_last, stops[owners], np.append(places, 0)[1:])
         lengths, (rows, level) = lengths[owners], np.divmod(owners, order - 1)
         seen = self._count_ngrams(np.stack([places, ends]), lengths + 1, order)
         probs = np.maximum(seen - levels.discounts[level], 0) / levels.total[rows, level]
-        probs *= levels.above[rows, level]
+        probs *= levels.total_weights[rows, level]
         tokens = text.symbols[text.order[places] + lengths].astype(np.int64) - 1
-        rest = levels.left.prod(1).astype(np.float32)
+        rest = levels.shorter_weights.prod(1).astype(np.float32)
         return Distribution(rows, tokens, probs.astype(np.float32), rest, self._select_longest(levels))
 
-    def suffixes(self, at: Places, order: int) -> Suffixes:
-        """Return the longest suffix of each context that occurs in the store with a token after it."""
-        return self._select_longest(self._compute_levels(at, order))
-
-    def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
-        """Return places in the store where the token after a context follows the context's last symbols.
-
-        Places with the longest match come first. If no places are left out, the shares of a context add up to
-        the token's probability without the part of the unigrams.
+    def suffixes(self, indices: Places, order: int) -> Suffixes:
+        """Find for each context the longest series of its last symbols that the store has with a next token.
 
         Args:
-            at: the contexts, shape (q,), each with a token after it.
-            order: length of the longest n-grams that are used.
-            most: largest number of new places for each suffix length.
+            indices: index of each context's last symbol in the joined texts, shape (q,).
+            order: length of the longest n-grams that are used, 2 to `DEPTH`; a suffix has at most order - 1
+                symbols.
+        """
+        return self._select_longest(self._compute_levels(indices, order))
+
+    def occurrences(self, indices: Places, order: int, most: int) -> list[list[Occurrence]]:
+        """Find places in the store where a context's last symbols are followed by the context's next token.
+
+        Args:
+            indices: index of each context's last symbol in the joined texts, shape (q,); a token must follow
+                it.
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+            most: for each number of matching symbols, largest number of places that are added to the result.
 
         Returns:
-            A list of places for each context; empty if none was found.
+            For each context a list of places, longest matches first; empty if no place was found. If no place
+            is left out, the shares of the places add up to the token's Kneser-Ney probability without the
+            part of the unigrams.
         """
         text = self._counts.text
-        places_by_context: list[dict[int, tuple[int, float]]] = [{} for _ in at]
-        levels = self._compute_levels(at, order)
-        ranges = self._extend_ranges(at, levels)
+        places_by_context: list[dict[int, tuple[int, float]]] = [{} for _ in indices]
+        levels = self._compute_levels(indices, order)
+        ranges = self._extend_ranges(indices, levels)
         every_seen = self._count_ngrams(ranges, levels.lengths + 1, order)
         for number, length in enumerate(levels.lengths.tolist()):
             starts, stops = ranges[..., number]
-            rows = np.flatnonzero(levels.there[:, number] & (stops > starts))
+            rows = np.flatnonzero(levels.is_stored[:, number] & (stops > starts))
             counts, seen = (stops - starts)[rows], every_seen[rows, number]
             shares = np.maximum(seen - levels.discounts[number], 0.0) / levels.total[rows, number] / counts
-            shares *= levels.above[rows, number]
-            columns = (one.tolist() for one in (rows, starts[rows], counts, shares))
+            shares *= levels.total_weights[rows, number]
+            columns = (array.tolist() for array in (rows, starts[rows], counts, shares))
             for row, start, count, each in zip(*columns, strict=True):
                 places = places_by_context[row]
                 for place, (matched, share) in places.items():  # they have this shorter end as well
@@ -192,17 +231,29 @@ class Matches:
                 listed = text.order[start : start + min(count, most + len(places))] + length
                 for place in [place for place in listed.tolist() if place not in places][:most]:
                     places[place] = length, each
-        return [self._make_occurrences(of) for of in places_by_context]
+        return [self._make_occurrences(places) for places in places_by_context]
 
     def _make_occurrences(self, found: Mapping[int, tuple[int, float]]) -> list[Occurrence]:
-        """Convert matched length and share by place in the stored symbols to a list of occurrences."""
-        positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
-        return [Occurrence(at, *of) for at, of in zip(positions, found.values(), strict=True)]
+        """Convert the places of one context to a list of `Occurrence` objects, in the same order.
 
-    def _compute_levels(self, at: Places, order: int) -> _ContextLevels:
-        """Return counts and weights of all suffixes of the contexts, of `order` - 1 symbols down to one."""
+        Args:
+            found: pair (number of matching symbols, share of the probability) of each place, by the place's
+                index in the stored symbols.
+        """
+        positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
+        return [
+            Occurrence(position, *match) for position, match in zip(positions, found.values(), strict=True)
+        ]
+
+    def _compute_levels(self, indices: Places, order: int) -> _ContextLevels:
+        """Compute counts and Kneser-Ney weights of the contexts' suffixes of order - 1 symbols down to one.
+
+        Args:
+            indices: index of each context's last symbol in the joined texts, shape (q,).
+            order: length of the longest n-grams that are used.
+        """
         counts, lengths = self._counts, np.arange(order - 1, 0, -1)
-        begins = at[:, None] - lengths + 1
+        begins = indices[:, None] - lengths + 1
         ranges = self._ranges[:, lengths - 1, np.maximum(begins, 0)]
         successors = counts.count_different(lengths + 1, ranges)
         total = np.empty_like(successors)
@@ -212,57 +263,85 @@ class Matches:
         total = np.where(is_found, total, 1)
         discounts = np.array([counts.discounts[length + 1].continued for length in lengths.tolist()])
         discounts[0] = counts.discounts[order].raw
-        left = np.where(is_found, discounts * successors / total, 1.0)
-        return _ContextLevels(lengths, is_found, ranges, successors, total, discounts, left)
+        shorter_weights = np.where(is_found, discounts * successors / total, 1.0)
+        return _ContextLevels(lengths, is_found, ranges, successors, total, discounts, shorter_weights)
 
     def _select_longest(self, levels: _ContextLevels) -> Suffixes:
-        """Return the longest found suffix of each context."""
-        rows, longest = np.arange(len(levels.there)), levels.there.argmax(1)
-        is_found = levels.there[rows, longest]
+        """Return for each context the longest suffix that the store has with a token after it.
+
+        Args:
+            levels: suffixes of the contexts, a result of `_compute_levels`.
+        """
+        rows, longest = np.arange(len(levels.is_stored)), levels.is_stored.argmax(1)
+        is_found = levels.is_stored[rows, longest]
         lengths = levels.lengths[longest]
         counts = self._counts.count_followed(lengths, levels.ranges[:, rows, longest])
         successors = levels.successors[rows, longest]
-        return Suffixes(*(np.where(is_found, of, 0) for of in (lengths, counts, successors)))
+        return Suffixes(*(np.where(is_found, values, 0) for values in (lengths, counts, successors)))
 
-    def _extend_ranges(self, at: Places, levels: _ContextLevels) -> Places:
-        """Return the range of each suffix together with its next symbol, shape (2, q, l)."""
-        begins = np.maximum(at[:, None] - levels.lengths + 1, 0)
+    def _extend_ranges(self, indices: Places, levels: _ContextLevels) -> Places:
+        """Return the suffix-array range of each suffix extended by the symbol that follows it in its text.
+
+        Args:
+            indices: index of each context's last symbol in the joined texts, shape (q,).
+            levels: suffixes of the contexts, a result of `_compute_levels`.
+
+        Returns:
+            Start and stop of each range, shape (2, q, l), for l suffix lengths.
+        """
+        begins = np.maximum(indices[:, None] - levels.lengths + 1, 0)
         return self._ranges[:, levels.lengths, begins]
 
     def _count_ngrams(self, ranges: Places, lengths: Places, order: int) -> Places:
-        """Return the counts of n-grams: plain for the length `order`, else continuation counts.
+        """Return the Kneser-Ney counts of n-grams.
+
+        An n-gram of length `order` counts as often as it occurs. A shorter n-gram counts once for each
+        different preceding symbol.
 
         Args:
-            ranges: start and stop of each n-gram in the suffix array.
-            lengths: length of each n-gram.
+            ranges: start and stop of each n-gram in the suffix array, shape (2, ...).
+            lengths: number of symbols of each n-gram.
             order: length of the longest n-grams that are used.
         """
         starts, stops = ranges
         continued = self._counts.continued(np.minimum(lengths, DEPTH - 1), ranges)
         return np.where(lengths == order, stops - starts, continued)
 
-    def _find_ranges(self, at: Places) -> None:
-        """Find the ranges of all n-grams that begin at places of the texts, and store them in `_ranges`.
+    def _find_ranges(self, indices: Places) -> None:
+        """Find the suffix-array ranges of all n-grams that begin at some symbols; store them in `_ranges`.
 
-        N-grams are extended by one symbol at a time, until none is found.
+        Each n-gram is extended by one symbol at a time, until the stored text does not contain it.
+
+        Args:
+            indices: indices in the joined texts of the symbols where n-grams begin, shape (n,).
         """
-        low, high = self._counts.ranges(self._symbols[at])
-        self._ranges[:, 0, at] = low, high
+        low, high = self._counts.ranges(self._symbols[indices])
+        self._ranges[:, 0, indices] = low, high
         for length in range(1, DEPTH):
-            wanted = self._symbols.take(at + length, mode="clip")
+            wanted = self._symbols.take(indices + length, mode="clip")
             going = (low < high) & (wanted != END)
-            at, low, high, wanted = at[going], low[going], high[going], wanted[going]
-            if not len(at):
+            indices, low, high, wanted = indices[going], low[going], high[going], wanted[going]
+            if not len(indices):
                 return
             low, high = self._narrow_ranges(length, low, high, wanted)
-            self._ranges[:, length, at] = low, high
+            self._ranges[:, length, indices] = low, high
 
     def _narrow_ranges(
         self, length: int, low: Places, high: Places, wanted: Symbols
     ) -> tuple[Places, Places]:
-        """Return the part of each nonempty range in which the symbol `wanted` follows after `length` symbols.
+        """Extend n-grams by one symbol: find in each n-gram's range the part with a certain next symbol.
 
-        Bisects all ranges at once. A part may be empty: start equals stop.
+        All ranges are bisected at the same time.
+
+        Args:
+            length: number of symbols of the n-grams so far.
+            low: start of each n-gram's range in the suffix array, shape (n,).
+            high: stop of each range, shape (n,), larger than the start.
+            wanted: next symbol of each n-gram, shape (n,).
+
+        Returns:
+            Start and stop of each extended n-gram's range, shapes (n,); equal if the stored text does not
+            contain it.
         """
         symbols, order = self._counts.text.symbols, self._counts.text.order
         smallest = np.concatenate(
@@ -288,7 +367,10 @@ class Matches:
         return bounds[: len(wanted)], bounds[len(wanted) :]
 
     def _find_ranges_of_few(self) -> None:
-        """Do the same as `_find_ranges` for all places of a short text, faster, in plain Python."""
+        """Find the ranges of all n-grams of the texts, and store them in `_ranges`, in plain Python.
+
+        For few symbols this is faster than `_find_ranges`.
+        """
         symbols = self._symbols.tolist()
         self._ranges[:, 0] = self._counts.ranges(self._symbols)
         for first, first_range in enumerate(self._ranges[:, 0].T.tolist()):
@@ -300,10 +382,21 @@ class Matches:
                 self._ranges[:, length, first] = low, high
 
     def _narrow_range(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
-        """Return the part of one range in which the symbol `wanted` follows after `length` symbols."""
+        """Extend one n-gram by a symbol: find in its range the part in which the symbol `wanted` follows.
+
+        Args:
+            length: number of symbols of the n-gram so far.
+            low: start of the n-gram's range in the suffix array.
+            high: stop of the range.
+            wanted: next symbol.
+
+        Returns:
+            Start and stop of the extended n-gram's range; equal if the stored text does not contain it.
+        """
         symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
 
         def key(place: int) -> int:
+            """Return the symbol that follows after `length` symbols from a place of the stored text."""
             return symbols[place + length]
 
         start = bisect_left(order, wanted, low, high, key=key)

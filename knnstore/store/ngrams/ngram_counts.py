@@ -1,4 +1,8 @@
-"""Counts of all n-grams of documents, with the discounts of interpolated Kneser-Ney."""
+"""Counts of all n-grams of documents, with the discounts of interpolated Kneser-Ney smoothing.
+
+An n-gram is a series of symbols. A symbol is a token, or the start of a document. The docstring of the
+package `knnstore.store.ngrams` explains the data structure.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,34 +18,36 @@ Flags = NDArray[np.bool_]
 
 
 class Discounts(NamedTuple):
-    """Discounts of the n-grams of one length: n1 / (n1 + 2 n2).
+    """Kneser-Ney discounts for the n-grams of one length; a discount is subtracted from each count.
 
-    n1 is the number of n-grams with count 1, n2 of those with count 2.
+    A discount is n1 / (n1 + 2 n2), where n1 and n2 are the numbers of n-grams with count 1 and with count 2.
     """
 
     continued: float
-    """Discount of continuation counts, where an n-gram counts once for each different preceding symbol."""
+    """Discount for continuation counts, where an n-gram counts once for each different preceding symbol."""
     raw: float
-    """Discount of plain counts, where an n-gram counts as often as it occurs."""
+    """Discount for plain counts, where an n-gram counts as often as it occurs."""
 
 
 class NGramCounts:
-    """Counts of the n-grams of documents, of every length up to `DEPTH`.
+    """Counts of the n-grams (series of symbols) of documents, of every length up to `DEPTH`.
 
-    An n-gram is given by its length and its range (start and stop) in the suffix array. The docstring of the
-    package `knnstore.store.ngrams` explains the counts and the data structure.
+    A symbol is a token id plus 1, or the start of a document. The suffix array lists all places of the text,
+    sorted by the symbols that follow. So all occurrences of an n-gram are a *range* of the suffix array:
+    the indices from a start to below a stop. The methods receive n-grams as lengths and ranges. The docstring
+    of the package `knnstore.store.ngrams` explains the counts and the data structure.
 
     Args:
-        text: the sorted documents.
+        text: the documents with their suffix array.
         vocabulary: number of tokens of the vocabulary; all token ids of the text are smaller.
     """
 
     def __init__(self, text: SortedText, vocabulary: int) -> None:
         self.text = text
         self.start = vocabulary + 1
-        """Symbol before a document's first token; see `lay_out_texts`."""
+        """Symbol that stands before a document's first token."""
         self.discounts: dict[int, Discounts] = {}
-        """Discounts of each length from 2 on."""
+        """Kneser-Ney discounts by the length of the n-grams, from 2 to `DEPTH`."""
         singles, short = np.zeros(0, bool), list[Places]()
         new, continued = list[RankedBits](), list[RankedBits]()
         for length, flags in enumerate(_compute_flags(text, self.start), 1):
@@ -56,10 +62,11 @@ class NGramCounts:
                 _compute_discount(flags.continued, runs), _compute_discount(flags.whole, runs)
             )
         self._new = RankedBits.join_rows(new)
-        """For each length from 2 on: bits of the suffix array, set at the first suffix of each n-gram."""
+        """For each length from 2 to `DEPTH`: one bit for each place of the suffix array, set at the first
+        occurrence of each n-gram."""
         self._continued = RankedBits.join_rows(continued[:-1])
-        """For each length from 2 to `DEPTH` - 1: bits of the suffix array, set at the first suffix of each
-        n-gram with its preceding symbol."""
+        """For each length from 2 to `DEPTH` - 1: one bit for each place of the suffix array, set at the first
+        occurrence of each n-gram together with its preceding symbol."""
         last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
         # Of one length after another, so that all are looked for at once.
         self._last = np.concatenate([len(text.order) * at + of for at, of in enumerate(last)])
@@ -68,56 +75,108 @@ class NGramCounts:
         before = np.concatenate([[0], np.cumsum(singles)])
         counts = before[self._bounds[2 : self.start + 1]] - before[self._bounds[1 : self.start]]
         self.unigrams = (counts / max(1, counts.sum())).astype(np.float32)
-        """Unigram distribution over the vocabulary, float32, shape (v,); all 0 if the documents have no
-        token."""
+        """Probability of each token of the vocabulary without context, float32, shape (v,), the last part of
+        the Kneser-Ney mixture; all 0 if the documents have no token."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, including the sorted documents."""
+        """Number of bytes that the object takes in memory, including the sorted documents."""
         arrays: list[NDArray[Any]] = [self._last, self._bounds, self.unigrams]
         bits = self._new.nbytes + self._continued.nbytes
         return self.text.nbytes + bits + sum(one.nbytes for one in arrays)
 
     def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
-        """Return start and stop of each symbol's range in the suffix array; empty for unknown symbols."""
+        """Return the range of the suffix array that contains all occurrences of each symbol.
+
+        Args:
+            symbols: token ids plus 1, or `start`, any shape.
+
+        Returns:
+            Start and stop of each range, int64, each in the shape of `symbols`; start equals stop for a
+            symbol that does not occur.
+        """
         known_symbols = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
         return self._bounds[known_symbols], self._bounds[known_symbols + 1]
 
     def count_followed(self, lengths: Places | int, ranges: Places) -> Places:
-        """Return the number of occurrences of n-grams that are followed by a token in their document."""
+        """Count how often n-grams occur with a token after them, not at the end of a document.
+
+        Args:
+            lengths: number of symbols of each n-gram, shape (...) or one number for all n-grams.
+            ranges: start and stop of each n-gram in the suffix array, shape (2, ...).
+
+        Returns:
+            The counts, int64, shape (...).
+        """
         last_before = np.searchsorted(self._last, ranges + (lengths - 1) * len(self.text.order))
         counts: Places = np.subtract(*(ranges - last_before)[::-1])
         return counts
 
     def count_different(self, lengths: Places | int, ranges: Places) -> Places:
-        """Return the number of different n-grams of `lengths`, 2 or more, in ranges of the suffix array."""
+        """Count the different n-grams that occur in ranges of the suffix array.
+
+        Args:
+            lengths: number of symbols of the n-grams to count in each range, 2 to `DEPTH`, shape (...) or one
+                number for all ranges.
+            ranges: start and stop of each range, shape (2, ...).
+
+        Returns:
+            The counts, int64, shape (...).
+        """
         return self._new.count(ranges, lengths - 2)
 
     def continued(self, lengths: Places | int, ranges: Places) -> Places:
-        """Return the continuation counts (different preceding symbols) of n-grams shorter than `DEPTH`."""
+        """Return the continuation counts of n-grams: the number of different symbols that precede them.
+
+        At the start of a document, each occurrence counts.
+
+        Args:
+            lengths: number of symbols of each n-gram, 2 to `DEPTH` - 1, shape (...) or one number for all
+                n-grams.
+            ranges: start and stop of each n-gram in the suffix array, shape (2, ...). A wider range gives the
+                sum over all n-grams of this length in it.
+
+        Returns:
+            The counts, int64, shape (...).
+        """
         return self._continued.count(ranges, lengths - 2)
 
     def list_first_places(self, lengths: Places, ranges: Places) -> tuple[Places, Places]:
-        """Return the place of the first occurrence of each different n-gram of `lengths` in ranges.
+        """Find the different n-grams that occur in ranges of the suffix array.
 
-        Returns the index of the range and the place of each; see `RankedBits.find_ones`.
+        Args:
+            lengths: number of symbols of the n-grams to find in each range, 2 to `DEPTH`, shape (r,).
+            ranges: start and stop of each range, shape (2, r).
+
+        Returns:
+            For each n-gram that was found: the index of its range, and the index in the suffix array of the
+            n-gram's first occurrence; both ascending.
         """
         return self._new.find_ones(ranges, lengths - 2)
 
 
 class _Flags(NamedTuple):
-    """Flags for the n-grams of one length that begin at each place of the suffix array, bool, shape (n,)."""
+    """Flags for n-grams of one length: for each index of the suffix array, facts about the n-gram there.
+
+    The n-gram at an index consists of the symbols that begin at this index's place in the text. Each array is
+    bool, shape (n,).
+    """
 
     new: Flags
-    """True at the first occurrence of an n-gram in the suffix array."""
+    """True if the index is the first one with this n-gram."""
     continued: Flags
-    """True at the first occurrence of an n-gram together with the symbol before it."""
+    """True if the index is counted in the n-gram's continuation count: once for each preceding symbol."""
     whole: Flags
     """True if the n-gram does not go beyond the end of its document."""
 
 
 def _compute_flags(text: SortedText, start: int) -> Iterator[_Flags]:
-    """Yield the flags for each length from 1 to `DEPTH`. `start` is the symbol that begins documents."""
+    """Yield flags of all n-grams of length 1, then of length 2, and so on up to `DEPTH`.
+
+    Args:
+        text: the documents with their suffix array.
+        start: the symbol that stands before a document's first token.
+    """
     symbols, order = text.symbols, text.order
     begins = symbols[order] == start
     differs, whole = np.zeros(len(order), bool), np.ones(len(order), bool)
@@ -141,7 +200,14 @@ def _compute_flags(text: SortedText, start: int) -> Iterator[_Flags]:
 
 
 def _compute_discount(counted: Flags, runs: Places) -> float:
-    """Return n1 / (n1 + 2 n2) for the counts of `counted` flags in runs of the suffix array; 0 if n1 is 0."""
+    """Return the Kneser-Ney discount n1 / (n1 + 2 n2) of the n-grams of one length.
+
+    n1 and n2 are the numbers of n-grams with count 1 and with count 2. If n1 is 0, the discount is 0.
+
+    Args:
+        counted: for each index of the suffix array, True if it adds 1 to the count of the n-gram there.
+        runs: first index of each different n-gram in the suffix array, ascending.
+    """
     if not len(runs):
         return 0.0
     counts = np.add.reduceat(counted, runs, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Drafts from stored text: the tokens that follow the words at the end of a text."""
+"""Drafts: tokens that may continue a text, because they follow the same words in stored documents."""
 
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
@@ -16,31 +16,32 @@ _MAX_FURTHER_BACK = 64
 
 
 class Draft(NamedTuple):
-    """The tokens that follow the end of a text at another place."""
+    """Tokens that may continue a text: they follow the text's last tokens at a place in a stored document."""
 
     matched: int
     """Number of tokens before the place that equal the last tokens of the text; 0 if no place was found."""
     tokens: NDArray[np.int64]
-    """Tokens that follow there, int64, at most the requested number; empty if no place was found."""
+    """Tokens from the place on, int64, at most the requested number; empty if no place was found."""
     shares: NDArray[np.float64]
-    """Share of the places with the same preceding tokens that continue with each token, shape as `tokens`; 0
-    for a single place, or if places were not counted."""
+    """For each token of `tokens`, the share of the places with the same preceding tokens that continue with
+    this token, same shape; 0 if only one place is left, or if places were not counted."""
 
 
 def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
-    """Find the longest suffix of a text in stored documents, and return the tokens that follow there.
+    """Find the last tokens of a text in stored documents, and return the tokens that follow there.
 
-    Among several places, the one with the longest match is used. If no match is as long as the suffix array
-    can show, the most frequent continuation is used; of hundreds of places only a sample is counted.
+    If the last `DEPTH` - 1 tokens occur at no more than 64 places, the place with the longest match is used.
+    Otherwise the most frequent continuation of the longest match is used; of hundreds of places only a sample
+    is counted.
 
     Args:
-        text: the stored documents.
-        tokens: tokens of the text to continue, shape (n,); only the last ones are used.
+        text: the stored documents with their suffix array.
+        tokens: token ids of the text to continue, shape (n,); only the last tokens are used.
         most: largest number of tokens to return.
-        least: smallest number of matching tokens.
+        least: smallest number of tokens that must match.
 
     Returns:
-        The draft; without tokens if no suffix of `least` tokens is stored.
+        The draft; it has no tokens if the documents do not contain the last `least` tokens with a next token.
     """
     end = tokens[-_MAX_SUFFIX - _MAX_FURTHER_BACK :].astype(np.uint32) + np.uint32(1)
     length, longest, places = least - 1, min(_MAX_SUFFIX, len(end)), np.zeros(0, np.int64)
@@ -66,13 +67,25 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
 
 
 def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
-    """Return the places after all occurrences of symbols, sorted by the next symbols.
+    """Find all occurrences of a series of symbols in stored documents, and return the places after them.
 
     Occurrences at the end of a document are left out.
+
+    Args:
+        text: the stored documents with their suffix array.
+        wanted: the series of symbols (token ids plus 1), at most `DEPTH` - 1.
+
+    Returns:
+        Indices into `text.symbols` of the symbol after each occurrence, sorted by the symbols from there on;
+        empty if there is no occurrence.
     """
     symbols, length, wanted_list = text.symbols, len(wanted), wanted.tolist()
 
     def key(place: np.int32) -> list[int]:
+        """Return the symbols from a place of the stored documents on, as many as are searched.
+
+        A symbol is a token or the start of a document.
+        """
         symbols_there: list[int] = symbols[place : place + length].tolist()
         return symbols_there
 
@@ -85,13 +98,18 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
 
 
 def _extend_match(text: SortedText, begins: Places, end: Symbols, matched: int) -> tuple[int, int]:
-    """Extend matches backwards, and return the place after the longest match and the match's length.
+    """Compare further symbols before several matches, and choose the match that is longest then.
+
+    A symbol is a token or the start of a document.
 
     Args:
-        text: the stored documents.
-        begins: places where matches of `matched` symbols begin; at least one.
+        text: the stored documents with their suffix array.
+        begins: index in `text.symbols` of the first symbol of each match; at least one.
         end: last symbols of the text to continue.
-        matched: number of symbols that match already.
+        matched: number of symbols that are known to match.
+
+    Returns:
+        The index in `text.symbols` after the longest match, and the number of its symbols.
     """
     best, length = int(begins[0]) + matched, matched
     back = end[:-matched][-_MAX_FURTHER_BACK:][::-1]
@@ -105,9 +123,18 @@ def _extend_match(text: SortedText, begins: Places, end: Symbols, matched: int) 
 
 
 def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[float]]:
-    """Return a place with the most frequent continuation, and the share of places for each next symbol.
+    """Choose among places of stored documents a place whose continuation is most frequent.
 
-    At each symbol, only the places with the most frequent symbol are kept.
+    A symbol is a token or the start of a document. Symbol by symbol, only the places with the most frequent
+    next symbol are kept.
+
+    Args:
+        text: the stored documents with their suffix array.
+        places: indices into `text.symbols`, at least one.
+
+    Returns:
+        A place that is left at the end; and for each of its next symbols the share of the remaining places
+        that have this symbol, until one place is left, at most `DEPTH` shares.
     """
     shares = []
     for ahead in range(DEPTH):

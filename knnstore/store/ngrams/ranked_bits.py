@@ -1,4 +1,7 @@
-"""Bit vectors with constant-time rank: the number of set bits before any place. Counts add a quarter."""
+"""Bit vectors that tell in constant time how many bits are set before any index (the rank of the index).
+
+The tables for this add a quarter to the size of the bits.
+"""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,16 +17,18 @@ _WORD = 1 << _WORD_BITS
 _IN_WORD = _WORD - 1
 _BLOCK_BITS = 2
 _BLOCK = 1 << _BLOCK_BITS
-"""Words, whose bits a byte can count."""
+"""Number of words in a block. The bits of all but the last word of a block can be counted in one byte."""
 _BELOW = (np.uint64(1) << np.arange(_WORD, dtype=np.uint64)) - np.uint64(1)
 _ALL = ~np.uint64(0)
 
 
 class RankedBits:
-    """Immutable sequences of n bits with fast ranks; `row` chooses the sequence of a query.
+    """One or several immutable sequences of n bits, whose set bits are counted in constant time.
+
+    `join_rows` makes an object with several sequences. The argument `row` of the methods chooses a sequence.
 
     Args:
-        bits: bits of one sequence, bool, shape (n,); see `join_rows` for several sequences.
+        bits: bits of a single sequence, bool, shape (n,).
     """
 
     def __init__(self, bits: NDArray[np.bool_]) -> None:
@@ -39,7 +44,11 @@ class RankedBits:
 
     @classmethod
     def join_rows(cls, rows: Sequence[Self]) -> Self:
-        """Join objects with one sequence each, of equal lengths, to an object with several sequences."""
+        """Join objects with one sequence each to an object with several sequences.
+
+        Args:
+            rows: one or more objects, whose sequences have equal lengths.
+        """
         joined_rows = copy(rows[0])
         joined_rows._words, joined_rows._within, joined_rows._before = (
             np.concatenate(parts)
@@ -49,21 +58,32 @@ class RankedBits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Number of bytes that the object takes in memory."""
         return self._words.nbytes + self._within.nbytes + self._before.nbytes
 
     def count(self, ranges: Places, row: Places | int = 0) -> Places:
-        """Return the number of set bits in ranges.
+        """Count the set bits in ranges of indices.
 
         Args:
-            ranges: starts and stops, shape (2, ...).
-            row: sequence of each range, any shape that broadcasts with (...).
+            ranges: start and stop of each range, shape (2, ...).
+            row: index of each range's sequence, any shape that broadcasts with (...).
+
+        Returns:
+            The counts, int64, shape (...).
         """
         counts: Places = np.subtract(*self.rank(ranges, row)[::-1])
         return counts
 
     def rank(self, places: Places, row: Places | int = 0) -> Places:
-        """Return the number of set bits before each place, 0 to n; any shape."""
+        """Count the set bits before indices.
+
+        Args:
+            places: indices, 0 to n, any shape.
+            row: index of the sequence for each of `places`, in a shape that broadcasts.
+
+        Returns:
+            The counts, int64, in the shape of `places`.
+        """
         words = (places >> _WORD_BITS) + row * self._width
         ranks: Places = np.bitwise_count(self._words[words] & _BELOW[places & _IN_WORD]).astype(np.int64)
         ranks += self._within[words]
@@ -71,14 +91,15 @@ class RankedBits:
         return ranks
 
     def find_ones(self, ranges: Places, row: Places) -> tuple[Places, Places]:
-        """Find the set bits in r ranges.
+        """Find all set bits in r ranges of indices.
 
         Args:
-            ranges: starts and stops, shape (2, r); no stop is before its start.
-            row: sequence of each range, shape (r,).
+            ranges: start and stop of each range, shape (2, r); no stop is before its start.
+            row: index of each range's sequence, shape (r,).
 
         Returns:
-            The index of each set bit's range, ascending, and the place of the bit, ascending within a range.
+            For each set bit that was found: the number of its range, ascending, and the index of the bit,
+            ascending within a range.
         """
         starts, stops = ranges
         first, last = ranges >> _WORD_BITS

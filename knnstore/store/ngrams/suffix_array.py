@@ -1,7 +1,8 @@
-"""Suffix array of documents: every place of the text, sorted by the next `DEPTH` symbols.
+"""Suffix array of documents: the indices of all symbols of a text, sorted by the symbols from there on.
 
-A document is laid out as a start symbol, its tokens, and `END`. The symbol of a token is its id plus 1, so
-that `END` = 0 sorts before all tokens. So no n-gram goes beyond the end of a document.
+Only the first `DEPTH` symbols from an index on decide its order.
+The symbols of a document are a start symbol, its tokens, and `END`. The symbol of a token is its id plus 1.
+`END` is 0, so it sorts before all tokens, and no n-gram goes beyond the end of a document.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEPTH = 8
-"""Number of symbols that places are sorted by: the length of the longest n-gram that can be counted."""
+"""Number of symbols by which the suffix array is sorted: length of the longest n-gram that can be counted."""
 
 END = 0
-"""The symbol after a document's last token."""
+"""The symbol that stands after a document's last token."""
 
 MOST = 1 << 31
-"""Upper limit of the number of symbols that can be sorted together."""
+"""Limit of the number of symbols that can be sorted together; the number must be below it."""
 
 Symbols = NDArray[np.uint32]
 Places = NDArray[np.int64]
@@ -28,15 +29,17 @@ _KEY_BITS = 64
 def lay_out_texts(
     texts: Sequence[NDArray[np.integer[Any]]], start: int, begins: Sequence[bool] | None = None
 ) -> tuple[Symbols, Places]:
-    """Join texts to one array of symbols: for each text its start symbol, its tokens plus 1, and `END`.
+    """Join texts to one array of symbols: for each text a start symbol, its token ids plus 1, and `END`.
 
     Args:
-        texts: token ids, shapes (n_i,).
-        start: the symbol that stands before a document's first token.
-        begins: True for each text that begins a document; default is all. Other texts get no start symbol.
+        texts: token ids of each text, shapes (n_i,).
+        start: the start symbol, which stands before a document's first token.
+        begins: for each text, True if it begins a document; other texts get no start symbol. None means that
+            all texts begin documents.
 
     Returns:
-        The symbols, uint32, and the index of each text's first token in the symbols, shape (texts,).
+        The symbols of all texts, uint32, and the index of each text's first token in the symbols, shape
+        (texts,).
     """
     heads = np.ones(len(texts), np.int64) if begins is None else np.array(begins, np.int64)
     lengths = np.array([len(text) for text in texts], np.int64)
@@ -52,10 +55,10 @@ def lay_out_texts(
 
 @dataclass(frozen=True, slots=True)
 class SortedText:
-    """Documents with the suffix array of their positions."""
+    """The symbols (start symbol, tokens, `END`) of some documents, with their suffix array."""
 
     symbols: NDArray[np.uint16 | np.uint32]
-    """Symbols of all documents, see `lay_out_texts`, shape (s,)."""
+    """Symbols of all documents, joined as `lay_out_texts` does, shape (s,)."""
 
     firsts: Places
     """Index of each document's first token in `symbols`, ascending, shape (documents,)."""
@@ -64,18 +67,18 @@ class SortedText:
     """The position of each document's first token in the store, shape (documents,)."""
 
     order: NDArray[np.int32]
-    """Suffix array: every index of `symbols` except those of `END`, sorted by the next `DEPTH` symbols,
-    shape (n,)."""
+    """The suffix array: all indices of `symbols` except the indices of `END`, sorted by the `DEPTH` symbols
+    that begin at each index, shape (n,)."""
 
     @classmethod
     def of(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
-        """Sort documents by their n-grams.
+        """Join the tokens of documents to symbols, and build the suffix array.
 
         Args:
-            texts: token ids of each document, below `start` - 1, shapes (n_i,). All tokens, plus two symbols
-                for each document, must be fewer than `MOST`.
+            texts: token ids of each document, below start - 1, shapes (n_i,). The number of all tokens, plus
+                two for each document, must be below `MOST`.
             positions: position in the store of each document's first token, shape (texts,).
-            start: the symbol before a document's first token; the largest symbol.
+            start: the symbol before a document's first token, larger than the symbols of all tokens.
         """
         symbols, firsts = lay_out_texts(texts, start)
         order = _sort_places(symbols, firsts, start.bit_length())
@@ -84,16 +87,27 @@ class SortedText:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Number of bytes that the arrays take in memory."""
         return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
     def positions_of(self, places: Places) -> Places:
-        """Return the positions in the store of the tokens at `places`, which are indices of `symbols`."""
+        """Convert indices of tokens in `symbols` to positions of the tokens in the store.
+
+        Args:
+            places: indices into `symbols`, any shape.
+
+        Returns:
+            Positions, int64, in the shape of `places`.
+        """
         documents = np.searchsorted(self.firsts, places, side="right") - 1
         return self.positions[documents] + places - self.firsts[documents]
 
     def keep_documents(self, mask: NDArray[np.bool_]) -> Self:
-        """Return the sorted text of the documents in a mask, without sorting again."""
+        """Return an object with only some of the documents. Nothing is sorted again.
+
+        Args:
+            mask: True for each document to keep, shape (documents,). If all are True, `self` is returned.
+        """
         if mask.all():
             return self
         lengths = np.diff(self.firsts, append=len(self.symbols) + 1)
@@ -105,15 +119,18 @@ class SortedText:
 
 
 def _sort_places(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
-    """Return the suffix array of laid out symbols, without the places of `END`.
+    """Build the suffix array of the joined symbols of documents without the indices of `END`.
 
-    Sorts first by the symbols that fit into one 64-bit key, then by pairs of ranks (prefix doubling). Symbols
-    after an `END` only order places that are equal up to the `END`.
+    Indices are sorted first by as many symbols as fit into a 64-bit number, then by pairs of ranks (prefix
+    doubling). Symbols after an `END` decide only between indices that are equal up to the `END`.
 
     Args:
-        symbols: the symbols of all documents.
-        firsts: index of each document's first token.
+        symbols: the symbols of all documents, as `lay_out_texts` returns them.
+        firsts: index of each document's first token; only the number of documents is used.
         bits: number of bits of the largest symbol.
+
+    Returns:
+        The sorted indices, int32, shape (n,).
     """
     depth = min(DEPTH, _KEY_BITS // bits)
     keys = np.zeros(len(symbols), np.uint64)

@@ -1,10 +1,10 @@
-"""Find stored text in other text: compare runs of tokens, or runs of letters.
+"""Find passages that texts and stored documents share, by comparing runs of tokens or runs of letters.
 
-Two documents that contain the same passage share its symbols, whatever stands before and after it. Tokens of
-the same passage differ where spaces or line breaks differ, but its letters do not, so `Letters` converts
-tokens to letters without spaces. `Runs` indexes every run of `RUN` symbols by a polynomial hash modulo 2^64.
-All hashes of a text are differences of one cumulative sum, so a document is compared about as fast as it is
-read, and nothing is stored.
+A run is a series of symbols (tokens or letters) of a fixed length. Two documents that contain the same
+passage share its runs, whatever stands before and after the passage. Tokens of the same passage differ where
+spaces or line breaks differ, but its letters do not, so `Letters` converts tokens to letters without spaces.
+`Runs` indexes every run of some texts by a polynomial hash modulo 2^64. All hashes of a text are differences
+of one cumulative sum, so a document is compared about as fast as it is read, and nothing is stored.
 """
 
 from collections import defaultdict
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 
 class Letters:
-    """Converts tokens to their letters without spaces.
+    """Converts token ids to letters without spaces, so that texts can be compared in spite of other spacing.
 
     Args:
-        spellings: spelling of each token of the vocabulary, without spaces.
+        spellings: spelling of each token of the vocabulary, by token id, without spaces.
     """
 
     def __init__(self, spellings: Sequence[str]) -> None:
@@ -28,9 +28,10 @@ class Letters:
         self._ends = np.cumsum([0, *map(len, spellings)])
 
     def of(self, tokens: NDArray[np.unsignedinteger]) -> NDArray[np.uint32]:
-        """Return the code points of the letters of a text's tokens, uint32, shape (letters,).
+        """Return the Unicode code points of a text's letters, uint32, shape (letters,).
 
-        Token ids beyond the vocabulary count as the last token.
+        Args:
+            tokens: token ids of the text, shape (n,). Ids beyond the vocabulary count as the last token.
         """
         known_tokens = np.minimum(tokens.astype(np.int64), len(self._ends) - 2)
         starts = self._ends[known_tokens]
@@ -42,13 +43,17 @@ class Letters:
 
 
 RUN_LETTERS = 128
-"""Number of letters of a run, about as many as 32 tokens of English text have."""
+"""Length of a run when letters are compared, about as many letters as 32 tokens of English text have."""
 RUN = 32
-"""Number of tokens of a run. Different articles of a newspaper often share runs of 16 tokens, and few of
-32."""
+"""Length of a run when tokens are compared.
+
+Different articles of a newspaper often share runs of 16 tokens, and rarely runs of 32 tokens.
+"""
 KNOWN = 0.5
-"""A text counts as stored if this share of its symbols is in stored runs. Two documents are the same text if
-this share of the shorter one is in the other."""
+"""A text counts as stored if at least this share of its symbols is in runs that stored documents contain.
+
+Two documents count as the same text if at least this share of the shorter document is in the other document.
+"""
 
 _FILTER_SIZE = np.uint64(1 << 22)
 _FACTOR = 0x9E3779B97F4A7C15
@@ -58,29 +63,31 @@ Symbols = NDArray[np.unsignedinteger]
 
 
 class Overlap(NamedTuple):
-    """The part of a text that is stored."""
+    """The part of a text that stored documents contain word for word."""
 
     share: float
-    """Share of the text's symbols that are in stored runs; 0 or 1 for a text shorter than a run."""
+    """Share of the text's symbols (tokens or letters) that are in runs of stored documents, 0 to 1; only 0 or
+    1 for a text shorter than a run."""
     documents: frozenset[str]
-    """Content hashes of the stored documents that are the same text, see `KNOWN`. Documents that share only a
-    usual heading are left out, unless the others together contain as much of the text: then all documents
-    with a run of it are included."""
+    """SHA-256 of each stored document that counts as the same text: that shares at least `KNOWN` of the
+    shorter of the two. A document that shares less, such as a usual heading, is left out. But if all such
+    documents together contain at least `KNOWN` of the text, they are included too."""
 
 
 class SharedTexts(NamedTuple):
-    """Indices of the indexed texts that share runs with a compared document."""
+    """Indices of the texts that share runs (series of symbols of a fixed length) with a document."""
 
     same: set[int]
-    """Texts that are the same text as the document, see `KNOWN`."""
+    """Texts that count as the same text as the document: at least `KNOWN` of the shorter one is shared."""
     others: set[int]
     """Other texts that share a run with the document."""
 
 
 class Runs:
-    """Index of the runs of texts, to find these runs in other documents.
+    """Index of some texts, to find which parts of the texts other documents contain.
 
-    A text shorter than a run is found only as a whole: by all its quarters of a run, or as the same text.
+    Texts are compared by runs: series of `run` symbols (tokens or letters). A text that is shorter than a run
+    is found only if a document contains all of it.
 
     Args:
         texts: symbols of each text, integers of shape (n,).
@@ -105,9 +112,13 @@ class Runs:
         self._found, self._elsewhere = np.zeros((2, self._long.size), bool)
 
     def compare_document(self, text: Symbols) -> SharedTexts:
-        """Compare a document with the indexed texts, and record the shared runs for `shares`.
+        """Compare a document with the indexed texts, and remember the shared runs for the method `shares`.
 
-        Returns the texts that share a run with the document.
+        Args:
+            text: symbols of the document, shape (n,).
+
+        Returns:
+            The indices of the texts that share a run with the document.
         """
         numbers, shared = self._parts_of_short.count_shared(text)
         same = set(numbers[shared >= np.minimum(self._lengths[numbers], len(text))].tolist())
@@ -125,9 +136,10 @@ class Runs:
         return SharedTexts(same | set(numbers[is_same].tolist()), set(numbers[~is_same].tolist()))
 
     def shares(self, *, elsewhere: bool = False) -> list[float]:
-        """Return the share of each indexed text's symbols in runs of the documents compared so far, 0 to 1.
+        """Return for each indexed text the share of its symbols that the compared documents contain, 0 to 1.
 
-        With `elsewhere`, only runs of documents that are not the same text as the indexed one count.
+        Args:
+            elsewhere: True counts only documents that do not count as the same text as the indexed text.
         """
         shares = self._whole.astype(float) * (not elsewhere)
         numbers, covered = self._long.count_covered(
@@ -138,7 +150,15 @@ class Runs:
 
 
 class _RunIndex:
-    """Hash index of the places where runs of texts begin. Places are numbered text after text."""
+    """Hash index of the places where the runs of some texts begin.
+
+    A run is a series of `run` symbols. Places are numbered from 0: first the places of the first text, then
+    the places of the second text, and so on.
+
+    Args:
+        texts: symbols of each text, shapes (n_i,).
+        run: number of symbols of a run.
+    """
 
     def __init__(self, texts: Sequence[Symbols], run: int) -> None:
         hashes = [hash_runs(one, run) for one in texts]
@@ -151,7 +171,11 @@ class _RunIndex:
         self._maybe[self._hashes % _FILTER_SIZE] = True
 
     def find_places(self, text: Symbols) -> NDArray[np.int64]:
-        """Return the places of indexed runs that a text contains, ascending, int64; may be empty."""
+        """Return the places of all indexed runs that another text contains too, int64, ascending.
+
+        Args:
+            text: symbols of the other text, shape (n,). If it is shorter than a run, the result is empty.
+        """
         hashes = hash_runs(text, self._run) if self.size else np.zeros(0, np.uint64)
         hashes = hashes[self._maybe[hashes % _FILTER_SIZE]] if len(hashes) else hashes
         if not len(hashes):  # most are of none, and searching takes the longest
@@ -162,11 +186,19 @@ class _RunIndex:
         return np.flatnonzero(is_there[self._which])
 
     def find_texts(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the text that contains each place."""
+        """Return the index of the text to which each place belongs, int64, in the shape of `places`."""
         return np.searchsorted(self._starts, places, side="right") - 1
 
     def count_covered(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the texts that contain ascending places, and how many symbols runs from there cover."""
+        """Count how many symbols of each text are in runs that begin at some places.
+
+        Args:
+            places: places of runs, ascending.
+
+        Returns:
+            The indices of the texts with such a run, ascending, and the number of covered symbols of each
+            of these texts. A symbol in several runs counts once.
+        """
         texts = self.find_texts(places)
         cover_lengths = np.full(len(places), self._run)
         np.minimum(cover_lengths[:-1], np.diff(places), out=cover_lengths[:-1], where=texts[1:] == texts[:-1])
@@ -174,12 +206,28 @@ class _RunIndex:
         return numbers, np.bincount(which, cover_lengths, len(numbers)).astype(np.int64)
 
     def count_shared(self, text: Symbols) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the indexed texts that share runs with a text, with their numbers of shared symbols."""
+        """Find the indexed texts that share runs with another text.
+
+        Args:
+            text: symbols of the other text, shape (n,).
+
+        Returns:
+            The indices of these indexed texts, ascending, and the number of symbols of each of these texts
+            that are in shared runs.
+        """
         return self.count_covered(self.find_places(text))
 
 
 def hash_runs(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
-    """Hash each run of symbols: uint64, shape (n - run + 1,); empty if the text is shorter than a run."""
+    """Compute a hash of each run of a text. A run is a series of `run` successive symbols.
+
+    Args:
+        tokens: symbols of the text, shape (n,).
+        run: number of symbols of a run.
+
+    Returns:
+        Hash of the run that begins at each symbol, uint64, shape (n - run + 1,); empty if n < run.
+    """
     count = len(tokens)
     if count < run:
         return np.zeros(0, np.uint64)
@@ -191,7 +239,7 @@ def hash_runs(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=1)
 def _compute_powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return the powers 0 to `count` - 1 of the hash factor and of its inverse, modulo 2^64."""
+    """Return the powers 0 to count - 1 of the hash's factor, and of the factor's inverse, modulo 2^64."""
     factors = np.full((2, count), [[_FACTOR], [_INVERSE]], np.uint64)
     factors[:, 0] = 1
     powers, inverses = np.cumprod(factors, axis=1, dtype=np.uint64)
@@ -199,5 +247,5 @@ def _compute_powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 def _convert_to_bytes(tokens: Symbols) -> bytes:
-    """Return symbols as bytes, four for each, to be used as a dictionary key."""
+    """Convert symbols to bytes, four for each symbol, so that a short text can be a key of a dict."""
     return tokens.astype("<u4").tobytes()

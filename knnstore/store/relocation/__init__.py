@@ -1,4 +1,4 @@
-"""Moving a store's keys to another engine, or to a new place of the same engine."""
+"""Moving a store's keys to another vector engine, or to a new location of the same engine."""
 
 from knnstore.store.relocation.moving import Moved
 from knnstore.store.relocation.relocating import Relocation

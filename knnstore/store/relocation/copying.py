@@ -27,7 +27,7 @@ from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 
 SECONDS_AT_RISK = 10.0
-"""Seconds between two flushes of the copy: the work that an interruption can cost at most."""
+"""Seconds between two flushes of the copy. An interruption loses at most the work of this time."""
 
 GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --abandon`"
 
@@ -41,18 +41,20 @@ OnBatch = Callable[[Ids, Keys], None]
 
 
 class Transferred(NamedTuple):
-    """The result of `transfer`."""
+    """Report on a copy of all records from one datastore to another, made by `transfer`."""
 
     records: int
-    """Records of the source, each of which the target holds."""
+    """Number of records in the source, and now in the target."""
     copied: int
-    """Number of these records that the target did not have before."""
+    """Number of records that were copied now; the target had the other records already."""
     recall: float | None
-    """Share of the true nearest neighbors of some keys that the target finds; None without records."""
+    """Share of the true nearest neighbors of some sampled keys that the target finds, 0 to 1; None if there
+    are no records."""
     neighbors: int
-    """Number of neighbors of each key in the recall."""
+    """Number of neighbors of each sampled key from which the recall was computed."""
     codes: str | None
-    """Codes that the target uses for many keys; see `Capabilities`."""
+    """Name of the codes to which the target compresses the keys of large groups, as "pq32"; None if it
+    compresses no key."""
 
 
 def transfer(
@@ -60,33 +62,36 @@ def transfer(
     target: Datastore,
     progress: Progress,
     *,
-    reads: OnBatch = lambda ids, keys: None,
-    holds: OnBatch = lambda ids, keys: None,
+    on_source_batch: OnBatch = lambda ids, keys: None,
+    on_target_batch: OnBatch = lambda ids, keys: None,
 ) -> Transferred:
-    """Copy the records of the source to the target, build its indexes, and check the result.
+    """Copy all records of one datastore to another, build the target's indexes, and check the target.
 
-    Records that the target has from an interrupted transfer are not copied again. Every record is compared,
-    and the neighbors of a sample are compared with those that numpy finds.
+    Records that the target has from an interrupted transfer are not copied again; records that only the
+    target has are deleted. Afterwards every record of the target is compared with the source. A search for
+    some sampled keys is compared with an exact search in numpy.
 
     Args:
         source: the datastore to copy.
-        target: the datastore to fill.
-        progress: receives each batch.
-        reads: called with all records of the source, by ascending id.
-        holds: called with all records of the complete target, by ascending id.
+        target: the datastore to fill, open for writing.
+        progress: receives the progress for the user.
+        on_source_batch: function that is called with the ids and keys of each batch of the source, by
+            ascending id.
+        on_target_batch: function that is called with the ids and keys of each batch of the complete target,
+            by ascending id.
 
     Raises:
-        DatastoreError: if the target returns other records than it was given, or does not find the nearest
-            records although its search claims to be exact.
+        DatastoreError: if the target has other records than the source, or does not find the nearest records
+            although it claims an exact search.
     """
     total = source.count()
-    queries, copied = _copy_missing(_read_ahead(source, reads), total, target, progress)
+    queries, copied = _copy_missing(_read_ahead(source, on_source_batch), total, target, progress)
     if isinstance(target, SupportsOptimize):
         progress.start("indexing")
         target.optimize()
         progress.finish()
     failpoint("move.indexed")
-    held = _read_ahead(target, holds)
+    held = _read_ahead(target, on_target_batch)
     nearest = _compare_records(_read_ahead(source), held, total, target, queries, progress)
     records = target.count()
     failpoint("move.compared")
@@ -102,17 +107,17 @@ def transfer(
 def _copy_missing(
     batches: Iterable[Batch], total: int, target: Datastore, progress: Progress
 ) -> tuple[Keys, int]:
-    """Copy the records that the target lacks, delete records that the source lacks, and flush the target.
+    """Add to the target the records that it lacks, delete records that the source lacks, and flush it.
 
     Args:
-        batches: all records of the source, by ascending id.
+        batches: all records of the source in batches (ids, keys, groups), by ascending id.
         total: number of records of the source.
         target: the datastore to fill.
-        progress: receives each batch.
+        progress: receives the progress for the user.
 
     Returns:
-        A sample of the source's keys, evenly spaced, shape (at most `_QUERIES`, dim), and the number of
-        copied records.
+        A sample of at most `_QUERIES` evenly spaced keys of the source, float32, shape (n, dim); and the
+        number of records that were copied.
     """
     present = target.count()
     if present:
@@ -149,9 +154,16 @@ def _copy_missing(
 
 
 def _delete_unwanted(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
-    """Delete the target's records with ids from `start` to below `stop`, except the ids in `wanted`.
+    """Delete the records of a datastore whose ids are in a range, except records with wanted ids.
 
-    Returns all ids that the target had in this range, the deleted ones included.
+    Args:
+        target: the datastore, open for writing.
+        start: first id of the range.
+        stop: last id of the range plus one.
+        wanted: ids of records that stay.
+
+    Returns:
+        All ids that the datastore had in the range before the call, including the deleted ids, ascending.
     """
     id_batches = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
     ids = np.concatenate(id_batches) if id_batches else np.empty(0, np.int64)
@@ -160,9 +172,13 @@ def _delete_unwanted(target: Datastore, start: int, stop: int, wanted: Ids) -> I
 
 
 def _read_ahead(datastore: Datastore, on_batch: OnBatch = lambda ids, keys: None) -> Iterator[Batch]:
-    """Yield all records in nonempty batches, and call `on_batch` with the ids and keys of each batch.
+    """Yield all records of a datastore in batches (ids, keys, groups), by ascending id.
 
-    A thread reads the next batch while the caller uses the current one.
+    A thread reads the next batch while the caller uses the current batch.
+
+    Args:
+        datastore: the datastore to read.
+        on_batch: function that is called with the ids and keys of each batch before it is yielded.
     """
     batches = datastore.iterate(batch_size=BATCH_SIZE)
     with ThreadPoolExecutor(1) as reader:
@@ -182,18 +198,21 @@ def _compare_records(
     queries: Keys,
     progress: Progress,
 ) -> "_NearestDistances":
-    """Compare all records of source and target, and compute the distances of the queries' true neighbors.
+    """Compare all records of a copy with their source, and find the nearest records of some queries exactly.
 
     Args:
-        batches: records of the source, by ascending id.
-        held: records of the target, by ascending id.
+        batches: records of the source in batches (ids, keys, groups), by ascending id.
+        held: records of the copy in batches, by ascending id.
         total: number of records of the source.
-        target: the target.
-        queries: query vectors, shape (q, dim).
-        progress: receives each batch.
+        target: the datastore with the copy; its metric and capabilities are used.
+        queries: query vectors, float32, shape (q, dim).
+        progress: receives the progress for the user.
+
+    Returns:
+        The distances of each query to its nearest records.
 
     Raises:
-        DatastoreError: if the records differ.
+        DatastoreError: if the copy has other records than the source.
     """
     progress.start("comparing", total=total, unit="rec")
     nearest = _NearestDistances(queries, min(_NEIGHBORS, total), target.metric)
@@ -211,9 +230,14 @@ def _compare_records(
 def _align_batches(
     one: Iterable[Batch], other: Iterable[Batch]
 ) -> Generator[tuple[Batch | None, Batch | None]]:
-    """Yield pairs of batches with equal numbers of rows from two streams whose batches differ in size.
+    """Read two streams of batches in parallel, and yield pairs of batches with equal numbers of records.
 
-    If one stream ends earlier, the last pair has None in its place.
+    The batches of the two streams may have different sizes; they are cut. If one stream has fewer records,
+    the last pair has None in place of its batch.
+
+    Args:
+        one: batches (ids, keys, groups) of the first stream.
+        other: batches of the second stream.
     """
     streams = iter(one), iter(other)
     ours, theirs = (next(stream, None) for stream in streams)
@@ -229,13 +253,27 @@ def _align_batches(
 
 
 def _select_rows(batch: Batch, rows: slice | NDArray[np.bool_]) -> Batch:
-    """Return ids, keys and groups of some rows of a batch."""
+    """Return a batch (ids, keys, groups) with some records of another batch.
+
+    Args:
+        batch: ids, keys and groups.
+        rows: the records to return, as a slice or a mask.
+    """
     ids, keys, groups = batch
     return ids[rows], keys[rows], groups[rows]
 
 
 def _are_equal(ours: Batch, theirs: Batch, capabilities: Capabilities) -> bool:
-    """Check whether the records of two batches are equal. Keys are compared in the engine's precision."""
+    """Check whether the records of a copy equal their source, as far as the copy's precision allows.
+
+    Ids and groups must be equal. Keys of the copy may be rounded to half precision or compressed to codes, if
+    the engine's capabilities say so.
+
+    Args:
+        ours: batch (ids, keys, groups) of the source.
+        theirs: batch of the copy.
+        capabilities: features of the engine of the copy.
+    """
     (ids, keys, groups), (their_ids, their_keys, their_groups) = ours, theirs
     if not (np.array_equal(ids, their_ids) and np.array_equal(groups, their_groups)):
         return False
@@ -246,14 +284,19 @@ def _are_equal(ours: Batch, theirs: Batch, capabilities: Capabilities) -> bool:
     if capabilities.exact_keys:
         return False
     return bool(((their_keys == rounded) | (their_keys == keys)).all()) or (
-        capabilities.codes is not None and _codes_fit(keys, their_keys)
+        capabilities.codes is not None and _are_codes_plausible(keys, their_keys)
     )
 
 
-def _codes_fit(keys: Keys, coded: Keys) -> bool:
-    """Check whether decoded keys can be codes of `keys`: codes lose at most half of the squared spread.
+def _are_codes_plausible(keys: Keys, coded: Keys) -> bool:
+    """Check whether keys that were compressed and decoded are near enough to the original keys.
 
-    Keys of other records of the same text would be farther away.
+    The squared distance to the original keys may be at most half of the keys' squared distance to their mean.
+    Keys of other records would be farther away.
+
+    Args:
+        keys: original keys, float32, shape (n, dim).
+        coded: decoded keys, float32, shape (n, dim).
     """
     lost_distance, spread_distance, size = (
         ((keys - others) ** 2).sum(dtype=np.float64) for others in (coded, keys.mean(0), np.float32(0))
@@ -262,20 +305,26 @@ def _codes_fit(keys: Keys, coded: Keys) -> bool:
 
 
 class _NearestDistances:
-    """Distances of the k nearest added keys of each query."""
+    """Finds the k smallest distances of each query to keys that are added in batches.
+
+    Args:
+        queries: query vectors, float32, shape (q, dim).
+        k: number of distances for each query; 0 finds none.
+        metric: metric of the distances.
+    """
 
     def __init__(self, queries: Keys, k: int, metric: Metric) -> None:
         self.k, self._queries, self._metric = k, queries, metric
         self._distances: Distances = np.full((len(queries), k), np.inf, np.float32)
 
     def add(self, keys: Keys) -> None:
-        """Process further keys, shape (n, dim)."""
+        """Compare the queries with further keys, float32, shape (n, dim)."""
         if self.k:
             both = np.concatenate([self._distances, pairwise(self._queries, keys, self._metric)], axis=1)
             self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
     def bounds(self) -> Distances:
-        """Return the distance of each query's k-th nearest record, plus a margin for rounding."""
+        """Return for each query the distance of its k-th nearest key plus a rounding margin, shape (q,)."""
         furthest = self._distances.max(axis=1)
         origin = self._queries.mean(axis=0) if self._metric is Metric.L2 else 0
         scale = ((self._queries - origin) ** 2).sum(axis=1)

@@ -1,4 +1,4 @@
-"""A move of the keys: `MovePlan` is saved while a move is unfinished, `Moved` is the result of a move."""
+"""Data of a move of the keys to another engine: `MovePlan` while it is unfinished, `Moved` as its result."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -17,40 +17,50 @@ _FILE_NAME = "move.json"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The result of `KNNStore.move`."""
+    """Report on a call of `KNNStore.move`, which moves the store's keys to another vector engine."""
 
     before: Engine
     """The old engine."""
     after: Engine
     """The new engine."""
     records: int
+    """Number of records in the new engine."""
     copied: int
-    """Number of records that this call copied; fewer than `records` if it continued an interrupted move."""
+    """Number of records that this call copied; smaller than `records` if it continued an interrupted move."""
     seconds: float
+    """Duration of the call in seconds."""
     recall: float | None
-    """Share of the true nearest neighbors of some stored keys that the new engine finds; 1 for exact search,
-    None without records."""
+    """Share of the true nearest neighbors of some stored keys that the new engine finds, 0 to 1; 1 for an
+    engine with exact search, None if there are no records."""
     neighbors: int
-    """Number of neighbors of each key in the recall."""
+    """Number of neighbors of each sampled key from which the recall was computed."""
     codes: str | None
-    """Codes of many keys in the new engine, as ``pq32``; their loss is permanent."""
+    """Name of the codes to which the new engine compresses the keys of large groups, as ``pq32``; the lost
+    precision cannot be restored. None if no key is compressed."""
     left: str | None
     """The reason why the old keys still exist; None if they were erased."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """State of a move that has begun. It is saved in the store's folder until the old keys are erased."""
+    """State of a move of the keys, saved in the store's folder until the old keys are erased."""
 
     store_id: str
+    """Id of the store."""
     source: Engine
+    """The engine that had the keys when the move began."""
     target: Engine
+    """The engine to which the keys are copied."""
     made: bool = False
     """True if this move has created the target, so that all records in it belong to this store."""
 
     @classmethod
     def read(cls, home: Home, store_id: str) -> Self | None:
-        """Return the unfinished move; None if there is none.
+        """Read the state of a store's unfinished move; None if no move is unfinished.
+
+        Args:
+            home: folder of the store.
+            store_id: id of the store.
 
         Raises:
             ConfigError: if the file of the move is damaged, or belongs to another store.
@@ -75,32 +85,35 @@ class MovePlan:
         return plan
 
     def write(self, home: Home) -> None:
-        """Save this as the unfinished move, durably."""
+        """Save this state of the unfinished move in the store's folder, durably."""
         with medium_errors(home.path):
             publish(home.path / _FILE_NAME, json.dumps(asdict(self)).encode(), "move")
 
     @staticmethod
     def remove_temporary_file(home: Home) -> None:
-        """Delete the temporary file that a crash may have left."""
+        """Delete the temporary file that a crash during `write` may have left in the store's folder."""
         (home.path / f"{_FILE_NAME}.tmp").unlink(missing_ok=True)
 
     @staticmethod
     def delete(home: Home) -> None:
-        """Delete the saved state, durably: no move is unfinished any more."""
+        """Delete the saved state of a move from the store's folder, durably, because the move has ended."""
         (home.path / _FILE_NAME).unlink(missing_ok=True)
         sync_directory(home.path)
 
 
 def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> Engine:
-    """Return the same engine at another location, for a copy of the keys.
+    """Choose a location at which the same vector engine can make a copy of the store's keys.
 
-    This is a free folder in the home, the target of the interrupted move if it fits, or, for a URL, the place
-    that the adapter chooses.
+    For a URL, the adapter chooses other parameters. Otherwise the location is a folder in the home that does
+    not exist yet. If an interrupted move has already begun such a copy, its target is returned.
 
     Args:
         home: folder of the store; relative locations are inside it.
-        engine: the present engine.
-        begun: target of an interrupted move, which may be this one.
+        engine: the engine that has the keys: adapter, location and parameters.
+        begun: target of an interrupted move; None if no move was interrupted.
+
+    Returns:
+        The engine for the copy, which differs from `engine` in location or parameters.
 
     Raises:
         ConfigError: if the adapter cannot choose a place on its server.

@@ -52,7 +52,16 @@ _UNCHANGED = "the store stays as it is"
 
 
 class Relocation:
-    """Moves the keys of one store."""
+    """Moves the keys of one store to another vector engine, and erases what unfinished moves have left.
+
+    A move copies the records, switches the catalog to the copy in one transaction, and erases the old keys. A
+    move is unfinished if it was interrupted before its old keys were erased.
+
+    Args:
+        home: folder of the store.
+        catalog: catalog of the store.
+        current: the open datastore of the store.
+    """
 
     def __init__(self, home: Home, catalog: Catalog, current: Current) -> None:
         self._home = home
@@ -60,15 +69,20 @@ class Relocation:
         self._current = current
 
     def get_unfinished_target(self) -> Engine | None:
-        """Return the target of a move that was interrupted before its switch; None without one."""
+        """Return the vector engine that was the target of a move that was interrupted before its switch.
+
+        Returns None if there is no such move.
+        """
         plan = self._read_plan()
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
     def finish(self) -> str | None:
-        """Erase the old keys of a move that has switched. Does nothing without such a move.
+        """Erase the old keys of a move after whose switch they were not erased. Raises no error.
+
+        Does nothing if there is no such move.
 
         Returns:
-            The reason why the old keys still exist; None if they were erased or there are none.
+            The reason why the old keys still exist; None if they were erased, or there is no such move.
         """
         try:
             plan = self._read_plan()
@@ -78,14 +92,23 @@ class Relocation:
             return f"{error}; the next writer tries again"
 
     def finish_or_warn(self) -> None:
-        """Run `finish` when a store is opened, and log a warning if old keys still exist."""
+        """Erase the old keys of an unfinished move, and log a warning if they cannot be erased.
+
+        The writer calls this method when it opens a store.
+        """
         MovePlan.remove_temporary_file(self._home)
         reason = self.finish()
         if reason:
             _logger.warning("what is left of a move stays: %s", reason)
 
     def abandon(self) -> Engine | None:
-        """Erase the copy of an unfinished move. Returns the move's target; None without a move."""
+        """Give up a move that has not switched: erase its copy of the keys, and forget the move.
+
+        If the copy cannot be erased, a warning is logged.
+
+        Returns:
+            The target engine of the move; None if there is no such move.
+        """
         self._current.view()  # follows a move whose answer was lost
         plan = self._read_plan()
         if plan is None or plan.target == self._current.engine:
@@ -96,7 +119,14 @@ class Relocation:
         return plan.target
 
     def erase_leftovers(self, progress: Progress) -> list[str]:
-        """Erase the copy or the old keys of an unfinished move. Returns what stays, a line each."""
+        """Erase what an unfinished move has left: its copy, or the old keys if the move has switched.
+
+        Args:
+            progress: receives a message for the user.
+
+        Returns:
+            A list with one line if the keys could not be erased: their place and the reason; else empty.
+        """
         self._current.view()  # follows a move whose answer was lost
         plan = self._read_plan()
         if plan is None:
@@ -105,9 +135,14 @@ class Relocation:
         return _format_leftover(self._get_leftover(plan), self._erase_leftover(plan))
 
     def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
-        """Copy the records to a new place of the same engine, switch to it, and erase the old keys.
+        """Copy all records to a new location of the same engine, switch to the copy, and erase the old keys.
 
-        Returns the places that could not be erased, one line each.
+        Args:
+            writer: writer of the catalog.
+            progress: receives messages and progress for the user.
+
+        Returns:
+            A list with one line if the old keys could not be erased: their place and the reason; else empty.
         """
         old_place = self._current.place(self._current.engine)
         target = choose_copy_engine(self._home, self._current.engine, begun=self.get_unfinished_target())
@@ -115,7 +150,20 @@ class Relocation:
         return _format_leftover(old_place, self.finish())
 
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
-        """Move the keys to another engine, and erase the old keys; see `KNNStore.move`."""
+        """Move the keys to another engine: copy all records, switch to the copy, and erase the old keys.
+
+        An interrupted move to the same target is continued. The copy of another unfinished move is erased.
+
+        Args:
+            writer: writer of the catalog.
+            target: the new engine: adapter, location and parameters.
+            progress: receives messages and progress for the user.
+
+        Raises:
+            ConfigError: if the store has no keys, or `target` keeps no keys.
+            DatastoreExistsError: if the location already holds something else.
+            DatastoreError: if the copy differs from its source, or records are lost.
+        """
         started = time.perf_counter()
         for engine in (self._current.engine, target):
             _check_has_keys(engine)
@@ -129,14 +177,22 @@ class Relocation:
         )
 
     def _copy_and_switch(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Transferred:
-        """Copy the records, compare the copy, and switch to the copy. The old keys are not erased.
+        """Copy all records to another engine, compare the copy, and let the catalog name the copy.
+
+        The old keys are not erased.
+
+        Args:
+            writer: writer of the catalog.
+            target: the engine for the copy: adapter, location and parameters.
+            progress: receives messages and progress for the user.
 
         Raises:
-            DatastoreError: if the copy differs, or records are lost.
-            CorruptDatastoreError: if keys are damaged. The message names their documents.
+            DatastoreError: if the copy differs from its source, or the source has lost records.
+            CorruptDatastoreError: if keys of the source are damaged. The message names their documents.
         """
 
         def commit() -> None:
+            """Let the catalog name the target as the engine of the keys."""
             writer.move(target, target_checksums.get_checksums())
             failpoint("move.switched")
 
@@ -151,7 +207,11 @@ class Relocation:
             )
             with name_damaged_documents(self._catalog, source, _UNCHANGED):
                 transferred = transfer(
-                    source, copy, progress, reads=source_checksums.add, holds=target_checksums.add
+                    source,
+                    copy,
+                    progress,
+                    on_source_batch=source_checksums.add,
+                    on_target_batch=target_checksums.add,
                 )
             altered = source_checksums.find_differing(stored)
             if altered:
@@ -173,13 +233,20 @@ class Relocation:
         return transferred
 
     def _open_target(self, target: Engine, records: int, progress: Progress) -> Datastore:
-        """Open the target for writing: create it, or open the target of the same interrupted move.
+        """Open the datastore to which a move copies the records, for writing.
 
-        Also claims the target and saves the state of the move. The copy of another unfinished move is erased.
+        The datastore is created, unless it was created by an interrupted move to the same target. This store
+        is saved as its owner, and the state of the move is saved. The copy of another unfinished move is
+        erased.
+
+        Args:
+            target: the engine for the copy: adapter, location and parameters.
+            records: number of records that will be copied.
+            progress: receives messages for the user.
 
         Raises:
-            DatastoreExistsError: if the place already holds something else.
-            DiskFullError: if there is too little space.
+            DatastoreExistsError: if the location already holds something else.
+            DiskFullError: if the disk has too little space for the copy.
         """
         source, place, is_known = self._current.engine, self._current.place(target), True
         operation = f"a copy of {records:,} records"
@@ -217,7 +284,10 @@ class Relocation:
         return datastore
 
     def _check_place_is_free(self, place: Place) -> None:
-        """Raise DatastoreExistsError if a place holds anything, because the move would take it over."""
+        """Raise DatastoreExistsError if a place for a copy of the keys has a datastore or any files.
+
+        A place inside the folder of the present keys is refused too.
+        """
         folder, old, problem = place.folder, self._current.place(self._current.engine).folder, None
         if folder is not None and old is not None and folder.is_relative_to(old):
             problem = "is where the keys are now"
@@ -228,7 +298,14 @@ class Relocation:
         place.check_free()
 
     def _abandon_other_move(self, plan: MovePlan, progress: Progress) -> None:
-        """Erase the leftovers of an unfinished move before another move begins, or print what stays."""
+        """Erase what an unfinished move has left, before a move to another target begins.
+
+        If it cannot be erased, the user gets a message, and no error is raised.
+
+        Args:
+            plan: state of the unfinished move.
+            progress: receives messages for the user.
+        """
         if plan.target != self._current.engine:
             progress.say(f"giving up the unfinished move to {self._get_leftover(plan)}")
         try:
@@ -240,7 +317,17 @@ class Relocation:
             progress.say(f"remove what is left at {self._get_leftover(plan)} yourself: {problem}")
 
     def _erase_leftover(self, plan: MovePlan) -> str | None:
-        """Erase the leftovers of a move and delete its saved state. Returns a reason if they stay."""
+        """Erase what a move has left: its copy, or the old keys if the move has switched. Forget the move.
+
+        A copy that the move did not create, and that has records, is not erased.
+
+        Args:
+            plan: saved state of the move, which is deleted.
+
+        Returns:
+            The reason why the keys could not be erased; None if they were erased, or if the move did not
+            create the copy.
+        """
         leftover = self._get_leftover(plan)
         is_ours = plan.made or plan.target == self._current.engine or leftover.is_empty()
         reason_left = leftover.erase() if is_ours else None
@@ -248,28 +335,40 @@ class Relocation:
         return reason_left
 
     def _get_leftover(self, plan: MovePlan) -> Place:
-        """Return the keys to erase: the old keys if the move has switched, else the copy."""
+        """Return the place of the keys that a move has left: the old keys if it has switched, else the copy.
+
+        Args:
+            plan: saved state of the move.
+        """
         return self._current.place(plan.source if plan.target == self._current.engine else plan.target)
 
     def _read_plan(self) -> MovePlan | None:
-        """Return the unfinished move; None if there is none."""
+        """Read the state of the unfinished move from the store's folder; None if no move is unfinished."""
         return MovePlan.read(self._home, self._catalog.store_id)
 
 
 def _check_has_keys(engine: Engine) -> None:
-    """Raise ConfigError if the engine keeps no keys."""
+    """Raise ConfigError if the engine is that of a store without keys, which cannot be moved."""
     if engine.is_keyless:
         raise ConfigError(
             "a store keeps keys or none from its beginning on: make another one and add the documents to it"
         )
 
 
-def _format_leftover(place: Place, left: str | None) -> list[str]:
-    """Return the place and the reason `left` as one line in a list; an empty list without a reason."""
-    return [f"{place}: {left}"] if left else []
+def _format_leftover(place: Place, reason_left: str | None) -> list[str]:
+    """Return a list with one line about keys that could not be erased; an empty list if they were erased.
+
+    Args:
+        place: place of the keys.
+        reason_left: reason why the keys could not be erased; None if they were erased.
+    """
+    return [f"{place}: {reason_left}"] if reason_left else []
 
 
 def _normalize_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an adapter's parameters after a round trip through JSON. Raises InputError for other values."""
+    """Convert an adapter's parameters to JSON and back, so that they equal parameters read from a file.
+
+    Raises InputError if a value cannot be stored as JSON.
+    """
     check_json(params, "the parameters")
     return dict(json.loads(json.dumps(dict(params))))

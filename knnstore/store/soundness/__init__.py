@@ -1,4 +1,7 @@
-"""Damaged keys and their documents: parts that an engine sets aside, and keys that differ from checksums."""
+"""Damage of keys: damaged parts (files) that an engine leaves out, and keys that differ from their checksums.
+
+The functions find the documents to which lost records and altered keys belong.
+"""
 
 from knnstore.store.soundness.checksums import (
     Checksums,

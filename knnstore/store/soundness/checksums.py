@@ -16,42 +16,61 @@ from knnstore.catalog import Snapshot
 from knnstore.datastore import Capabilities, Ids, Keys, positions_of
 
 Sums = NDArray[np.uint32]
-"""CRC-32 of the key at each position; 0 for a position without a record."""
+"""CRC-32 of the key of each token of a document, uint32, shape (n,); 0 for a token without a record."""
 
 _PRECISIONS = ("float16", "float32")
 _NO_CRCS: Sums = np.zeros(0, np.uint32)
 
 
 def get_checksum_precision(engine: Capabilities) -> str | None:
-    """Return the precision of the checksums of an engine's keys; None if the engine checks them itself."""
+    """Return the precision to which keys are rounded before checksums are computed.
+
+    Args:
+        engine: features of the vector engine that stores the keys.
+
+    Returns:
+        "float32" if the engine returns keys exactly, else "float16"; None if the engine checks its keys
+        itself, so that the store needs no checksums.
+    """
     if engine.checks_keys:
         return None
     return "float32" if engine.exact_keys else "float16"
 
 
 def compute_key_crcs(keys: Keys, precision: str) -> Sums:
-    """Return the CRC-32 of each key, rounded to `precision`, uint32, shape (n,)."""
+    """Round keys, and compute the CRC-32 of each rounded key.
+
+    Args:
+        keys: float32, shape (n, dim).
+        precision: "float16" or "float32".
+
+    Returns:
+        uint32, shape (n,).
+    """
     with np.errstate(over="ignore"):  # what is too large for half precision is infinite, given and read
         rounded = np.ascontiguousarray(keys, np.dtype(precision).newbyteorder("<"))
     return np.fromiter(map(zlib.crc32, rounded + rounded.dtype.type(0)), np.uint32, len(rounded))  # no -0
 
 
 def checksum(sums: Sums, precision: str) -> str:
-    """Return the checksum of a document as text: the precision and a SHA-256.
+    """Return the checksum of a document's keys as text: the precision, a colon and a SHA-256.
 
     Args:
-        sums: CRC-32 of the key at each position of the document.
-        precision: precision of the rounded keys, "float16" or "float32".
+        sums: CRC-32 of the key of each token of the document; 0 for a token without a record.
+        precision: precision to which the keys were rounded, "float16" or "float32".
     """
     return f"{precision}:{hashlib.sha256(sums.astype('<u4').tobytes()).hexdigest()}"
 
 
 class Checksums:
-    """Computes the checksums of documents of a snapshot from their records by ascending id.
+    """Computes the checksums of the keys of several documents, from batches of records by ascending id.
+
+    Call `add` with all records, then `get_checksums` or `find_differing`.
 
     Args:
-        snapshot: the documents.
-        precisions: precision of each document's checksum, by primary key; other documents are skipped.
+        snapshot: the documents of the store at one revision.
+        precisions: precision to which the keys of each document are rounded ("float16" or "float32"), by
+            primary key of the document. Documents without an entry are skipped.
     """
 
     def __init__(self, snapshot: Snapshot, precisions: Mapping[int, str]) -> None:
@@ -62,7 +81,12 @@ class Checksums:
         self._sums = _NO_CRCS
 
     def add(self, ids: Ids, keys: Keys) -> None:
-        """Process the next records, by ascending id. Records of other documents are skipped."""
+        """Process the next batch of records.
+
+        Args:
+            ids: record ids, int64, shape (n,), ascending, larger than the ids of earlier batches.
+            keys: keys of the records, float32, shape (n, dim).
+        """
         if not self._precisions:
             return
         positions = positions_of(ids)
@@ -81,21 +105,24 @@ class Checksums:
             self._sums[positions[first:last] - start] = compute_key_crcs(keys[first:last], precision)
 
     def get_checksums(self) -> dict[int, str]:
-        """Return the checksum of each document with at least one processed record, by primary key."""
+        """Return the checksum of each document with added records, by primary key of the document."""
         self._finish_document()
         return self._checksums
 
     def find_differing(self, stored: Mapping[int, str]) -> list[int]:
-        """Return the primary keys of the documents whose checksum in `stored` differs from the computed one.
+        """Return the primary keys of the documents whose stored checksum differs from the computed checksum.
 
-        Documents without a processed record or without a stored checksum are left out.
+        Documents of which no record was added, and documents without a stored checksum, are left out.
+
+        Args:
+            stored: stored checksums by primary key of the document.
         """
         return [
             row for row, computed in self.get_checksums().items() if stored.get(row, computed) != computed
         ]
 
     def _finish_document(self) -> None:
-        """Save the checksum of the current document, if there is one."""
+        """Compute the checksum of the document whose records were added last, if there is one."""
         if self._document >= 0:
             row = int(self._snapshot.rows[self._document])
             self._checksums[row] = checksum(self._sums, self._precisions[row])
@@ -103,22 +130,33 @@ class Checksums:
 
 
 def make_checksum_checker(snapshot: Snapshot, stored: Mapping[int, str]) -> Checksums:
-    """Return an object that computes checksums again, in the precisions of the stored checksums."""
+    """Create an object that computes the checksums of documents again, to compare them with stored checksums.
+
+    Each checksum is computed in the precision that the stored checksum names.
+
+    Args:
+        snapshot: the documents of the store at one revision.
+        stored: stored checksums by primary key of the document; documents without one are skipped.
+    """
     return Checksums(
         snapshot, {row: _parse_precision(checksum_text) for row, checksum_text in stored.items()}
     )
 
 
 def make_checksum_computer(snapshot: Snapshot, engine: Capabilities) -> Checksums:
-    """Return an object that computes the checksums of all documents for an engine.
+    """Create an object that computes the checksums of all documents, to store them.
 
-    If the engine checks its keys itself, the object computes no checksums.
+    If the vector engine checks its keys itself, the object computes no checksums.
+
+    Args:
+        snapshot: the documents of the store at one revision.
+        engine: features of the vector engine that stores the keys.
     """
     precision = get_checksum_precision(engine)
     return Checksums(snapshot, {} if precision is None else dict.fromkeys(snapshot.rows.tolist(), precision))
 
 
 def _parse_precision(stored: str) -> str:
-    """Return the precision that a checksum names; an arbitrary one if the checksum is damaged."""
+    """Return the precision that the text of a checksum names; "float16" if the text is damaged."""
     precision = str(stored).partition(":")[0]
     return precision if precision in _PRECISIONS else _PRECISIONS[0]

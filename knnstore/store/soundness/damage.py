@@ -1,4 +1,7 @@
-"""Damaged parts of a datastore, for example files: find the documents that lost records with them."""
+"""Damaged parts of a datastore: finding the documents whose records are lost with a damaged part (a file).
+
+A document is live if it is completely stored and not removed.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +20,27 @@ T = TypeVar("T")
 
 
 def list_damaged_parts(datastore: Datastore) -> list[DamagedPart]:
-    """Return the known damaged parts of a datastore; empty if the adapter does not report damage."""
+    """Return the parts (such as files) of a datastore that are known to be damaged.
+
+    Empty if no damage is known, or if the adapter cannot report damage.
+    """
     return datastore.damaged() if isinstance(datastore, SupportsDamage) else []
 
 
 def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
-    """Call `read` until it finds no new damage, and return its result.
+    """Call a function that reads a datastore, and call it again if it discovers a damaged part.
 
-    A part that is found damaged is skipped at the next call. Raises CorruptDatastoreError if `read` fails
-    without reporting a new damaged part.
+    The engine leaves a discovered part out of the next call.
+
+    Args:
+        datastore: the datastore that `read` reads.
+        read: the function, called without arguments.
+
+    Returns:
+        The result of the first call that raises no CorruptDatastoreError.
+
+    Raises:
+        CorruptDatastoreError: if `read` raises it and no new damaged part is reported.
     """
     while True:
         damage_count = len(list_damaged_parts(datastore))
@@ -37,7 +52,14 @@ def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
 
 
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
-    """Delete each damaged part of a datastore that holds no record of a live document."""
+    """Delete each known damaged part of a datastore with which no live document has lost a record.
+
+    A live document is completely stored and not removed.
+
+    Args:
+        catalog: catalog of the store.
+        datastore: datastore of the store, open for writing.
+    """
     parts = list_damaged_parts(datastore)
     if parts and isinstance(datastore, SupportsDamage):
         snapshot = catalog.snapshot()
@@ -46,16 +68,18 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
                 datastore.abandon(part)
 
 
-def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None:
-    """Check that no live document lost records with a known damaged part.
+def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) -> None:
+    """Check that no live document has lost records with a known damaged part of the datastore.
+
+    A live document is completely stored and not removed.
 
     Args:
         catalog: catalog of the store.
         datastore: datastore to check.
-        undone: the operation that was not done, as the beginning of the message.
+        message_start: beginning of the error message, which says what was not done because of the damage.
 
     Raises:
-        CorruptDatastoreError: documents lost records; the error names the documents.
+        CorruptDatastoreError: documents have lost records; the message names the documents.
     """
     parts, snapshot = list_damaged_parts(datastore), catalog.snapshot()
     lost = [find_documents_of_part(part, snapshot, datastore) for part in parts]
@@ -63,24 +87,45 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, undone: str) -> None
     if len(lost_documents):
         names = format_document_names(catalog, snapshot.rows[lost_documents].tolist())
         raise CorruptDatastoreError(
-            f"{undone}: records of {names} are lost "
+            f"{message_start}: records of {names} are lost "
             f"({parts[0].problem.partition(': ')[0]}); remove and add again what `knnstore verify` names, or "
             "restore a backup"
         )
 
 
 @contextmanager
-def name_damaged_documents(catalog: Catalog, datastore: Datastore, undone: str) -> Iterator[None]:
-    """Replace a CorruptDatastoreError of the context by one that names the documents, if any lost records."""
+def name_damaged_documents(catalog: Catalog, datastore: Datastore, message_start: str) -> Iterator[None]:
+    """Let a CorruptDatastoreError of the ``with`` block name the documents that have lost records.
+
+    A live document is completely stored and not removed. If no live document has lost records, the error
+    passes unchanged.
+
+    Args:
+        catalog: catalog of the store.
+        datastore: datastore that the block reads.
+        message_start: beginning of the error message, which says what was not done because of the damage.
+    """
     try:
         yield
     except CorruptDatastoreError:
-        check_undamaged(catalog, datastore, undone)
+        check_undamaged(catalog, datastore, message_start)
         raise
 
 
 def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) -> NDArray[np.int64]:
-    """Return the live documents that lost records with a damaged part, as indices into the snapshot."""
+    """Find the documents that have lost records with a damaged part of the datastore.
+
+    A live document is completely stored and not removed.
+
+    Args:
+        part: the damaged part, a result of `list_damaged_parts`.
+        snapshot: the live documents of the store.
+        datastore: the datastore; its readable records are counted.
+
+    Returns:
+        Indices of the documents in the snapshot's arrays, int64, shape (n,); empty if no document has lost
+        records.
+    """
     first, last = positions_of(np.array([part.ids.starts[0], part.ids.stops[-1] - 1]))
     may_overlap = (snapshot.groups == part.group) & (snapshot.starts <= last) & (snapshot.stops > first)
     candidates = np.flatnonzero(may_overlap)
@@ -103,7 +148,14 @@ def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Dat
 
 
 def format_document_names(catalog: Catalog, rows: Sequence[int]) -> str:
-    """Return ids and domains of documents as one phrase: the first `_MAX_NAMED`, and how many more."""
+    """Return the ids and domains of documents as one phrase for a message.
+
+    The phrase names at most `_MAX_NAMED` documents, and then says how many more there are.
+
+    Args:
+        catalog: catalog of the store.
+        rows: primary keys of the documents; removed documents are left out.
+    """
     labels = sorted(catalog.labels(rows).values())
     names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_MAX_NAMED])
     more = f" and {len(labels) - _MAX_NAMED:,} more" if len(labels) > _MAX_NAMED else ""
