@@ -342,9 +342,7 @@ class Serving:
         shown = prompt.tokens[prompt.hidden :]
 
         def split_into_texts(_: Any) -> tuple[list[str], int]:
-            """Return the text of each shown token, and the number of last tokens inside an unfinished
-            character.
-            """
+            """Return the text of each shown token, and the number of last tokens without complete text."""
             if isinstance(given, str):
                 return split_text(self._token_texts, given, shown), 0
             last = shown[-1]
