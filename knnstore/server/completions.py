@@ -288,6 +288,7 @@ class _Answer:
             who.check(Right.READ)
 
         def make_plan() -> tuple[_GenerationPlan, Task]:
+            """Return the plan of the answer and the task of the request."""
             plan: _GenerationPlan = plan_request()
             return plan, _build_task(serving, body, plan, who)
 

@@ -64,6 +64,7 @@ class StoreWriter:
         """
 
         def add_to_store() -> Added:
+            """Add the document in the writer's thread, and return the counts."""
             return add_documents(
                 self._model_parts,
                 [document],
@@ -143,9 +144,10 @@ class _TurnEncoder:
         return getattr(self._encoder, name)
 
     def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64]) -> Tensor:
-        """Return the keys of positions of texts, the same as `Encoder.keys` returns.
+        """Return the keys of some positions of texts, computed in the engine's thread.
 
-        Waits until the engine's thread has computed them, so another thread must call this method.
+        The result is that of `Encoder.keys`. The call waits for the engine's thread, so it must be made in
+        another thread.
 
         Args:
             input_ids: token ids of the texts, shape (b, t).

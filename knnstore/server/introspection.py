@@ -78,7 +78,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("GET", "/v1/models/{name:path}", Right.PREDICT)
     def model(request: Request, name: str) -> dict[str, Any]:
-        """Show a model, which may name several domains."""
+        """Describe one model. Its name may contain several domains."""
         serving.lm  # noqa: B018
         serving.scopes.parse_scope(name, None, access(request))
         return {**build_model_list(access(request))[0], "id": name}
@@ -89,6 +89,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
 
         def build_answer() -> Response:
+            """Tokenize the text and return the answer. Runs in a worker thread."""
             serving.check_length(len(body.prompt), serving.most_tokens, "prompt")
             tokens = serving.tokenize(body.prompt, special=body.add_special_tokens)
             return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": serving.window})
@@ -97,13 +98,14 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/detokenize", Right.PREDICT)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """Return the text of tokens; empty without tokens."""
+        """Return the text of token ids; an empty text without token ids."""
         serving.lm  # noqa: B018
         if len(body.tokens) > serving.most_tokens:
             most = serving.most_tokens
             raise refused(f"tokens: {len(body.tokens):,} are more than the {most:,} read at once", "tokens")
 
         def build_answer() -> Response:
+            """Check the tokens and return the answer with their text. Runs in a worker thread."""
             serving.check_tokens(body.tokens, "tokens")
             return JSONResponse({"prompt": serving.detokenize(body.tokens) if body.tokens else ""})
 
@@ -131,10 +133,15 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/v1/explain", Right.READ)
     async def explain(request: Request, body: ExplainRequest) -> Response:
-        """Explain the probability of each token of a text: its components and its neighbors in the store."""
+        """Explain the probability of each token of a text.
+
+        The answer lists for each token its components (the store's parts of the prediction) and its neighbors
+        (the retrieved records).
+        """
         serving.lm  # noqa: B018
 
         def make_plan() -> tuple[Scope, int, list[int]]:
+            """Return the scope, the number of tokens before the explained text, and all tokens."""
             scope = serving.scopes.parse_scope(body.model, body.knn, access(request))
             plan = scope, *_tokenize_explained_text(serving, body)
             serving.scopes.fill_caches(scope)

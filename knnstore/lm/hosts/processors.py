@@ -124,7 +124,11 @@ class NGramLogitsProcessor:
         return mixed.to(scores.dtype).masked_fill(scores == -torch.inf, -torch.inf)
 
     def _find_start(self, text: NDArray[np.int64]) -> int:
-        """Return the number of tokens to skip at the beginning of an input row, because they are not text."""
+        """Return the number of tokens at the beginning of an input row that are not text and are skipped.
+
+        These are the tokens before the first token whose id is not in `skip`. If all tokens are in `skip`,
+        the length of the row is returned.
+        """
         return next((at for at, token in enumerate(text.tolist()) if token not in self._skip), len(text))
 
     def _current_settings(self) -> KNNSettings:

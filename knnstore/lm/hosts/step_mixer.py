@@ -38,6 +38,7 @@ Numbers = NDArray[np.int64]
 """Array of integers."""
 
 _CACHED_SETTINGS = 256
+"""Number of cached settings at which the cache is cleared."""
 
 _logger = logging.getLogger(__name__)
 
@@ -529,13 +530,14 @@ class StepMixer:
         text.drop_states(text.length - len(self._joining.discounts) - self._most_drafts)
 
     def _project(self, states: Tensor) -> Tensor:
-        """Convert hidden states to keys as the store has them.
+        """Return the keys for hidden states, in the form of the store's keys.
 
         Args:
             states: hidden states, joined if the keys join several tokens, shape (..., width).
 
         Returns:
-            Keys, float32, shape (..., d); the states themselves if the store has no projection.
+            Keys, float32, shape (..., d); the states themselves if the store has no projection (a matrix that
+            makes keys shorter).
         """
         return states.float() if self._projection is None else self._projection(states)
 

@@ -182,6 +182,7 @@ def _refuse_to_start(error: KnnstoreError) -> None:
         """Return a function that raises the error, in place of any method."""
 
         def create_engine_config(*_: Any, **__: Any) -> Any:
+            """Raise the error, or exit in the commands of vLLM's server."""
             _raise_or_exit(error)
 
         return create_engine_config
@@ -274,6 +275,7 @@ def _checking_options(build_validator: Any) -> Any:
         checker = OptionChecker()
 
         def validate_all_params(params: Any) -> None:
+            """Check the parameters of a request as vLLM does, and then the ``knn_*`` options."""
             validate(params)
             checker.check(params)
 
@@ -382,7 +384,8 @@ class StateTap:
     Args:
         model: the loaded model.
         place: the module and its side, as in the identity of the store: for example
-            ``model.layers.29.mlp:input`` for the input of a module, or ``…:output`` for its output.
+            ``model.layers.29.mlp:input`` for the input of a module, or ``…:output`` for the output of a
+            module.
 
     Raises:
         ConfigError: the model has no such module.
@@ -596,7 +599,10 @@ class Attachment(ABC):
 
     @abstractmethod
     def sampled_rows(self) -> Numbers:
-        """Return the indices of the tokens of the step after which a token is sampled, int64, shape (m,)."""
+        """Return the indices of the m tokens after which a token is sampled, among all tokens of the step.
+
+        The result is int64 and has the shape (m,).
+        """
 
 
 class FirstRunnerAttachment(Attachment):
@@ -613,17 +619,20 @@ class FirstRunnerAttachment(Attachment):
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner.sample_tokens
 
         def _prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            """Let the runner prepare the inputs of a step, and begin the step at the mixer."""
             inputs = prepare(scheduler_output, *args, **kwargs)
             self._begin_step(scheduler_output, inputs[0])
             return inputs
 
         def _model_forward(*args: Any, **kwargs: Any) -> Any:
+            """Let the runner run the model, and append the step's tokens to the texts."""
             output = forward(*args, **kwargs)
             if self._count:
                 self.extend_texts(output[0] if isinstance(output, tuple) else output, self._count)
             return output
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            """Let the runner sample tokens, and end the step, also after an error."""
             output = None
             try:
                 output = sample(*args, **kwargs)
@@ -680,20 +689,24 @@ class SecondRunnerAttachment(Attachment):
         sample, sample_tokens = runner.sample, runner.sample_tokens
 
         def add_requests(scheduler_output: Any) -> Any:
+            """Register the new requests at the mixer, and let the runner add them."""
             for new in scheduler_output.scheduled_new_reqs:
                 self.add_request(new)
             return add(scheduler_output)
 
         def finish_requests(scheduler_output: Any) -> Any:
+            """Forget the requests that have ended, and let the runner remove them."""
             for name in scheduler_output.finished_req_ids:
                 self.remove_request(name)
             return remove(scheduler_output)
 
         def sample_batch(hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+            """Begin a step with the batch, and let the runner compute logits and sample."""
             self._begin_step(hidden_states, input_batch)
             return sample(hidden_states, input_batch, grammar_output)
 
         def sample_step(*args: Any, **kwargs: Any) -> Any:
+            """Let the runner sample tokens, and end the step, also after an error."""
             output = None
             try:
                 output = sample_tokens(*args, **kwargs)
@@ -825,6 +838,7 @@ def _add_failures(output: Any, failures: set[str]) -> None:
     get_output = output.get_output
 
     def get_marked_output() -> Any:
+        """Return the output of the runner, with the ids of the failed requests stored in it."""
         result = get_output()
         setattr(result, _FAILURES, failures)
         return result

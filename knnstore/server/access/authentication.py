@@ -50,11 +50,14 @@ class Access:
         return self.domains is None or domain in self.domains
 
     def filter_visible(self, domains: Iterable[str]) -> list[str]:
-        """Return those of the given domain names that the client may see, in the given order."""
+        """Return the domain names among `domains` that the client may see, in the order of `domains`."""
         return [domain for domain in domains if self.sees(domain)]
 
     def check(self, right: Right) -> None:
-        """Check that the client has a right. Returns nothing if it has.
+        """Raise an error if the client lacks a right; otherwise do nothing.
+
+        Args:
+            right: the right that the client must have.
 
         Raises:
             ApiError: 403 if the client lacks the right.
@@ -117,7 +120,7 @@ class Gate:
         self._quotas.clear()
 
     def _get_or_create_quota(self, key: AccessKey) -> Quota:
-        """Return the rate limits of a key, with what the key has used of them.
+        """Return the rate limits of a key, with the key's running requests and used tokens.
 
         The object is created at the first request of the key, and kept until `reset_quotas`. A key without
         limits gets `UNLIMITED`.

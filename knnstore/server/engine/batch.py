@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 class _RowDrafts(NamedTuple):
-    """The draft model of one text: it guesses the text's next tokens from the n-grams of the store."""
+    """The draft model of one text: guesses the next tokens of the text from the n-grams of the store."""
 
     row: Row
     """The text whose next tokens are guessed."""
@@ -63,6 +63,7 @@ class Batch:
 
     def __init__(self, lm: KNNLMForCausalLM) -> None:
         self.rows: list[Row] = []
+        """The texts, in the order of the batch."""
         self._lm = lm
         self._memory = Memory()
         self._row_drafts: _RowDrafts | None = None
