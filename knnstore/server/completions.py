@@ -385,11 +385,10 @@ class _Answer:
         return f"data: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"
 
     def _count_tokens(self, piece: Piece) -> Piece:
-        """Count the generated tokens of a piece for the usage and the client's quota.
+        """Count the generated tokens of a piece (a new part of a text) for the usage and the client's quota.
 
-        Returns the piece unchanged.
-
-        Tokens of a prompt are not counted here; the constructor has counted them.
+        Returns the piece unchanged. Tokens of a prompt are not counted here; the constructor has counted
+        them.
         """
         if not piece.is_prompt:
             self._generated[piece.index].extend(score.token for score in piece.tokens)
@@ -430,9 +429,10 @@ class _Answer:
 
 
 async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """Yield the same pieces, but split pieces with many tokens into pieces of at most `_EVENT_TOKENS` tokens.
+    """Yield the same pieces of texts, but split large pieces, so that no event of a stream is too large.
 
-    The event of a large piece would block the event loop for long. The last part keeps the reason of the end.
+    A yielded piece has at most `_EVENT_TOKENS` tokens. The event of a larger piece would block the event loop
+    for long. The last part keeps the reason of the end.
     """
     async for piece in pieces:
         ends = range(_EVENT_TOKENS, len(piece.tokens), _EVENT_TOKENS)

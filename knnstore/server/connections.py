@@ -78,7 +78,11 @@ class Connection(H11Protocol):
         self._update_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the connection, and stop its timers."""
+        """End the connection, and stop both timers.
+
+        Args:
+            exc: the error that ended the connection; None if it was closed.
+        """
         super().connection_lost(exc)
         self._stop_head_timer()
         if self._check_timer is not None:
@@ -104,7 +108,10 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _schedule_check(self) -> None:
-        """Start the timer of the next check, after a quarter of `answer_seconds` and at most 1 s."""
+        """Start the timer of the next check whether the client reads its answer.
+
+        The check comes after a quarter of `answer_seconds`, at most after 1 second.
+        """
         self._check_timer = self.loop.call_later(min(1.0, self.answer_seconds / 4), self._check_client_reads)
 
     def _check_client_reads(self) -> None:

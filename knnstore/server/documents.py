@@ -52,9 +52,11 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 100,
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     ) -> dict[str, Any]:
-        """List documents in the order in which they were added, or show one, with its text if wanted.
+        """List documents in the order in which they were added, or show one document.
 
-        The page ends early if it becomes larger than the largest answer; `has_more` is true then.
+        The parameters `domain`, `id` and `tag` choose the documents; `limit` and `offset` choose a page of
+        the list; `text` adds the texts. The page ends early if it becomes larger than the largest answer;
+        `has_more` is true then.
         """
         who = access(request)
         if domain is not None and not who.sees(domain):
@@ -108,7 +110,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("DELETE", "/v1/documents", Right.WRITE)
     async def remove(request: Request, domain: RequiredName, id: RequiredName) -> dict[str, Any]:
-        """Remove a document."""
+        """Remove a document from a domain, given by its id.
+
+        The answer is 404 if there is no such document.
+        """
         _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
         removed = await serving.writer.run_removal(lambda store: store.remove_document(id, domain=domain))
@@ -116,7 +121,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("DELETE", "/v1/domains", Right.WRITE)
     async def remove_domain(request: Request, domain: RequiredName) -> dict[str, Any]:
-        """Remove a domain with all its documents."""
+        """Remove a domain (a named set of documents) with all its documents.
+
+        The answer is 404 if there is none.
+        """
         _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
         removed = await serving.writer.run_removal(lambda store: store.remove_domain(domain))

@@ -141,7 +141,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
 
         def make_plan() -> tuple[Scope, int, list[int]]:
-            """Return the scope, the number of tokens before the explained text, and all tokens."""
+            """Return the scope of the request, the number of tokens before `text`, and all tokens."""
             scope = serving.scopes.parse_scope(body.model, body.knn, access(request))
             plan = scope, *_tokenize_explained_text(serving, body)
             serving.scopes.fill_caches(scope)

@@ -68,15 +68,16 @@ def format_model_name(model: str, domains: tuple[str, ...] = ()) -> str:
 
 
 class Scopes:
-    """Makes the scopes of requests (`Scope`), and resolves scopes to retrieval settings.
+    """Makes the scopes of requests, and resolves scopes to retrieval settings. Threads may share the object.
 
-    Threads may share it.
+    A scope (`Scope`) says which documents a request retrieves from, and which settings it overrides.
 
     Args:
         store: the store that requests retrieve from.
         model: the name of the model alone.
-        most_k: largest number of neighbors for each token (`k`) that a request may ask for.
-        most_probes: largest number of searched cells for each token (`probes`) that a request may ask for.
+        most_k: largest number of neighbors (retrieved records) for each token that a request may ask for.
+        most_probes: largest number of searched cells (groups of near records) for each token that a request
+            may ask for.
     """
 
     def __init__(self, store: KNNStore, model: str, most_k: int = 16_384, most_probes: int = 128) -> None:
@@ -90,9 +91,9 @@ class Scopes:
     def list_warm_up_scopes(self) -> list[Scope]:
         """Return the scopes that requests probably use: each domain alone, and all domains together.
 
-        At most `_MAX_WARM_UP_DOMAINS` domains are returned alone, the first ones by name. The scope of all
-        domains is left out if the store has only one domain, or more than `_MAX_WARM_UP_DOMAINS`. A store
-        without domains gives an empty list.
+        A domain is a named set of documents. At most `_MAX_WARM_UP_DOMAINS` domains are returned alone, the
+        first ones by name. The scope of all domains is left out if the store has only one domain, or more
+        than `_MAX_WARM_UP_DOMAINS`. A store without domains gives an empty list.
         """
         domains = tuple(sorted(self._list_domains()))
         single_domains = [Scope((domain,)) for domain in domains[:_MAX_WARM_UP_DOMAINS]]
@@ -101,15 +102,15 @@ class Scopes:
         )
 
     def clear_cache(self) -> None:
-        """Forget the cached settings, so that the settings of every scope are resolved again."""
+        """Forget all cached retrieval settings, so that they are resolved again at the next request."""
         with self._cache_lock:
             self._settings.clear()
 
     def parse_scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
-        """Return the scope that a request asks for, made from its model name and its field `knn`.
+        """Return which documents a request retrieves from, and which settings it overrides (its `Scope`).
 
         Args:
-            name: the model's name in the request, with domains.
+            name: the model's name in the request, with domains: ``MODEL+DOMAIN+DOMAIN``.
             knn: the field `knn` of the request; None if the field is missing.
             access: the permissions of the client.
 
@@ -155,13 +156,14 @@ class Scopes:
         return scope
 
     def resolve_settings(self, scope: Hashable) -> KNNSettings:
-        """Return the retrieval settings of a scope, with all components, at the store's current revision.
+        """Return the retrieval settings of a scope, with all components, for the newest state of the store.
 
         The settings are cached: the same object is returned until the store changes. Domains of the scope
         that no longer exist are ignored; if none is left, λ is 0 and the model predicts alone.
 
         Args:
-            scope: a `Scope`; its type is Hashable because the engine does not know scopes.
+            scope: a `Scope`: which documents a request retrieves from, and which settings it overrides. Its
+                type is Hashable because the engine does not know this class.
         """
         assert isinstance(scope, Scope)
         key = self._store.revision(), scope
@@ -175,7 +177,7 @@ class Scopes:
         off.
 
         Args:
-            scope: a `Scope`.
+            scope: a `Scope`: which documents a request retrieves from, and which settings it overrides.
         """
         assert isinstance(scope, Scope)
         existing = self._list_domains()
@@ -196,10 +198,13 @@ class Scopes:
     def fill_caches(self, scope: Scope) -> None:
         """Compute and cache what the engine needs for a scope, in the caller's thread.
 
-        Then the engine's thread, which all requests share, does not have to do it. This resolves the scope's
-        settings, finds the documents that meet its conditions, and counts their n-grams. Nothing is done if
-        the settings are cached already. Errors of the store are ignored, because the engine meets and reports
-        them again.
+        So the engine's thread, which all requests share, does not have to do it. This method resolves the
+        scope's settings, finds the documents that meet its conditions, and counts their n-grams. Nothing is
+        done if the settings are cached already. Errors of the store are ignored here; the engine gets the
+        same errors and reports them.
+
+        Args:
+            scope: which documents a request retrieves from, and which settings it overrides.
         """
         key = self._store.revision(), scope
         if key in self._settings:
@@ -212,13 +217,13 @@ class Scopes:
                 self._store.ngrams(settings.selection)
 
     def _cache_settings(self, key: tuple[int, Scope], settings: KNNSettings) -> KNNSettings:
-        """Cache the settings of a scope, and return the cached object.
+        """Cache the retrieval settings of a scope, and return the cached object.
 
         If another thread has cached settings for the same key meanwhile, these are returned instead. If more
         than `_MAX_CACHED` settings are cached, the oldest are dropped.
 
         Args:
-            key: the store's revision and the scope.
+            key: the store's revision (a number that changes with every change of the store), and the scope.
             settings: the settings to cache.
         """
         with self._cache_lock:
@@ -228,7 +233,13 @@ class Scopes:
         return cached
 
     def _resolve_uncached(self, scope: Scope) -> KNNSettings:
-        """Return the retrieval settings of a scope at the store's current revision, without the cache."""
+        """Return the retrieval settings of a scope for the newest state of the store, without the cache.
+
+        Domains of the scope that no longer exist are ignored; if none is left, λ is 0.
+
+        Args:
+            scope: which documents a request retrieves from, and which settings it overrides.
+        """
         existing = self._list_domains()
         domains = tuple(domain for domain in scope.domains if domain in existing)
         if not domains:

@@ -184,20 +184,24 @@ class Serving:
     def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
         """Do the work in advance that the first request of a scope would have to wait for.
 
-        A scope is the documents and settings that a request retrieves with. The work is to count n-grams,
-        read cells and run the model once. An error of the store or a busy engine is only logged as a warning,
-        because requests may still succeed.
+        The work is to count n-grams, to read cells (groups of near records) from disk, and to run the model
+        once. An error of the store or a busy engine is only logged as a warning, because requests may still
+        succeed.
+
+        Args:
+            lm: the model, with its store.
+            scope: which documents a request retrieves from, and which settings it overrides.
         """
         selection = Selection(domains=scope.domains)
 
         def read_cells(keys: Keys) -> None:
-            """Search the cells of the scope with some stored keys, so that the cells are read from disk."""
+            """Search with some stored keys, so that the cells (groups of near records) are read from disk."""
             settings = self.scopes.resolve_settings(scope)
             if settings.probes:
                 lm.store.visit(keys, settings.probes, selection)
 
         def run_model() -> None:
-            """Explain and continue the beginning of the longest document of the scope."""
+            """Explain and continue the beginning of the longest document that the scope retrieves from."""
             settings, lengths = self.scopes.resolve_settings(scope), lm.store.lengths(selection)
             text = np.zeros(1, np.uint32)
             if any(lengths.values()):  # a document can have characters but no tokens
@@ -225,8 +229,7 @@ class Serving:
     def status(self) -> Literal["ready", "loading", "store_unavailable", "upstream_unavailable"]:
         """Return "ready" if requests are answered, otherwise the reason why not.
 
-        Reads the store's revision to see whether the store can be reached, and may send a request to the vLLM
-        server.
+        Checks whether the store can be reached, and may send a request to the vLLM server.
         """
         if not self.is_ready or self._lm is None:
             return "loading"
@@ -455,12 +458,13 @@ class Serving:
     # -- the engine
 
     def submit_task(self, task: Task) -> "Pieces":
-        """Submit a task to the engine or to the vLLM server. Returns its results as an asynchronous iterator.
+        """Submit a task (a request to generate or score) to the engine or to vLLM, and return its results.
 
-        An error of the task itself is raised later, by the iterator.
+        The results are an asynchronous iterator. An error of the task itself is raised later, by the
+        iterator.
 
         Raises:
-            EngineBusyError: if too many tasks and jobs wait.
+            EngineBusyError: if too many tasks wait.
             EngineStoppedError: if the engine is stopping or has stopped.
         """
         return Pieces(self.upstream or self.engine, task)
@@ -496,10 +500,10 @@ class Pieces:
 
     Args:
         engine: the engine or the vLLM server that runs the task.
-        task: the task.
+        task: the task: prompts to continue or to score.
 
     Raises:
-        EngineBusyError: if too many tasks and jobs wait.
+        EngineBusyError: if too many tasks wait.
         EngineStoppedError: if the engine is stopping or has stopped.
     """
 
@@ -515,7 +519,10 @@ class Pieces:
         return self
 
     async def __anext__(self) -> Piece:
-        """Wait for the next piece and return it. Raises the task's error if the task has failed."""
+        """Wait for the next piece (new text or scores) and return it.
+
+        Raises the task's error if the task failed.
+        """
         if not self._left:
             raise StopAsyncIteration
         piece = await self._box.get()
@@ -538,9 +545,10 @@ class Pieces:
         self._engine.wake()
 
     def _tell(self, piece: Piece | Exception) -> None:
-        """Pass a piece, or the error of the task, to the event loop. The engine calls this in its thread.
+        """Pass a piece (new text or scores), or the error of the task, to the event loop.
 
-        If the client is far too slow (`MOST_UNREAD`), the task is cancelled, and an error is passed instead.
+        The engine calls this in its thread. If the client is far too slow (`MOST_UNREAD`), the task is
+        cancelled, and an error is passed instead.
         """
         ticket = self._ticket
         ticket.told += 1
@@ -554,8 +562,8 @@ class Pieces:
 def _sample_keys(store: KNNStore, selection: Selection) -> Keys:
     """Return at most `_MAX_WARM_UP_KEYS` stored keys of the selected documents, float32, shape (n, d).
 
-    The keys are evenly spaced in the first batch of records. If the store has no cells, or the selection has
-    no records, the shape is (0, 0).
+    The keys are evenly spaced in the first batch of records. The shape is (0, 0) if the selection has no
+    records, or if the store has no cells (groups of near records).
     """
     first_batch = next(store.records(selection), None) if store.has_cells else None
     if first_batch is None:

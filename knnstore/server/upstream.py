@@ -125,15 +125,16 @@ def _parse_model(url: str, answer: httpx.Response) -> UpstreamModel:
 
 
 class Upstream:
-    """Runs tasks on a vLLM server. It replaces `Engine` for `Pieces`: it has the methods `submit` and `wake`.
+    """Runs tasks (requests to generate or score) on a vLLM server, in place of an `Engine`.
 
-    `submit`, `wake` and `close` are called in one event loop. Each text of a task is one request to vLLM.
+    It has the methods that `Pieces` calls: `submit` and `wake`. `submit`, `wake` and `close` are called in
+    one event loop. Each text of a task is one request to vLLM.
 
     Args:
         address: where the vLLM server is.
         store_id: the id of the store.
-        options_of: returns the options of a request for a scope (the value of `Task.knn`), without a store
-            id.
+        options_of: returns the options of a request to vLLM for a value of `Task.knn` (the documents and
+            settings of retrieval), without a store id.
         texts: the texts of the model's tokens; no other thread uses this object.
         ends: ids of the end tokens: a text ends after one of these tokens.
         max_rows: largest number of texts that are sent to vLLM at once.
@@ -219,7 +220,7 @@ class Upstream:
         task.add_done_callback(self._tickets.pop)
 
     def wake(self) -> None:
-        """End the tasks whose tickets are cancelled, and continue the texts whose clients have caught up."""
+        """End the tasks that were cancelled, and continue the texts whose clients have caught up."""
         for task, ticket in self._tickets.items():
             if ticket.cancelled:
                 task.cancel()
@@ -264,7 +265,7 @@ class Upstream:
         """Score a prompt if the task asks for it, and generate the texts of this prompt.
 
         Args:
-            ticket: the ticket of the task.
+            ticket: the task with the callback of its client.
             number: index of the prompt in the task.
             prompt: the prompt.
         """
@@ -302,13 +303,13 @@ class Upstream:
         return add_prompt_texts(prompt, scores)
 
     async def _generate_text(self, ticket: Ticket, index: int) -> None:
-        """Let vLLM generate one text, and send the pieces of this text to the client.
+        """Let vLLM generate one text, and send each new part of this text to the client.
 
         If the text ends here, for example at a stop string, the connection is closed and vLLM stops
         generating.
 
         Args:
-            ticket: the ticket of the task.
+            ticket: the task with the callback of its client.
             index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
 
         Raises:

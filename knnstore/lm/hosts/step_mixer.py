@@ -244,7 +244,7 @@ class StepMixer:
         return failures
 
     def begin_step(self, step: Step | None) -> None:
-        """Begin a step.
+        """Begin a step, which is one forward pass of the engine (the program that runs the model).
 
         Args:
             step: the tokens of the step. None ends the last step, so that `mix` returns its logits unchanged
@@ -260,9 +260,10 @@ class StepMixer:
     def extend_texts(self, states: Tensor) -> None:
         """Append the new tokens of the step to the texts of their requests, and compute the tokens' keys.
 
-        If a text already has tokens at the positions of the step, they are replaced: the engine has rejected
-        drafts, or computes a request again that it had interrupted. If a request fails, no exception is
-        raised, but `take_failures` names the request.
+        A step is one forward pass of the engine (the program that runs the model). If a text already has
+        tokens at the positions of the step, they are replaced: the engine has rejected draft tokens (guessed
+        tokens), or it interrupted the request and computes its tokens again. If a request fails, no exception
+        is raised, but `take_failures` names the request.
 
         Args:
             states: hidden states of the n tokens of the step, from the module of the model that the store's
@@ -496,9 +497,9 @@ class StepMixer:
     def _rewind(self, request: _Request, position: int) -> None:
         """Make the text of a request end before a position, so that the step's tokens can be appended there.
 
-        Later tokens are dropped: they are rejected drafts, or are computed again. If tokens before the
-        position are missing, because the engine reuses its KV cache for the beginning of the prompt, they are
-        added without keys.
+        Tokens from this position on are dropped: they are rejected draft tokens (guessed tokens), or are
+        computed again. If tokens before the position are missing, because the engine reuses its KV cache for
+        the beginning of the prompt, they are added without keys.
 
         Args:
             request: the request.

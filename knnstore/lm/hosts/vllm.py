@@ -808,7 +808,7 @@ class StoreDrafts:
         return proposed
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Do nothing: these drafts need no model. vLLM calls this method."""
+        """Do nothing. vLLM calls this method, but drafts from a store need no model."""
 
 
 def _end_of(text: Numbers) -> tuple[int, bytes]:

@@ -57,14 +57,14 @@ class _ScoringPaces:
         self._tokens: OrderedDict[Hashable, int] = OrderedDict()
 
     def get_max_tokens(self, scope: Hashable, settings: KNNSettings) -> int:
-        """Return the number of tokens of a scope that a turn may score, between 1 and `_MAX_TURN_TOKENS`.
+        """Return how many prompt tokens a turn may score for a scope, between 1 and `_MAX_TURN_TOKENS`.
 
-        A new scope is added with a first guess: the number of tokens whose searches together retrieve
-        `NEIGHBORS_AT_ONCE` neighbors. If more than `_MAX_PACES` scopes are remembered, the scope that was
-        added first is dropped.
+        A turn is the time between two decoding steps. A new scope is added with a first guess: the number of
+        tokens whose searches together retrieve `NEIGHBORS_AT_ONCE` neighbors. If more than `_MAX_PACES`
+        scopes are remembered, the scope that was added first is dropped.
 
         Args:
-            scope: the value of `Task.knn`.
+            scope: the value of `Task.knn`: which documents a request retrieves from, and with which settings.
             settings: the retrieval settings of the scope; used only if the scope is new.
         """
         if scope not in self._tokens:
@@ -75,14 +75,14 @@ class _ScoringPaces:
         return self._tokens[scope]
 
     def adjust(self, scope: Hashable, tokens: int, seconds: float) -> None:
-        """Adjust a scope's number of tokens to the measured time of scoring.
+        """Adjust how many prompt tokens a turn may score for a scope, to the time that scoring took.
 
-        If scoring was longer than `_LONG_SECONDS`, the number is halved. If it was shorter than
+        If scoring was longer than `_LONG_SECONDS`, the number is halved. If scoring was shorter than
         `_SHORT_SECONDS` and used the whole number, the number is doubled, up to `_MAX_TURN_TOKENS`. An
         unknown scope is ignored.
 
         Args:
-            scope: the value of `Task.knn`.
+            scope: the value of `Task.knn`: which documents a request retrieves from, and with which settings.
             tokens: number of tokens that the turn has scored.
             seconds: time that scoring took.
         """
@@ -98,8 +98,8 @@ class _ScoringPaces:
 def count_neighbors(settings: KNNSettings) -> int:
     """Return the approximate cost of one token's search, in neighbors; 0 if the settings retrieve nothing.
 
-    Settings with `probes` read that many cells, and each cell counts as `_NEIGHBORS_PER_CELL` neighbors.
-    Other settings retrieve k neighbors.
+    Neighbors are retrieved records. Settings with `probes` read that many cells (groups of near records), and
+    each cell counts as `_NEIGHBORS_PER_CELL` neighbors. Other settings retrieve k neighbors.
     """
     if not settings.retrieves:
         return 0
@@ -108,9 +108,9 @@ def count_neighbors(settings: KNNSettings) -> int:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt of a waiting task, from the beginning of its prefill until all its texts are started.
+    """A prompt of a waiting task whose tokens the model has begun to read (prefill).
 
-    The prompt has `Task.copies` texts (continuations).
+    It is dropped when all its texts (`Task.copies` continuations) are started.
     """
 
     number: int
@@ -136,7 +136,7 @@ class _WaitingTask:
 
     @property
     def task(self) -> Task:
-        """The task of the ticket."""
+        """The waiting task: the prompts to continue or to score."""
         return self.ticket.task
 
     @property
@@ -246,7 +246,7 @@ class Admission:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Tickets of all waiting tasks, in the order of waiting; a new list."""
+        """All waiting tasks with the callbacks of their clients, in the order of waiting; a new list."""
         return [waiting.ticket for waiting in self._waiting]
 
     def add(self, ticket: Ticket) -> None:
@@ -254,7 +254,7 @@ class Admission:
         self._waiting.append(_WaitingTask(ticket))
 
     def drop_cancelled(self) -> None:
-        """Remove the waiting tasks whose tickets were cancelled. Their clients get no message."""
+        """Remove the waiting tasks (requests) that were cancelled. Their clients get no message."""
         for waiting in [task for task in self._waiting if task.ticket.cancelled]:
             self._remove_task(waiting)
 
@@ -289,16 +289,18 @@ class Admission:
     def _prefill_prompts(
         self, room: int, budget: int, chunk_budget: int, *, may_read_whole: bool
     ) -> tuple[int, list[tuple[KNNSettings, list[_Chunk]]]]:
-        """Prefill prompts of the waiting tasks, in the order of waiting, until a budget of tokens is used up.
+        """Let the model read prompts of the waiting tasks (prefill), in the order of waiting.
 
-        A task that fails is removed, and its client gets the error. A task moves to the end of the waiting
-        tasks when one of its prompts was read completely or selected, or when a part of it is to be scored.
+        Reading ends when a budget of tokens is used up. A task that fails is removed, and its client gets the
+        error. A task moves to the end of the waiting tasks when one of its prompts was read completely or was
+        selected to be read with other prompts, or when a part of its prompt is to be scored.
 
         Args:
-            room: number of texts that may be started.
+            room: number of texts that may be started. At 0 or less, only prompts that are not continued are
+                read.
             budget: number of tokens that may be read.
             chunk_budget: number of tokens out of `budget` for prompts that are read alone, in chunks; 0 reads
-                only short prompts, together.
+                only short prompts, several in one forward pass.
             may_read_whole: True if no text is being decoded, so that long prompts need not be cut into
                 chunks.
 
@@ -404,14 +406,15 @@ class Admission:
                 self._fail_task(waiting, error)
 
     def _score_chunks(self, chunks: Sequence[_Chunk], settings: KNNSettings) -> None:
-        """Score chunks of prompts together, and append the likelihoods to the `scores` of their prefills.
+        """Score chunks of prompts: compute the likelihoods of their tokens with the model and the store.
 
-        Then the time that scoring took adjusts the number of tokens that the next turns score. If scoring
-        fails, each chunk is scored alone, so that a task is removed only if its own chunk fails; its client
-        gets the error. No exception is raised.
+        The likelihoods are appended to `Prefill.scores` of each prompt. Then the time that scoring took
+        adjusts the number of tokens that the next turns score. If scoring fails, each chunk is scored alone,
+        so that a task is removed only if its own chunk fails; its client gets the error. No exception is
+        raised.
 
         Args:
-            chunks: the chunks, at least one.
+            chunks: the chunks that the model has read, at least one.
             settings: the retrieval settings of all chunks.
         """
         count = max(chunk.waiting.task.top or 0 for chunk in chunks)

@@ -43,7 +43,7 @@ class _RowDrafts(NamedTuple):
     """The draft model itself."""
 
     def propose_tokens(self) -> list[int]:
-        """Return the ids of draft tokens that may follow the text's last token; empty if no draft is found.
+        """Return guesses of the text's next tokens (draft tokens), as token ids; empty if there are none.
 
         The list has at most one token less than the text may still get (`Row.tokens_left`), because the step
         also predicts the token after the last draft token.
@@ -101,9 +101,9 @@ class Batch:
     def predict_next(self, settings: Sequence[KNNSettings]) -> Step:
         """Run one forward pass over the last token of each text, and return its predictions.
 
-        If the batch has a single text whose settings use n-grams, the pass also reads draft tokens. The
-        tokens that the pass read stay in the KV cache only if `keep_tokens` is called afterwards. So a failed
-        step can be repeated. The batch must have at least one text.
+        If the batch has a single text whose settings use n-grams, the pass also reads draft tokens (guesses
+        of the next tokens). The tokens that the pass read stay in the KV cache only if `keep_tokens` is
+        called afterwards. So a failed step can be repeated. The batch must have at least one text.
 
         Args:
             settings: the retrieval settings of each text, in the order of `rows`.
@@ -129,7 +129,7 @@ class Batch:
             return Step(draft_tokens, output.logits.float().log_softmax(-1))
 
     def keep_tokens(self, step: Step, taken: int) -> None:
-        """Keep the KV cache of a step, and tell the draft model how many of its draft tokens were right.
+        """Keep the KV cache of a step, and tell the draft model how many of its guesses were right.
 
         Args:
             step: the result of the last `predict_next`.
@@ -141,11 +141,11 @@ class Batch:
             self._row_drafts.drafts.learn(len(step.draft_tokens), taken - 1)
 
     def _get_row_drafts(self, row: Row, settings: KNNSettings) -> _RowDrafts | None:
-        """Return the draft model of a text, or None if the settings use no n-grams.
+        """Return the draft model of a text: it guesses next tokens. None if the settings use no n-grams.
 
-        The draft model of the previous step is returned again if it belongs to the same text and to the
-        store's current revision. Otherwise a new one is made. Without n-grams there is no draft model,
-        because drafts are found with the suffix array of the n-grams.
+        The draft model of the previous step is returned again if it belongs to the same text and the store
+        has not changed since. Otherwise a new one is made. Without n-grams there is no draft model, because
+        guesses are found with the suffix array of the n-grams.
 
         Args:
             row: the text.

@@ -112,7 +112,7 @@ class Engine:
     def stop(self) -> None:
         """Stop the engine's thread and wait until it ends.
 
-        Unfinished tasks and jobs get EngineStoppedError.
+        Unfinished tasks (requests) and jobs (other work for the thread) get EngineStoppedError.
         """
         self._refuse_new_work()
         self._inbox.put(None)
@@ -135,7 +135,7 @@ class Engine:
         return self._ends
 
     def submit(self, ticket: Ticket) -> None:
-        """Add a task to the waiting tasks, and return at once.
+        """Add a task (a request to generate or score) to the waiting tasks, and return at once.
 
         The engine's thread later calls `ticket.tell` with each piece (new text of one of the task's texts),
         or with an exception.
@@ -144,7 +144,7 @@ class Engine:
             ticket: the task with its callback.
 
         Raises:
-            EngineBusyError: if `max_waiting` tasks and jobs are waiting already.
+            EngineBusyError: if too many tasks and other jobs are waiting (`max_waiting`).
             EngineStoppedError: if the engine is stopping, has stopped or was not started.
         """
         self._enqueue(lambda: self._admission.add(ticket))
@@ -213,7 +213,7 @@ class Engine:
             self._run_turn()
 
     def _submit_job(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
-        """Queue a job for the engine's thread, and return the future of its result.
+        """Queue a job (long work) for the engine's thread, and return the future of its result.
 
         The arguments and errors are those of `call_in_turns`.
         """
@@ -222,7 +222,7 @@ class Engine:
         return job.future
 
     def _enqueue(self, received: Callable[[], None], *, may_exceed_limit: bool = False) -> None:
-        """Count one more waiting task or job, and put its callback into the inbox of the engine's thread.
+        """Pass a new task (request) or job (other work) to the engine's thread, and count it as waiting.
 
         Args:
             received: called without arguments in the engine's thread; it adds the task or job to the engine's
@@ -247,9 +247,9 @@ class Engine:
             self._stopping = True
 
     def _count_done(self) -> None:
-        """Count one waiting task or job less.
+        """Subtract 1 from the number of waiting tasks (requests) and jobs (other work of the thread).
 
-        Called when a task has left the waiting tasks, or a job has ended.
+        Called when a task no longer waits, and when a job has ended.
         """
         with self._count_lock:
             self._waiting_count -= 1
@@ -257,9 +257,10 @@ class Engine:
     # -- in the thread
 
     def _run(self) -> None:
-        """Run turns until the engine is stopped, then fail all unfinished jobs and tasks.
+        """Run the engine: repeat turns until it is stopped. This is the function of the engine's thread.
 
-        This is the thread's function.
+        A turn runs a part of one job (long work such as an explanation) and one decoding step of the texts.
+        At the end all unfinished tasks and jobs get EngineStoppedError.
         """
         try:
             while self._process_inbox(wait=True):
@@ -277,7 +278,10 @@ class Engine:
             self._fail_tickets([*self._tickets.values(), *self._admission.tickets], EngineStoppedError())
 
     def _take_turn(self, job: Job[Any]) -> None:
-        """Run the next part of a job. An unfinished job goes to the end of the job queue."""
+        """Run the next part of a job (long work such as an explanation).
+
+        An unfinished job goes to the end of the queue.
+        """
         self._turn_count += 1
         if job.take_turn():
             self._count_done()
@@ -285,17 +289,19 @@ class Engine:
             self._job_queue.append(job)
 
     def _drop_cancelled_jobs(self) -> None:
-        """Close the jobs whose futures were cancelled, and remove them from the job queue."""
+        """Remove the jobs (long work) whose futures were cancelled, and close their generators."""
         for job in [queued_job for queued_job in self._job_queue if queued_job.future.cancelled()]:
             self._job_queue.remove(job)
             job.close()
             self._count_done()
 
     def _run_turn(self) -> None:
-        """Run one turn: prefill prompts, then run a step of the light batch and of the next heavy batch.
+        """Run one turn: let the model read prompts, then run a decoding step of the running texts.
 
-        Cancelled tasks are removed first. A batch without texts has no step. Calls `observe` after each step,
-        or once for a turn without a step that started a text or ran a job.
+        Cancelled tasks are removed first. There are two steps: one of the light batch (texts that retrieve
+        few neighbors) and one of the next heavy batch (texts that retrieve many). A batch without texts has
+        no step. Calls `observe` after each step, or once for a turn without a step that started a text or ran
+        other work.
         """
         # 1) Remove cancelled tasks.
         self._drop_cancelled_tasks()
@@ -318,8 +324,10 @@ class Engine:
 
         Returns False if the engine is stopping.
 
+        Such a callback adds a task, adds other work, or only wakes the thread.
+
         Args:
-            wait: True blocks until a callback arrives, if the engine has no text, task or job to work on.
+            wait: True blocks until a callback arrives, if the engine has nothing else to do.
         """
         idle = wait and not (self.rows or self._admission.has_work or self._job_queue or self._stopping)
         with suppress(queue.Empty):
@@ -331,7 +339,7 @@ class Engine:
         return not self._stopping
 
     def _drop_cancelled_tasks(self) -> None:
-        """Remove the running texts and the waiting tasks whose tickets were cancelled.
+        """Remove the waiting and the running texts of tasks that were cancelled.
 
         Their clients get no message.
         """
@@ -346,7 +354,7 @@ class Engine:
         is 0), the text ends at once with the reason "length".
 
         Args:
-            ticket: the ticket of the task.
+            ticket: the task with the callback of its client.
             index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
             remembered: state of the model after the prompt.
         """
@@ -412,14 +420,15 @@ class Engine:
     def _run_step(self, batch: Batch) -> None:
         """Run one step of a batch: predict and send the next token of each of its texts.
 
-        Texts that have ended leave the batch. Draft tokens can give a single text several tokens at once.
-        Calls `observe` at the end.
+        Texts that have ended leave the batch. Draft tokens (guesses of the next tokens) can give a single
+        text several tokens at once. Calls `observe` at the end.
 
-        If the forward pass fails, the method finds out whose retrieval is broken: it repeats the pass for
-        each scope (`Task.knn`), with retrieval switched off for the texts of all other scopes. The texts of
-        each scope that fails in this test get the error and leave the batch. If no scope fails in this test,
-        all texts get the error and leave. No text gets a token in a failed step; the remaining texts are
-        tried again in the next step.
+        If the forward pass fails, the method finds out whose retrieval is broken. For this it groups the
+        texts by scope (`Task.knn`: the documents and settings of retrieval), and repeats the pass for each
+        scope with retrieval switched off for the texts of all other scopes. The texts of each scope that
+        fails in this test get the error and leave the batch. If no scope fails in this test, all texts get
+        the error and leave. No text gets a token in a failed step; the remaining texts are tried again in the
+        next step.
         """
         started = time.perf_counter()
         rows = batch.rows
@@ -445,8 +454,8 @@ class Engine:
     def _choose_tokens(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
         """Choose and send the next token of each text.
 
-        If a single text has draft tokens, further tokens are chosen as long as the last chosen token equals
-        the draft token at its place.
+        If a single text has draft tokens (guesses of its next tokens), the step has predicted several tokens.
+        They are all chosen, as long as the last chosen token equals its guess.
 
         Args:
             rows: the texts of the batch.
@@ -465,15 +474,16 @@ class Engine:
         return done, taken
 
     def _choose_one_token_each(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
-        """Choose one token for each text, and send it to the client as a piece.
-
-        Returns the texts that ended or failed.
+        """Choose one token for each text, and send the token's text to the client.
 
         If choosing fails, the text's task is cancelled and its client gets the error; the other texts go on.
 
         Args:
             rows: the b texts.
             log_probs: log-probabilities of all v tokens as the next token of each text, shape (b, v).
+
+        Returns:
+            The texts that ended or failed.
         """
         ended = []
         for row, row_log_probs, likeliest in zip(rows, log_probs, log_probs.argmax(1).tolist(), strict=True):
@@ -513,10 +523,14 @@ class Engine:
         raise AssertionError
 
     def _scope_fails(self, batch: Batch, scope: Hashable) -> bool:
-        """Check whether a forward pass fails if only the texts of one scope (`Task.knn`) retrieve.
+        """Check whether a forward pass fails if only the texts of one scope retrieve.
 
         All other texts of the batch use λ = 0, so they do not read the store. The result of the pass is
         dropped.
+
+        Args:
+            batch: the texts.
+            scope: a value of `Task.knn`: which documents texts retrieve from, and with which settings.
 
         Returns:
             True if the pass, or the resolution of the scope's settings, raises any exception.
@@ -530,9 +544,9 @@ class Engine:
         return False
 
     def _remove_rows(self, rows: Sequence[Row]) -> None:
-        """Remove texts from their batches and forget their tickets.
+        """Remove texts from their batches, and forget the callbacks of their clients.
 
-        Drop the heavy batches that become empty.
+        Empty heavy batches are dropped.
         """
         removed = set(rows)
         for batch in [self._light, *self._heavy]:
@@ -544,9 +558,13 @@ class Engine:
 
     @staticmethod
     def _fail_tickets(tickets: Sequence[Ticket], error: Exception) -> None:
-        """Cancel each ticket, and send the error to its client once.
+        """Cancel tasks, and send an error to the client of each task.
 
-        Tickets that are cancelled already are skipped.
+        Tasks that are cancelled already are skipped.
+
+        Args:
+            tickets: the tasks with the callbacks of their clients. A ticket may occur several times.
+            error: the error to send.
         """
         for ticket in dict.fromkeys(tickets):
             if not ticket.cancelled:

@@ -33,9 +33,9 @@ class Job(Generic[Found]):
         self._turns: Turns[Found] | None = None
 
     def take_turn(self) -> bool:
-        """Run the generator up to its next `yield`.
+        """Run the job's generator up to its next `yield`.
 
-        Returns True if the job is over, False if it needs further turns.
+        Returns True if the job (the work) is over, else False.
 
         A job is over when its generator has returned or raised, or when its future was cancelled. The result
         or the exception of the generator is set in `future`; the exception is not raised here.

@@ -38,7 +38,8 @@ class Memory:
 
         Args:
             layers: keys and values of the text's tokens, for each attention layer; at least one token.
-            text: the `TextState` of the same tokens. This object takes the state over and changes it later.
+            text: the state of the same tokens for retrieval: their ids and query vectors. This object takes
+                the state over and changes it later.
         """
         row, length = len(self.lengths), text.length
         if row == self._rows or length > self._end:

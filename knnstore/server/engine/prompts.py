@@ -36,7 +36,7 @@ _VALUES = 1 << 25
 
 @dataclass(frozen=True)
 class Remembered:
-    """State of the model after the prefill of a prompt, from which its texts are started."""
+    """State of the model after a prompt, from which the continuations of the prompt are started."""
 
     layers: Layers
     """Keys and values of the tokens that were read, for each attention layer, for a batch of one text; empty

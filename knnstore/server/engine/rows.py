@@ -201,7 +201,7 @@ class Row:
     def choose_token(self, log_probs: Tensor, likeliest: int) -> Piece:
         """Choose the next token and append it to the text.
 
-        Returns the piece of the text that can be sent now.
+        Returns the new text that can be sent to the client.
 
         The token is sampled, or at temperature 0 the most probable token is taken. The text ends at an end
         token, a stop string, a complete constraint, or after `max_tokens` tokens; `Piece.finish` is set then.
@@ -210,6 +210,10 @@ class Row:
             log_probs: log-probabilities of all v tokens, float32, shape (v,).
             likeliest: id of the most probable token. It is taken at temperature 0 if the task has no
                 constraint.
+
+        Returns:
+            The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
+            string or ends inside a character.
         """
         sampling, top = self.task.sampling, self.task.top
         # 1) Choose a token that the constraint allows.
@@ -229,9 +233,7 @@ class Row:
         return self.append_token(score, is_complete=is_complete)
 
     def append_token(self, score: TokenScore, *, is_complete: bool = False) -> Piece:
-        """Append a token that was chosen elsewhere to the text.
-
-        Returns the piece of the text that can be sent now.
+        """Append a token that was chosen elsewhere to the text. Returns the new text that can be sent.
 
         The text ends at an end token, a stop string, or after `max_tokens` tokens; `Piece.finish` is set
         then.
@@ -240,6 +242,10 @@ class Row:
             score: the token and its log-probability. Its fields `text`, `offset` and `data` are filled in
                 later.
             is_complete: True if no token may follow, so that the text ends with this token.
+
+        Returns:
+            The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
+            string or ends inside a character.
         """
         token = score.token
         self.tokens.append(token)
@@ -258,11 +264,11 @@ class Row:
         return Piece(self.index, text, self._pop_complete_scores())
 
     def _end_text(self, finish: Finish, pieces: Sequence[TokenPiece], text: str = "") -> Piece:
-        """Return the last piece of the text, with all text and tokens that were held back.
+        """Return the last piece of the text for the client, with all text and tokens that were held back.
 
         Args:
             finish: the reason of the end. It becomes "stop" if the last text contains a stop string.
-            pieces: token ids with their texts, for the last tokens that have become decodable.
+            pieces: the last tokens with their texts.
             text: text of this step that can be sent already; the piece begins with it.
         """
         last, stopped = self._append_pieces(pieces)
@@ -272,7 +278,9 @@ class Row:
         return Piece(self.index, text + last + rest, tuple(scores), "stop" if stopped else finish)
 
     def _append_pieces(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
-        """Append tokens whose text is final, because it no longer depends on later tokens.
+        """Add tokens whose text is final to the text.
+
+        A token's text is final if later tokens cannot change it.
 
         Args:
             pieces: the tokens with their texts.

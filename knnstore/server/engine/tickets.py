@@ -11,19 +11,19 @@ from knnstore.server.engine.rows import Piece, Task
 
 
 class EngineBusyError(Exception):
-    """Raised if the engine refuses a task or job, because too many tasks and jobs are waiting."""
+    """Raised if the engine refuses new work, because too many tasks (requests) and other jobs are waiting."""
 
 
 class EngineStoppedError(Exception):
-    """Raised for a task or job if the engine is stopping, has stopped or was not started."""
+    """Raised for unfinished or new work if the engine is stopping, has stopped or was not started."""
 
 
 @dataclass(frozen=True)
 class Observed:
     """Counts of one turn of the engine, and the duration of the turn's decoding step, for the metrics.
 
-    In a turn the engine prefills prompts and runs a decoding step. Between the steps it runs parts of jobs,
-    such as explanations.
+    In a turn the engine lets the model read prompts, and runs a decoding step. Between the steps it runs
+    parts of jobs (long work, such as explanations).
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Ticket:
 
     @property
     def is_behind(self) -> bool:
-        """True if the client has more than `MOST_BEHIND` pieces left to take.
+        """True if the client is slow: it has more than `MOST_BEHIND` parts of its results left to take.
 
         The engine then starts no further text of the task.
         """
