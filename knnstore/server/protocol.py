@@ -300,7 +300,11 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        """Check that there is a schema if the type is "json_schema", and none for the other types."""
+        """Return the response format if it has a schema for the type "json_schema", and none for other types.
+
+        Raises:
+            PydanticCustomError: if a schema is missing or superfluous.
+        """
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise field_error("json_schema", "is needed for the type 'json_schema', and for no other")
         return self
@@ -328,7 +332,12 @@ class GenerationRequest(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Check that no stop string in a list is empty, and that the usage is requested only for a stream."""
+        """Return the request if it is consistent.
+
+        Raises:
+            PydanticCustomError: if a stop string in a list is empty, or the usage is requested without a
+                stream.
+        """
         if "" in self.stops:
             raise field_error("stop", "a string that ends a text cannot be empty")
         if self.wants_usage and not self.stream:
@@ -439,7 +448,11 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_number_of_texts(self) -> Self:
-        """Check that `best_of` equals `n`, and that prompts × n are at most `MOST_TEXTS`."""
+        """Return the request if it does not ask for too many texts.
+
+        Raises:
+            PydanticCustomError: if `best_of` differs from `n`, or prompts × n are more than `MOST_TEXTS`.
+        """
         copies = self.n or 1
         if self.best_of not in (None, copies):
             raise field_error("best_of", "must equal n, because all texts are returned")
@@ -469,9 +482,12 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, given: Any) -> Any:
-        """Refuse a part whose type is not "text", before its other fields cause less clear errors.
+        """Return the given part unchanged if its type is "text", or if it has no type that is a string.
 
-        Other values are returned unchanged.
+        The check comes before the checks of the other fields, whose errors would be less clear.
+
+        Raises:
+            PydanticCustomError: if the type is another string.
         """
         if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
             raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
@@ -542,9 +558,12 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        """Check that content, tool calls and reasoning are allowed for the role of the message.
+        """Return the message if its content, tool calls and reasoning fit its role.
 
         Only the role "assistant" may have tool calls and reasoning; every other role needs content.
+
+        Raises:
+            PydanticCustomError: if a field does not fit the role.
         """
         if self.content is None and self.role != "assistant":
             raise field_error("content", f"a message of the role {self.role!r} needs one")
@@ -579,7 +598,11 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
-        """Check that most probable tokens are requested only together with log-probabilities."""
+        """Return the request if it asks for most probable tokens only together with log-probabilities.
+
+        Raises:
+            PydanticCustomError: if `top_logprobs` is set without `logprobs`.
+        """
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "only with logprobs")
         return self

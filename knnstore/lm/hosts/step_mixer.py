@@ -138,7 +138,13 @@ class HostedSettings:
     def _resolve(self, options: RequestOptions, purpose: Purpose) -> KNNSettings:
         """Return the retrieval settings for the options of a request, without the cache.
 
-        The arguments and errors are those of `resolve`.
+        Args:
+            options: the options of the request.
+            purpose: `Purpose.GENERATION` to predict next tokens, `Purpose.SCORING` to score the tokens of a
+                prompt.
+
+        Raises:
+            KnnstoreError: the store cannot be read, or cannot do what the options ask for.
         """
         domains = options.domains
         if domains is not None:
@@ -451,9 +457,10 @@ class StepMixer:
     def _settings_for(self, row: int, request: _Request | None, purpose: Purpose) -> KNNSettings | None:
         """Return the retrieval settings of a request; None if its rows keep the model's logits.
 
-        That is so if the request is not registered, has failed, or wants no prompt scores (for
-        `Purpose.SCORING`), or if its settings use nothing of the store. If the settings cannot be resolved,
-        or need keys that the text does not have, the request is marked as failed.
+        The rows keep the model's logits in three cases: the request is not registered or has failed; it wants
+        no prompt scores and `purpose` is `Purpose.SCORING`; or its settings use nothing of the store. If the
+        settings cannot be resolved, or need keys that the text does not have, the request is marked as failed
+        and None is returned.
 
         Args:
             row: index of the request in the step.

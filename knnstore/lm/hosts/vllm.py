@@ -198,7 +198,9 @@ def _raise_or_exit(error: KnnstoreError) -> None:
 
 
 def _checking_config(create_engine_config: Any) -> Any:
-    """Return a wrapper of `EngineArgs.create_engine_config` that checks that the store fits the model.
+    """Return a wrapper of `EngineArgs.create_engine_config` that also checks that the store fits.
+
+    If the store does not fit the model, the wrapper raises an error, so that vLLM does not start.
 
     Args:
         create_engine_config: vLLM's method, which returns the configuration.
@@ -206,7 +208,7 @@ def _checking_config(create_engine_config: Any) -> Any:
 
     @functools.wraps(create_engine_config)
     def create_checked_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return vLLM's configuration after it was checked."""
+        """Return vLLM's configuration. Raises an error if the store does not fit it."""
         config = create_engine_config(self, *args, **kwargs)
         try:
             check_config(config)
@@ -695,7 +697,7 @@ class SecondRunnerAttachment(Attachment):
             return add(scheduler_output)
 
         def finish_requests(scheduler_output: Any) -> Any:
-            """Forget the requests that have ended, and let the runner remove them."""
+            """Forget the requests that have ended, and let the runner remove these requests."""
             for name in scheduler_output.finished_req_ids:
                 self.remove_request(name)
             return remove(scheduler_output)

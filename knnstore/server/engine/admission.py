@@ -379,7 +379,7 @@ class Admission:
         return initial_budget - budget, list(by_settings.values())
 
     def _prefill_jointly(self, joint: Sequence[_JointPrefill]) -> None:
-        """Prefill the selected prompts in one forward pass.
+        """Let the model read the selected prompts (prefill) in one forward pass.
 
         If there is only one prompt, or if the pass fails, each prompt is read alone. So a task is removed
         only if its own prompt fails; its client gets the error. No exception is raised. An empty sequence
@@ -436,7 +436,7 @@ class Admission:
         self._paces.adjust(chunks[0].waiting.task.knn, tokens, time.perf_counter() - began)
 
     def _start_texts(self, room: int) -> int:
-        """Start the texts of the prompts that are completely read.
+        """Start the texts (continuations) of the prompts that are completely read.
 
         A task starts no further text while its client is slow (`Ticket.is_behind`). A task is removed from
         the waiting tasks when all its texts are started, or when a text fails to start.
@@ -445,7 +445,7 @@ class Admission:
             room: number of texts that may be started. A text that generates no tokens does not count.
 
         Returns:
-            The part of `room` that is left.
+            The number of texts that may still be started afterwards.
         """
         for waiting in list(self._waiting):
             task = waiting.task

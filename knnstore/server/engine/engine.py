@@ -215,7 +215,13 @@ class Engine:
     def _submit_job(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
         """Queue a job (long work) for the engine's thread, and return the future of its result.
 
-        The arguments and errors are those of `call_in_turns`.
+        Args:
+            work: function without arguments that returns the generator that does the work.
+            is_part: True accepts the job even if `max_waiting` tasks and jobs are waiting.
+
+        Raises:
+            EngineBusyError: if `max_waiting` tasks and jobs are waiting, unless `is_part` is True.
+            EngineStoppedError: if the engine is stopping, has stopped or was not started.
         """
         job = Job(work)
         self._enqueue(lambda: self._job_queue.append(job), may_exceed_limit=is_part)

@@ -181,7 +181,8 @@ def extract_layers(cache: Any) -> Layers:
 def has_attention_only(model: Any) -> bool:
     """Check whether a model's cache holds only keys and values of attention.
 
-    Such a cache can be padded, so that texts of different lengths share a batch. A recurrent state cannot.
+    Such a cache can be padded, so that texts of different lengths share a batch. The state of a recurrent
+    model cannot be padded.
     """
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return False

@@ -453,7 +453,15 @@ def _replace_infinity(log_prob: float) -> float:
 
 
 def find_end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the end tokens that a generation configuration and a tokenizer name; may be empty."""
+    """Return the ids of the tokens that end a text.
+
+    The generation configuration and the tokenizer name these tokens. The result is empty if they name none.
+
+    Args:
+        config: the generation configuration of the model; its `eos_token_id` is one id, a list of ids, or
+            None.
+        tokenizer: the model's tokenizer; its `eos_token_id` is an id or None.
+    """
     eos = config.eos_token_id
     listed = eos if isinstance(eos, list) else [eos]
     return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)
