@@ -1,7 +1,7 @@
-"""Server of OpenAI's HTTP protocol over a store. Needs the extra ``server``.
+"""Server of OpenAI's HTTP protocol that predicts with a model and a store. Needs the extra ``server``.
 
-`serve` runs it; `Config` and `Limits` are its settings. `UpstreamAddress` names a vLLM server behind it, and
-`check_upstream` checks that server.
+`serve` runs the server; `Config` and `Limits` are its settings. `UpstreamAddress` names a vLLM server that
+can do the generation, and `check_upstream` checks that vLLM server.
 """
 
 from knnstore.server.running import Config, serve

@@ -1,4 +1,4 @@
-"""The ASGI application: all endpoints and the error handlers. `make_app` builds it."""
+"""The ASGI application with all endpoints and the handlers of errors. `make_app` builds it."""
 
 import logging
 from collections.abc import Callable
@@ -44,7 +44,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Access settings of a server."""
+    """Access settings of a server: who is answered, and whether metrics are public."""
 
     local_only: bool = True
     """True if only requests whose Host header names this machine are answered."""
@@ -55,14 +55,15 @@ class Options:
 def make_app(
     serving: Serving, gate: Gate, metrics: Metrics, options: Options, lifespan: Lifespan | None = None
 ) -> ASGIApp:
-    """Build the application with all endpoints and the frame around them.
+    """Return the application: all endpoints, inside the middleware `Frame` that checks every request.
 
     Args:
         serving: the server's state; its model need not be loaded yet.
-        gate: authenticates the requests.
-        metrics: the metrics that requests are recorded in.
+        gate: finds the permissions of each client by its API key.
+        metrics: the metrics in which requests are counted.
         options: the access settings.
-        lifespan: context manager that is open from before the first request until after the last.
+        lifespan: context manager that is open from before the first request until after the last; None means
+            no context.
     """
     app = make_endpoints(serving, metrics, options, lifespan)
     return Frame(
@@ -80,9 +81,17 @@ def make_app(
 def make_endpoints(
     serving: Serving, metrics: Metrics, options: Options, lifespan: Lifespan | None = None
 ) -> FastAPI:
-    """Build the application without the frame, which authenticates, limits and logs every request.
+    """Return the application with all endpoints, without the middleware `Frame` that checks requests.
 
-    The arguments are those of `make_app`. Raises RuntimeError if an endpoint does not declare its right.
+    Args:
+        serving: the server's state; its model need not be loaded yet.
+        metrics: the metrics that ``/metrics`` shows.
+        options: the access settings.
+        lifespan: context manager that is open from before the first request until after the last; None means
+            no context.
+
+    Raises:
+        RuntimeError: if an endpoint does not declare which right it needs.
     """
     app = FastAPI(
         title="knnstore",
@@ -108,7 +117,10 @@ def make_endpoints(
 def _declare_server_endpoints(
     app: FastAPI, routes: Endpoints, serving: Serving, metrics: Metrics, options: Options
 ) -> None:
-    """Add the endpoints about the server itself: ``/health``, ``/metrics`` and the OpenAPI description."""
+    """Add the endpoints about the server itself to the application.
+
+    They are ``/health``, ``/health/live``, ``/metrics`` and ``/openapi.json``.
+    """
     health_limiter = CapacityLimiter(1)  # a thread that no other request can take
     cached_description: list[dict[str, Any]] = []
 
@@ -139,7 +151,7 @@ def _declare_server_endpoints(
 
 
 async def _answer_known_error(_: Request, error: Exception) -> JSONResponse:
-    """Answer with the JSON error of an exception. Logs the exception if the status is 500."""
+    """Return the JSON answer for an exception. Logs the exception if the status is 500."""
     api_error = convert_to_api_error(error)
     if api_error.status == 500:
         _logger.error("a request failed", exc_info=error)
@@ -147,7 +159,7 @@ async def _answer_known_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _answer_invalid_request(request: Request, error: Exception) -> JSONResponse:
-    """Answer 400 with the first error of a request that fails validation."""
+    """Return the answer 400 with the first error of a request that fails validation."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     field = first.get("ctx", {}).get("field")
@@ -166,7 +178,11 @@ async def _answer_invalid_request(request: Request, error: Exception) -> JSONRes
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Answer a request that no endpoint takes: 404, 405 with the allowed methods, or 204 for OPTIONS."""
+    """Return the answer to a request that no endpoint takes.
+
+    The status is 404 for an unknown path, 405 with the allowed methods for a wrong method, and 204 for
+    OPTIONS.
+    """
     assert isinstance(error, HTTPException)
     headers, reason, path = dict(error.headers or {}), str(error.detail), request.url.path
     if error.status_code == 405:

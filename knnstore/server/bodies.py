@@ -30,17 +30,20 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 
 
 class BodyRoute(APIRoute):
-    """A route that parses and validates its body in a worker thread, if the body is a pydantic model."""
+    """A route of FastAPI that parses and validates the JSON body of a request in a worker thread.
+
+    Only bodies whose type is a pydantic model are treated in this way.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the coroutine function that answers a request."""
+        """Return the coroutine function that answers a request of this route."""
         handler = super().get_route_handler()
         model = None if self.body_field is None else self.body_field.field_info.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return handler
 
         async def parse_and_handle(request: Request) -> Response:
-            """Check the rights, parse the body, and call the endpoint."""
+            """Check the client's right, parse the body, and call the endpoint. Returns its response."""
             # Check the rights first: the body of a client without the right is not read.
             for needed in self.dependencies:
                 assert needed.dependency is not None
@@ -57,16 +60,25 @@ class BodyRoute(APIRoute):
 
 
 class _ParsedRequest(Request):
-    """A request whose `json` returns the validated pydantic model in place of plain JSON values."""
+    """A request whose method `json` returns the validated pydantic model, not plain JSON values.
+
+    Args:
+        request: the request.
+        model: the pydantic class of the body.
+    """
 
     def __init__(self, request: Request, model: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
         self.error: Exception | None = None
-        """The error that `json` raised; FastAPI replaces it by a general one."""
+        """The error that `json` raised; None if it raised none. FastAPI replaces the error by a general one,
+        so it is kept here."""
 
     async def json(self) -> Any:
-        """Parse and validate the body in a worker thread. Also stores an error that it raises."""
+        """Parse the body in a worker thread, and return it as the validated pydantic model.
+
+        An error is raised, and also stored in `error`.
+        """
         try:
             return await run_in_threadpool(parse_body, await self.body(), self._model)
         except (RequestValidationError, ApiError) as error:
@@ -75,12 +87,16 @@ class _ParsedRequest(Request):
 
 
 def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """Parse a JSON body, and return the validated pydantic model.
+    """Parse a JSON body, and return it as the validated pydantic model.
+
+    Args:
+        body: the bytes of the body.
+        model: the pydantic class of the body.
 
     Raises:
         json.JSONDecodeError: if the body is not JSON.
         ApiError: 400 if the body has too many values.
-        RequestValidationError: if the body does not match the model; contains the first error only.
+        RequestValidationError: if the body does not match the class; it contains the first error only.
     """
     _check_number_of_values(body)
     values = json.loads(body)
@@ -92,7 +108,11 @@ def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def _check_number_of_values(body: bytes) -> None:
-    """Raise ApiError 400 if a body has too many values, lists, objects or fields. Does not parse it."""
+    """Check, without parsing a JSON body, that it does not have too many values.
+
+    Raises:
+        ApiError: 400 if the body has too many values, lists, objects or fields.
+    """
     # 1) Count quickly; this also counts characters inside strings.
     counts = {byte: body.count(byte) for byte in (b",", b"[", b"{", b":")}
     if not _describe_exceeded_limit(counts):
@@ -108,7 +128,7 @@ def _describe_exceeded_limit(counts: dict[bytes, int]) -> str:
     """Return the first exceeded limit as text, for example "50,000 lists and objects"; else an empty string.
 
     Args:
-        counts: number of commas, opening brackets, opening braces and colons.
+        counts: number of commas, opening brackets, opening braces and colons in a body, by character.
     """
     containers = counts[b"["] + counts[b"{"]
     if containers > MOST_CONTAINERS:

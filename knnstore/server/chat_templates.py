@@ -1,7 +1,8 @@
-"""Rendering of a model's chat template in a separate process. The template is a program of the model.
+"""Rendering of a model's chat template (a program that turns a conversation into text) in its own process.
 
 Clients cannot forge the control tokens of a conversation, such as ``<|im_start|>``. Control tokens in the
-messages are marked before the template is rendered, and the marked ones are encoded as ordinary text.
+messages are marked before the template is rendered. Then the marked text is encoded as ordinary text, and
+only the template's own control tokens become control tokens.
 """
 
 import json
@@ -18,13 +19,14 @@ from knnstore.server.errors import ApiError, refused
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 _CPU_SECONDS = 5.0
-"""Largest CPU time in seconds that a template may take for one request. Real templates take milliseconds."""
+"""Largest CPU time in seconds that a template may take for one request. Usual templates take milliseconds."""
 
 _MEMORY_BYTES = 512 << 20
-"""Memory that a template may take, in addition to the memory of the process itself."""
+"""Bytes of memory that a template may take, in addition to the memory of its process."""
 
 _MARK = "\U000f0000"
-"""Private-use character that transformers puts before a control token in a message, to mark it."""
+"""Private-use character that transformers puts before a control token in a message, to mark it as ordinary
+text."""
 
 
 class ChatTemplate:
@@ -34,11 +36,12 @@ class ChatTemplate:
     template can still loop forever or allocate any amount of memory. A single operation such as ``10**10**9``
     holds the global interpreter lock until it ends, so no thread of the server could stop it.
 
-    Creating the object starts the process, if the model has a template.
+    If the model has a template, the constructor starts the process. `text` is the source of the template,
+    empty if the model has none.
 
     Args:
         tokenizer: the model's tokenizer. Only the constructor uses it, for its template and its tokens.
-        most_characters: largest length of a rendered text, in characters.
+        most_characters: largest length of a rendered text in characters.
     """
 
     def __init__(self, tokenizer: Any, most_characters: int) -> None:
@@ -57,17 +60,17 @@ class ChatTemplate:
             self._process = self._start_process()  # now, so that the first request does not wait for it
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Render messages to a text that ends where the assistant's answer begins.
+        """Return a conversation as text, rendered by the template up to where the assistant's answer begins.
 
-        Control tokens of the messages are marked in the text, so only `encode` can tokenize it. A call waits
-        for the calls before it. If the template exceeds its limits, its process ends, and the next call
-        starts another one.
+        Control tokens in the messages are marked in the text, so only `encode` can tokenize the text. Calls
+        from several threads wait for each other. If the template exceeds its limits, its process ends, and
+        the next call starts a new process.
 
         Args:
             messages: the messages, as plain JSON values.
 
         Raises:
-            ApiError: 400 if the template refuses the messages or their text is too long, 500 if the template
+            ApiError: 400 if the template refuses the messages or their text is too long; 500 if the template
                 takes too much time or ends its process.
         """
         try:
@@ -95,9 +98,10 @@ class ChatTemplate:
         return str(answer["text"])
 
     def encode(self, tokenizer: Any, text: str) -> list[int]:
-        """Tokenize a text that `render` returned.
+        """Return the token ids of a text that `render` returned.
 
-        Control tokens of the template are encoded as control tokens, those of the messages as ordinary text.
+        Control tokens from the template become control tokens. Control tokens from the messages become
+        ordinary text.
 
         Args:
             tokenizer: the model's tokenizer. No other thread may use it during the call.
@@ -115,12 +119,15 @@ class ChatTemplate:
             raise refused(f"messages: {error}", "messages") from error
 
     def close(self) -> None:
-        """Stop the process, after the current `render` has ended."""
+        """Stop the process, after the current call of `render` has ended."""
         with self._one_at_a_time:
             self._stop_process()
 
     def _mark_strings(self, value: Any) -> Any:
-        """Return a JSON value with the control tokens marked in all strings, also in the names of fields."""
+        """Return a copy of a JSON value with the control tokens marked in all strings, also in field names.
+
+        The value is returned unchanged if transformers is too old to encode marked tokens.
+        """
         if self._control_tokens is None:
             return value
         if isinstance(value, str):
@@ -132,9 +139,9 @@ class ChatTemplate:
         return value
 
     def _send_and_receive(self, line: str) -> dict[str, Any] | None:
-        """Send one line of messages to the process, and wait for its answer.
+        """Send one line with messages to the template's process, and return its parsed answer.
 
-        Starts the process if it does not run. Returns None if the process ends instead of answering.
+        Starts the process if it does not run. Returns None if the process ends without an answer.
         """
         process = self._process = self._process or self._start_process()
         assert process.stdin is not None
@@ -151,7 +158,7 @@ class ChatTemplate:
         return parsed_answer
 
     def _start_process(self) -> "subprocess.Popen[str]":
-        """Start the process, send it the template, and return it."""
+        """Start the template's process, send it the template, and return the process."""
         process = subprocess.Popen(  # noqa: S603  this package's own file
             # -P keeps the program's folder out of sys.path: its modules could hide those of other packages.
             [sys.executable, "-P", str(_PROGRAM)],
@@ -168,7 +175,7 @@ class ChatTemplate:
         return process
 
     def _stop_process(self) -> None:
-        """Kill the process and wait for its end. Does nothing if none runs."""
+        """Kill the template's process and wait until it has ended. Does nothing if no process runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -176,21 +183,26 @@ class ChatTemplate:
 
 
 def _import_marking_module() -> Any:
-    """Return transformers' module that marks and encodes control tokens."""
+    """Import and return the module of transformers that marks and encodes control tokens."""
     from transformers.utils import chat_template_utils
 
     return chat_template_utils
 
 
 def _compile_control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
-    """Compile a pattern that matches the control tokens: those that only the template may write.
+    """Return a pattern that matches the control tokens: the tokens that only the template may write.
 
-    These are all special tokens. Other added tokens are control tokens if the tokenizer lists them in
-    `chat_control_tokens` or, without this list, if the template contains them.
+    All special tokens are control tokens. Other added tokens are control tokens if the tokenizer lists them
+    in `chat_control_tokens`. If the tokenizer has no such list, they are control tokens if the template
+    contains them.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        template: the source of the template.
 
     Returns:
-        The pattern, with longer tokens first; None if transformers is too old to encode control tokens as
-        ordinary text.
+        The pattern, which tries longer tokens first; None if transformers is too old to encode control tokens
+        as ordinary text.
     """
     if not hasattr(_import_marking_module(), "encode_marked_chat"):
         return None
@@ -209,7 +221,10 @@ def _compile_control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | 
 
 
 def _get_template(tokenizer: Any) -> str:
-    """Return a tokenizer's default chat template; empty if it has none, or only named ones."""
+    """Return the source of a tokenizer's default chat template.
+
+    Empty if the tokenizer has no template, or several templates with names and no default.
+    """
     try:
         return str(tokenizer.get_chat_template() or "")
     except (ValueError, TypeError, AttributeError):

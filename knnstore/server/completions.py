@@ -1,4 +1,8 @@
-"""Endpoints ``/v1/completions`` and ``/v1/chat/completions``: generate and score text."""
+"""Endpoints ``/v1/completions`` and ``/v1/chat/completions``: they generate and score text.
+
+`_Answer` submits the task of a request to the engine (the thread that runs the model) or to vLLM, and formats
+the pieces of text that come back.
+"""
 
 import json
 import time
@@ -32,19 +36,25 @@ from knnstore.server.serving import Serving, cancel_on_disconnect
 from knnstore.server.shapes import Messages, Shape, Texts, add_finish_reason
 
 _SCORE_BYTES = 32
-"""Approximate bytes of an answer for each scored token and for each of its listed alternatives."""
+"""Approximate number of bytes in an answer for each scored token, and for each most probable token that is
+listed."""
 _EVENT_TOKENS = 128
-"""Largest number of prompt tokens whose scores one event of a stream contains."""
+"""Largest number of tokens whose scores one event of a stream contains."""
 _MAX_TOKENS = 16
-"""Default of `max_tokens` of a completion, as in OpenAI's protocol."""
+"""Default of `max_tokens` for a completion, as in OpenAI's protocol."""
 
 
 def declare_completions(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints ``/v1/completions`` and ``/v1/chat/completions``."""
+    """Add the endpoints ``/v1/completions`` and ``/v1/chat/completions`` to the application.
+
+    Args:
+        routes: adds the endpoints.
+        serving: the server's state, with the model.
+    """
 
     @routes.add("POST", "/v1/completions", Right.PREDICT)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        """Continue texts, or score them."""
+        """Continue texts, or score the tokens of the prompts."""
         return await _Answer.create_response(request, body, serving, lambda: _plan_completion(serving, body))
 
     @routes.add("POST", "/v1/chat/completions", Right.PREDICT)
@@ -60,14 +70,25 @@ class _GenerationPlan:
     """The checked content of a request: its prompts and limits, and the JSON shape of the answer."""
 
     prompts: tuple[Prompt, ...]
+    """The tokenized prompts."""
     max_tokens: int
+    """Largest number of tokens to generate for each text; 0 generates nothing."""
     shape: Shape
+    """Makes the JSON objects of the answer."""
     top: int | None
+    """Number of most probable tokens that are listed for each token; 0 lists none, None gives no
+    log-probabilities."""
     score_prompt: bool = False
+    """True if the tokens of the prompts get log-probabilities too."""
 
 
 def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
-    """Tokenize and check the prompts of a completion. Raises ApiError 400 for one too long or empty."""
+    """Tokenize and check the prompts of a completion, and return the plan of its answer.
+
+    Raises:
+        ApiError: 400 if a prompt is too long for the model's window, has no tokens, or has tokens that the
+            model does not have.
+    """
     prompts = tuple(serving.make_prompt(one) for one in body.prompts)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
@@ -89,10 +110,17 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
 
 
 def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _GenerationPlan:
-    """Tokenize and check a conversation. `text` is the result of the chat template.
+    """Tokenize and check a conversation, and return the plan of its answer.
 
-    Without a limit in the request, the answer may fill the rest of the model's window. Raises ApiError 400 if
-    the conversation is empty or too long.
+    If the request has no limit of tokens, the answer may fill the rest of the model's window.
+
+    Args:
+        serving: the server's state, with the model.
+        body: the body of the request.
+        text: the conversation as the chat template has rendered it.
+
+    Raises:
+        ApiError: 400 if the conversation is empty or too long for the model's window.
     """
     tokens = serving.tokenize_conversation(text)
     if not tokens:
@@ -107,10 +135,13 @@ def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _GenerationPla
 
 
 def _render_conversation(serving: Serving, body: ChatRequest) -> str:
-    """Render a conversation with the chat template, up to the beginning of the assistant's answer.
+    """Return a conversation as text, as the chat template renders it.
+
+    The text ends where the assistant's answer begins.
 
     Raises:
-        ApiError: 400 if the model has no template, the messages are too long, or the template refuses them.
+        ApiError: 400 if the model has no chat template, the messages are too long, or the template refuses
+            them.
     """
     characters = sum(len(one.text) + len(one.thoughts) for one in body.messages)
     serving.check_length(characters, serving.window, "messages")
@@ -125,9 +156,13 @@ def _render_conversation(serving: Serving, body: ChatRequest) -> str:
 
 
 def _convert_messages(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages to the objects that a chat template takes.
+    """Return the messages of a conversation as the JSON objects that a chat template takes.
 
-    The role `developer` becomes `system`, its former name, if the template does not contain it.
+    The role `developer` becomes `system` (its former name) if the template does not contain `developer`.
+
+    Args:
+        template: the source of the chat template.
+        messages: the messages of the request.
 
     Raises:
         ApiError: 400 if a message has tool calls or the role `tool`, and the template would ignore them.
@@ -160,7 +195,10 @@ def _convert_messages(template: str, messages: Sequence[Message]) -> list[dict[s
 
 
 def _convert_tool_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call as a template expects it, with parsed arguments. Invalid JSON stays text."""
+    """Return a tool call as the JSON object that a chat template takes, with parsed arguments.
+
+    Arguments that are not valid JSON stay text.
+    """
     arguments: Any = call.function.arguments
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments)
@@ -172,14 +210,21 @@ def _convert_tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 class _Stream(StreamingResponse):
-    """The stream of events of an answer. When it ends, or the client leaves, the task is cancelled."""
+    """HTTP response that streams the events of an answer.
+
+    When the stream ends or the client disconnects, the task of the answer is cancelled.
+
+    Args:
+        answer: the answer.
+        headers: further HTTP headers.
+    """
 
     def __init__(self, answer: "_Answer", headers: dict[str, str]) -> None:
         super().__init__(answer.stream_events(), media_type="text/event-stream", headers=headers)
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then close the answer."""
+        """Send all events to the client, then cancel the task of the answer if it has not ended."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -187,10 +232,20 @@ class _Stream(StreamingResponse):
 
 
 class _Answer:
-    """The answer to one request. The constructor submits the task; the methods format its pieces.
+    """The answer to one request. The constructor submits the task of the request.
 
-    The constructor raises ApiError 429 if the key's quota is used up, and EngineBusyError if too many
-    requests wait.
+    The methods format the pieces of text that come back, as one JSON answer or as a stream of events.
+
+    Args:
+        serving: the server's state, with the model.
+        body: the body of the request.
+        plan: the checked content of the request.
+        task: the task to submit.
+        quota: rate limits of the client's key. The tokens of prompts and texts are counted there.
+
+    Raises:
+        ApiError: 429 if the key has used up its tokens.
+        EngineBusyError: if too many requests wait.
     """
 
     def __init__(
@@ -215,22 +270,25 @@ class _Answer:
     async def create_response(
         cls, request: Request, body: CompletionRequest | ChatRequest, serving: Serving, plan_request: Any
     ) -> Response:
-        """Check the request, submit its task, and return the whole answer or its stream.
+        """Check a request, submit its task, and return the HTTP response: a whole answer or a stream.
 
         Args:
             request: the HTTP request.
-            body: its body.
-            serving: the server's state.
-            plan_request: returns the request's `_GenerationPlan`; called in a worker thread.
+            body: the body of the request.
+            serving: the server's state, with the model.
+            plan_request: function without arguments that returns the request's `_GenerationPlan`; called in a
+                worker thread.
 
         Raises:
-            ApiError: if the request is wrong. Later errors of a stream are sent as an event.
+            ApiError: if the request is wrong, not allowed or too large, or the task of a whole answer fails.
+                A stream sends later errors as an event.
         """
         knn, who = body.knn or Retrieval(), access(request)
         if knn.sources:
             who.check(Right.READ)
 
         def make_plan() -> tuple[_GenerationPlan, Task]:
+            """Return the plan of the answer and the task of the request."""
             plan: _GenerationPlan = plan_request()
             return plan, _build_task(serving, body, plan, who)
 
@@ -247,14 +305,16 @@ class _Answer:
             answer.close()
 
     def close(self) -> None:
-        """Cancel the task, unless it has ended."""
+        """Cancel the task. Does nothing to a task that has ended."""
         self._pieces.close()
 
     async def build_whole_answer(self) -> Response:
-        """Return one answer with all texts. It is built in a worker thread, because it may be large.
+        """Wait until all texts are complete, and return one JSON answer with all of them.
+
+        The JSON is built in a worker thread, because it may be large.
 
         Raises:
-            ApiError: 400 if the scores make the answer too large; or the error of the task.
+            ApiError: 400 if the log-probabilities make the answer too large; or the error of the task.
         """
         shape, texts = self._shape, defaultdict[int, list[Piece]](list)
         bytes_left = self._serving.limits.answer_bytes
@@ -284,9 +344,10 @@ class _Answer:
         return await run_in_threadpool(format_answer)
 
     async def stream_events(self) -> AsyncIterator[str]:
-        """Yield server-sent events: the texts as they are decoded, the usage if wanted, and ``[DONE]``.
+        """Yield the server-sent events of the answer: parts of the texts, the usage if wanted, and the end.
 
-        An error is sent as the last event before ``[DONE]``.
+        A part is sent as soon as it is decoded. If the task fails, its error is sent as an event; no
+        exception is raised. The last event is always ``[DONE]``.
         """
         begun_texts: set[int] = set()
         try:
@@ -311,21 +372,31 @@ class _Answer:
         yield "data: [DONE]\n\n"
 
     def _format_event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        """Return one server-sent event with these choices, and the usage if the client wants it."""
+        """Return one server-sent event as text.
+
+        Args:
+            choices: parts of texts, as JSON objects.
+            usage: the numbers of tokens; None in all events but the last. Left out if the client does not
+                want it.
+        """
         event = {**self._head, "object": self._shape.kind_of_part, "choices": choices}
         if self._body.wants_usage:
             event["usage"] = usage
         return f"data: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"
 
     def _count_tokens(self, piece: Piece) -> Piece:
-        """Count a piece's generated tokens for the usage and the quota. Returns the piece unchanged."""
+        """Count the generated tokens of a piece (a new part of a text) for the usage and the client's quota.
+
+        Returns the piece unchanged. Tokens of a prompt are not counted here; the constructor has counted
+        them.
+        """
         if not piece.is_prompt:
             self._generated[piece.index].extend(score.token for score in piece.tokens)
             self._quota.spend_unchecked(len(piece.tokens))
         return piece
 
     def _build_usage(self) -> dict[str, int]:
-        """Return the field ``usage``: numbers of prompt tokens, generated tokens, and both together."""
+        """Return the field ``usage``: the numbers of prompt tokens, generated tokens, and all tokens."""
         written = sum(map(len, self._generated.values()))
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -334,9 +405,16 @@ class _Answer:
         }
 
     async def _find_sources(self, index: int) -> dict[str, Any]:
-        """Return the field ``knn``: the sources of a text's generated tokens. Empty if none are requested.
+        """Return the field ``knn`` of a text: for each generated token the stored records that support it.
 
-        The text's tokens count against the quota again, because the model reads them once more.
+        Returns an empty dictionary if the request asks for no sources. The model reads the text once more for
+        this, so its tokens count against the client's quota again.
+
+        Args:
+            index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
+
+        Raises:
+            ApiError: 400 if sources for more tokens are requested than one answer may have.
         """
         count = self._body.knn.sources if self._body.knn else 0
         if not count:
@@ -351,9 +429,10 @@ class _Answer:
 
 
 async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """Yield the same pieces, with large ones split into pieces of at most `_EVENT_TOKENS` tokens.
+    """Yield the same pieces of texts, but split large pieces, so that no event of a stream is too large.
 
-    A large piece would make an event that blocks the event loop for long. The text is in the last part.
+    A yielded piece has at most `_EVENT_TOKENS` tokens. The event of a larger piece would block the event loop
+    for long. The last part keeps the reason of the end.
     """
     async for piece in pieces:
         ends = range(_EVENT_TOKENS, len(piece.tokens), _EVENT_TOKENS)
@@ -363,10 +442,15 @@ async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
 
 
 def _check_answer_size(serving: Serving, body: CompletionRequest | ChatRequest, task: Task) -> None:
-    """Check that the answer can be small enough, as far as its size is known before the generation.
+    """Check that log-probabilities and sources do not make the answer too large.
+
+    Called before the generation.
+
+    The size of the generated texts is not known yet; it is checked later.
 
     Raises:
-        ApiError: 400 if the prompts' scores, or the sources of the generated tokens, are too many.
+        ApiError: 400 if the log-probabilities of the prompts, or the sources of the largest number of
+            generated tokens, are too many.
     """
     text_count = len(task.prompts) * task.copies
     if task.score_prompt and not body.stream:
@@ -379,10 +463,10 @@ def _check_answer_size(serving: Serving, body: CompletionRequest | ChatRequest, 
 
 
 def _check_sources(body: GenerationRequest, tokens: int) -> None:
-    """Check that the requested sources of `tokens` tokens are at most `MOST_SOURCES` together.
+    """Check that the number of requested neighbors × `tokens` does not exceed `MOST_SOURCES`.
 
     Raises:
-        ApiError: 400 if there are more.
+        ApiError: 400 if it exceeds the limit.
     """
     sources = body.knn.sources if body.knn else 0
     if sources * tokens > MOST_SOURCES:
@@ -394,7 +478,7 @@ def _check_sources(body: GenerationRequest, tokens: int) -> None:
 
 
 def _answer_too_large_error(serving: Serving) -> ApiError:
-    """Return the error 400 for an answer that is too large because of its log-probabilities."""
+    """Return, but do not raise, the error 400 for an answer that has too many log-probabilities."""
     return refused(
         f"logprobs: the answer is larger than {serving.limits.answer_bytes:,} bytes (`--max-answer`): ask "
         "for fewer of the likeliest tokens, for fewer prompts, or for a stream",
@@ -403,10 +487,20 @@ def _answer_too_large_error(serving: Serving) -> ApiError:
 
 
 def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan, who: Access) -> Task:
-    """Build the task of a request. Also fills the caches for its scope, so that the engine does not have to.
+    """Return the task of a request for the engine, and fill the caches for its retrieval.
+
+    The caches are filled here because the engine's thread, which all requests share, should not have to do
+    it.
+
+    Args:
+        serving: the server's state, with the model.
+        body: the body of the request.
+        plan: the checked prompts and limits of the request.
+        who: the permissions of the client.
 
     Raises:
-        ApiError: 404 if the client sees no such model, 400 if retrieval or the JSON schema is wrong.
+        ApiError: 404 if the model does not exist or the client may not see it; 400 if the field ``knn`` or
+            the JSON schema is wrong.
     """
     scope = serving.scopes.parse_scope(body.model, body.knn, who)
     serving.scopes.fill_caches(scope)

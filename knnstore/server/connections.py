@@ -1,7 +1,7 @@
 """Time limits of connections, against slow clients.
 
-A connection is closed if the head of a request does not arrive in time, or if its client does not read the
-answer. `connections` makes the protocol class for uvicorn.
+A connection is closed if the head of a request (first line and headers) does not arrive in time, or if its
+client does not read the answer. `connections` makes the protocol class for uvicorn.
 """
 
 import asyncio
@@ -14,7 +14,13 @@ _LEAST_READ = 4096
 
 
 class CountedTransport:
-    """A transport that counts the bytes written to it. All other attributes are the wrapped transport's."""
+    """Wrapper of an asyncio transport that counts the bytes written to it.
+
+    All other attributes are taken from the wrapped transport.
+
+    Args:
+        transport: the transport to wrap.
+    """
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -24,13 +30,13 @@ class CountedTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write data and count its bytes."""
+        """Write data to the connection and count its bytes."""
         self._written += len(data)
         self._transport.write(data)
 
     @property
     def unread_bytes(self) -> int:
-        """Number of written bytes that are still in the write buffer."""
+        """Number of written bytes that the client has not taken yet: they are still in the write buffer."""
         size: int = self._transport.get_write_buffer_size()
         return size
 
@@ -41,7 +47,7 @@ class CountedTransport:
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with time limits. uvicorn alone waits forever for slow clients."""
+    """uvicorn's HTTP/1.1 protocol with time limits for slow clients. uvicorn alone would wait forever."""
 
     head_seconds = 20.0
     """Seconds in which the head of a request must arrive."""
@@ -53,10 +59,10 @@ class Connection(H11Protocol):
     """Timer of the next check that the client reads."""
     _counted_transport: CountedTransport
     _last_progress = 0, 0.0
-    """Number of bytes read at the last progress of the client, and the time of that progress."""
+    """Number of bytes that the client had read when it last made progress, and the time of this progress."""
 
     def connection_made(self, transport: Any) -> None:
-        """Start both timers."""
+        """Start the connection and both timers: for the head of a request, and for the client's reading."""
         self._counted_transport = CountedTransport(transport)
         super().connection_made(self._counted_transport)  # type: ignore[arg-type]
         self._update_head_timer()
@@ -64,19 +70,26 @@ class Connection(H11Protocol):
         self._schedule_check()
 
     def data_received(self, data: bytes) -> None:
-        """Process data. Stops the head's timer at the end of a head; starts it with the next request."""
+        """Process received data.
+
+        The time limit for the head ends with the head, and begins again with the next request.
+        """
         super().data_received(data)
         self._update_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop both timers."""
+        """End the connection, and stop both timers.
+
+        Args:
+            exc: the error that ended the connection; None if it was closed.
+        """
         super().connection_lost(exc)
         self._stop_head_timer()
         if self._check_timer is not None:
             self._check_timer.cancel()
 
     def _update_head_timer(self) -> None:
-        """Start the head's timer if no request is being answered; otherwise stop it."""
+        """Start the timer that waits for a request's head. Stop it if a request is being answered."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering or self.transport.is_closing():
             self._stop_head_timer()
@@ -95,11 +108,18 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _schedule_check(self) -> None:
-        """Start the timer of the next check, after a quarter of `answer_seconds` and at most 1 s."""
+        """Start the timer of the next check whether the client reads its answer.
+
+        The check comes after a quarter of `answer_seconds`, at most after 1 second.
+        """
         self._check_timer = self.loop.call_later(min(1.0, self.answer_seconds / 4), self._check_client_reads)
 
     def _check_client_reads(self) -> None:
-        """Abort the connection if the client reads too little for too long; else check again later."""
+        """Abort the connection if the client reads too slowly; otherwise check again later.
+
+        The client must make progress at least every `answer_seconds`. Progress means that it has read all
+        that was written, or `_LEAST_READ` bytes more than at its last progress.
+        """
         read, since = self._last_progress
         now = self.loop.time()
         if (
@@ -114,7 +134,7 @@ class Connection(H11Protocol):
 
 
 def connections(head_seconds: float, answer_seconds: float = 30.0) -> type[Connection]:
-    """Return a subclass of `Connection` with these time limits, for uvicorn's argument ``http``.
+    """Return a subclass of `Connection` with the given time limits, for uvicorn's argument ``http``.
 
     Args:
         head_seconds: seconds in which a client must send the head of a request.

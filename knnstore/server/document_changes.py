@@ -1,6 +1,7 @@
 """Changes of the store by requests: `StoreWriter` adds and removes documents in a thread of its own.
 
-The engine's thread only encodes the documents, in turns between its decoding steps.
+The engine's thread, which runs the model, only encodes the documents: it computes their keys, in turns
+between its decoding steps.
 """
 
 import asyncio
@@ -21,20 +22,20 @@ from knnstore.server.engine import Engine, Turns
 from knnstore.store import KNNStore
 
 _TURN_TOKENS = 128
-"""Tokens of a document that the model encodes in one turn."""
+"""Number of tokens of a document that the model encodes between two decoding steps."""
 
 Found = TypeVar("Found")
 
 
 class StoreWriter:
-    """Adds and removes documents, one change at a time.
+    """Adds documents to the store and removes documents, one change at a time, in a thread of its own.
 
-    Its thread tokenizes, and writes to the database and the vector engine. The model runs in the engine's
-    thread.
+    This thread tokenizes, and writes to the database and the vector engine. The keys of documents are
+    computed by the model in the engine's thread.
 
     Args:
-        lm: the model.
-        engine: the engine that runs the model.
+        lm: the model, with the store that is changed.
+        engine: the engine whose thread runs the model.
     """
 
     def __init__(self, lm: KNNLMForCausalLM, engine: Engine) -> None:
@@ -50,17 +51,20 @@ class StoreWriter:
         """Add a document in the writer's thread, and wait until it is stored.
 
         Args:
-            document: any form that `KNNLMForCausalLM.add` takes.
-            domain: the domain that it is added to.
-            tags: tags of the document.
-            count: called in the writer's thread with each number of further tokens that were read.
+            document: the document, in any form that `KNNLMForCausalLM.add` takes.
+            domain: name of the domain that the document is added to.
+            tags: tags (labels) of the document.
+            count: called in the writer's thread with the number of tokens of each part that the model has
+                read.
             on_bad: called with the error if the document cannot be used. The document is then left out.
 
         Returns:
-            The counts of `Added`: added, replaced, described, unchanged, tokens.
+            The fields of `Added` by name: the numbers of documents that were added, replaced, described (only
+            metadata or tags changed) and unchanged, and the number of stored tokens.
         """
 
         def add_to_store() -> Added:
+            """Add the document in the writer's thread, and return the counts."""
             return add_documents(
                 self._model_parts,
                 [document],
@@ -77,10 +81,14 @@ class StoreWriter:
         }
 
     async def run_removal(self, remove_from: Callable[[KNNStore], Found]) -> Found:
-        """Run `remove_from`, which removes documents from the store, and return its result.
+        """Run a function that removes documents from the store, and return the function's result.
 
-        When this returns, the n-grams are counted again, and every later token of any text is predicted
-        without the removed documents.
+        When this method returns, the n-grams have been counted again, and no later token of any text is
+        predicted with the removed documents.
+
+        Args:
+            remove_from: function that removes documents; its argument is the store. It is called in the
+                writer's thread.
         """
         removed = await self._run_in_thread(lambda: remove_from(self._model_parts.store))
         await self.count_ngrams()
@@ -89,9 +97,9 @@ class StoreWriter:
         return removed
 
     async def count_ngrams(self) -> None:
-        """Count the n-grams of changed selections in the writer's thread, and wait until they are counted.
+        """Count the n-grams again where documents have changed, and wait until they are counted.
 
-        Texts that are decoded meanwhile use the old counts.
+        The writer's thread counts. Texts that are decoded meanwhile use the old counts.
         """
         await self._run_in_thread(self._model_parts.store.catch_up_ngrams)
 
@@ -100,23 +108,32 @@ class StoreWriter:
         self._thread.shutdown(cancel_futures=True)
 
     async def _run_in_thread(self, work: Callable[[], Found]) -> Found:
+        """Run a function without arguments in the writer's thread, after the changes before it.
+
+        Returns its result.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 @dataclass
 class _ModelParts:
-    """The parts of a model that `add_documents` needs."""
+    """The parts of a model that `add_documents` needs, with a tokenizer of their own."""
 
     store: KNNStore
     tokenizer: Any
     reader: TextReader
     after_adding: Callable[[], None]
+    """Called without arguments after documents were added."""
 
 
 class _TurnEncoder:
-    """Wrapper of an encoder that computes keys in the engine's thread, in turns.
+    """Wrapper of an encoder (it computes the keys of texts) that works in the engine's thread, in turns.
 
     All other attributes are the attributes of the wrapped encoder.
+
+    Args:
+        encoder: the encoder to wrap.
+        engine: the engine whose thread runs the model.
     """
 
     def __init__(self, encoder: Encoder, engine: Engine) -> None:
@@ -127,10 +144,21 @@ class _TurnEncoder:
         return getattr(self._encoder, name)
 
     def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64]) -> Tensor:
-        """Return the same keys as `Encoder.keys`. Waits for the engine, so call it in another thread only."""
+        """Return the keys of some positions of texts, computed in the engine's thread.
+
+        The result is that of `Encoder.keys`. The call waits for the engine's thread, so it must be made in
+        another thread.
+
+        Args:
+            input_ids: token ids of the texts, shape (b, t).
+            at: the positions whose keys are computed.
+        """
 
         def compute_in_turns() -> Turns[Tensor]:
-            """Compute the keys in the engine's thread; a long window takes several turns."""
+            """Compute the keys in the engine's thread.
+
+            A single text of more than `_TURN_TOKENS` tokens takes several turns.
+            """
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS:
                 return self._encoder.keys(input_ids, at)
             encoded = yield from self._encoder.encode_in_parts(input_ids, at, _TURN_TOKENS)
@@ -140,11 +168,15 @@ class _TurnEncoder:
 
 
 class _TokenCounter(Progress):
-    """Progress that calls a function with each number of tokens read."""
+    """Progress that passes each number of tokens that were read to a function.
+
+    Args:
+        count: the function.
+    """
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
 
     def advance(self, amount: int) -> None:
-        """Report `amount` more tokens."""
+        """Report that `amount` more tokens were read."""
         self._count(amount)

@@ -1,7 +1,7 @@
 """Endpoints ``/v1/domains`` and ``/v1/documents``: list, add and remove documents while texts are decoded.
 
-`StoreWriter` makes the changes in its own thread. After the answer to a removal, no later token of any
-text is retrieved from the removed documents.
+A domain is a named set of documents. `StoreWriter` makes the changes in its own thread. When a removal has
+been answered, no later token of any text is retrieved from the removed documents.
 """
 
 import json
@@ -21,13 +21,19 @@ from knnstore.server.serving import Serving
 from knnstore.store import Document
 
 _MAX_LISTED = 1000
+"""Largest number of documents that one answer lists."""
 
 RequiredName = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
 OptionalName = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
 
 
 def declare_documents(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints that list and change the store's documents."""
+    """Add the endpoints that list, add and remove documents and domains to the application.
+
+    Args:
+        routes: adds the endpoints.
+        serving: the server's state, with the store.
+    """
 
     @routes.add("GET", "/v1/domains", Right.READ)
     def domains(request: Request) -> dict[str, Any]:
@@ -46,9 +52,11 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 100,
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     ) -> dict[str, Any]:
-        """List documents in the order in which they were added, or show one, with its text if wanted.
+        """List documents in the order in which they were added, or show one document.
 
-        The page ends early if it becomes larger than the largest answer; `has_more` is true then.
+        The parameters `domain`, `id` and `tag` choose the documents; `limit` and `offset` choose a page of
+        the list; `text` adds the texts. The page ends early if it becomes larger than the largest answer;
+        `has_more` is true then.
         """
         who = access(request)
         if domain is not None and not who.sees(domain):
@@ -102,7 +110,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("DELETE", "/v1/documents", Right.WRITE)
     async def remove(request: Request, domain: RequiredName, id: RequiredName) -> dict[str, Any]:
-        """Remove a document."""
+        """Remove a document from a domain, given by its id.
+
+        The answer is 404 if there is no such document.
+        """
         _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
         removed = await serving.writer.run_removal(lambda store: store.remove_document(id, domain=domain))
@@ -110,7 +121,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("DELETE", "/v1/domains", Right.WRITE)
     async def remove_domain(request: Request, domain: RequiredName) -> dict[str, Any]:
-        """Remove a domain with all its documents."""
+        """Remove a domain (a named set of documents) with all its documents.
+
+        The answer is 404 if there is none.
+        """
         _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
         removed = await serving.writer.run_removal(lambda store: store.remove_domain(domain))
@@ -123,10 +137,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
 
 def _check_domain_visible(who: Access, domain: str) -> None:
-    """Check that the client may see a domain. The domain need not exist.
+    """Check that the client may see a domain, given by its name. The domain need not exist.
 
     Raises:
-        ApiError: 404 if the client may not see the domain, with the same message as for a domain that does
+        ApiError: 404 if the client may not see the domain. The message is the same as for a domain that does
             not exist.
     """
     if not who.sees(domain):
@@ -134,9 +148,9 @@ def _check_domain_visible(who: Access, domain: str) -> None:
 
 
 def _get_document_text(serving: Serving, document: Document) -> str | None:
-    """Return the text of a document, decoded from its tokens; None if the document was removed meanwhile.
+    """Return the text of a document, decoded from its stored tokens.
 
-    A document without tokens has an empty text.
+    Returns None if the document was removed meanwhile. A document without tokens has an empty text.
     """
     try:
         tokens = serving.lm.store.tokens(document.id, domain=document.domain)
@@ -146,6 +160,11 @@ def _get_document_text(serving: Serving, document: Document) -> str | None:
 
 
 def _document_fields(document: Document, text: str | None) -> dict[str, Any]:
-    """Return a document as a JSON object, with its text unless `text` is None."""
+    """Return a document as a JSON object.
+
+    Args:
+        document: the document, with its metadata.
+        text: the text of the document; None leaves the field out.
+    """
     fields = {"object": "document", **asdict(document)}
     return fields if text is None else {**fields, "text": text}

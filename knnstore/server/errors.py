@@ -29,8 +29,10 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+"""Field `type` of an error by its status."""
 
 _RETRY_SECONDS = 1
+"""Seconds after which a client may try again if too many requests wait."""
 
 
 class ApiError(Exception):
@@ -64,14 +66,21 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return, but do not raise, the error 400 for a request that is wrong or exceeds a limit."""
+    """Return, but do not raise, the error 400 for a request that is wrong or exceeds a limit.
+
+    Args:
+        message: the text for the client.
+        param: the field of the request that is wrong; None if no single field is.
+        code: a short name of the error for programs; None if it has none.
+    """
     return ApiError(400, message, param=param, code=code)
 
 
 def convert_to_api_error(error: BaseException) -> ApiError:
-    """Convert an exception to the error that the client gets. An `ApiError` is returned unchanged.
+    """Return the error that a client gets for an exception. An `ApiError` is returned unchanged.
 
-    An unknown exception becomes 500 with a general message, so that no detail of the server leaks.
+    Known exceptions of the store and the engine get a fitting status and message. An unknown exception
+    becomes the status 500 with a general message, so that no detail of the server leaks.
     """
     if isinstance(error, ApiError):
         return error

@@ -1,4 +1,4 @@
-"""ASGI middleware for every request: its id, authentication, size and time limits, metrics, and log line."""
+"""ASGI middleware that every request passes: its id, authentication, limits, metrics, and log line."""
 
 import asyncio
 import logging
@@ -23,26 +23,28 @@ _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGN
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 
 _MAX_MESSAGE_BYTES = 1 << 16
-"""Largest part of an answer that is passed to the server at once, in bytes."""
+"""Largest number of bytes of an answer that are passed to the HTTP server at once."""
 
 RecordRequest = Callable[[str, int, float, float | None], None]
+"""Function that records an answered request: its declared path, status, seconds, and seconds to the first
+byte."""
 
 
 class Frame:
-    """ASGI middleware: checks and limits each request, passes it to the wrapped application, and logs it.
+    """ASGI middleware: checks and limits each request, passes it to the application, and logs it.
 
     Args:
-        app: the application that answers.
-        gate: authenticates the requests.
+        app: the application that answers the requests.
+        gate: finds the permissions of each client by its API key.
         open_paths: paths that need no key.
-        paths: the paths without parameters. A trailing slash is removed from them.
+        paths: all paths without parameters. A trailing slash after one of these paths is ignored.
         body_bytes: largest size of a request's body in bytes.
-        body_seconds: seconds in which the body must arrive.
+        body_seconds: seconds in which the whole body must arrive.
         local_only: True if only requests whose Host header names this machine are answered. Otherwise a web
             page in a browser on this machine could reach the server through a host name of its own (DNS
             rebinding).
-        count: called after each request with the declared path, the status, the seconds, and the seconds to
-            the first byte of the answer, or None without a body.
+        count: called after each request with the declared path, the status, the seconds until the end of the
+            answer, and the seconds until its first byte (None if the answer has no body).
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Frame:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Other ASGI scopes, such as lifespan, go to the wrapped application unchanged.
+        """Answer one HTTP request, and count and log it.
 
-        An error before the answer has begun is sent as a JSON error. Each request is counted and logged.
+        An error before the answer has begun is sent as a JSON error. After that, an error only ends the
+        answer. ASGI messages that are not HTTP requests, such as lifespan, go to the application unchanged.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -82,7 +85,7 @@ class Frame:
         record: dict[str, Any] = {"status": 500, "begun": False, "first": None, "key": ""}
 
         async def send_answer(message: Message) -> None:
-            """Send a part of the answer, and record its status and the time of the first byte."""
+            """Send a part of the answer to the client. Records the status and the time of the first byte."""
             if message["type"] == "http.response.start":
                 record["begun"], record["status"] = True, message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = id
@@ -129,10 +132,11 @@ class Frame:
             )
 
     async def _authenticate(self, scope: Scope, headers: Headers) -> Access | None:
-        """Return the permissions of a request's client; None for an open path, which needs no key.
+        """Return the permissions of a request's client; None if the path is open to requests without a key.
 
         Raises:
-            ApiError: 403 if the Host header is not local but must be, 401 if the key is missing or wrong.
+            ApiError: 403 if only requests for this machine are answered and the Host header names another
+                machine; 401 if the key is missing or wrong.
         """
         if self._local_only and not _LOCAL_HOST.fullmatch(headers.get("host", "")):
             raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
@@ -141,12 +145,16 @@ class Frame:
         return await self._gate.authenticate_request(headers.get("authorization", ""))
 
     def _wrap_with_limits(self, headers: Headers, receive: Receive) -> Receive:
-        """Return a `receive` that enforces the size and time limits of the body.
+        """Return an ASGI function `receive` that limits the size and the arrival time of the request's body.
 
         The returned function raises HTTPException 413 if the body is too large, 408 if it arrives too slowly.
 
+        Args:
+            headers: the headers of the request.
+            receive: the function that receives parts of the request.
+
         Raises:
-            ApiError: 413 if the header content-length exceeds the size limit or is no number.
+            ApiError: 413 if the header Content-Length is larger than the limit or is not a number.
         """
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._body_bytes:
@@ -154,7 +162,7 @@ class Frame:
         byte_count, is_whole, deadline = 0, False, asyncio.get_running_loop().time() + self._body_seconds
 
         async def receive_limited() -> Message:
-            """Receive the next part of the body within the limits."""
+            """Receive the next part of the body."""
             nonlocal byte_count, is_whole
             try:
                 async with asyncio.timeout_at(None if is_whole else deadline):
@@ -171,13 +179,14 @@ class Frame:
         return receive_limited
 
     def _body_too_large_error(self) -> ApiError:
+        """Return, but do not raise, the error 413 for a body that is too large."""
         return ApiError(413, f"the request is larger than {self._body_bytes:,} bytes", code="too_large")
 
 
 def _split_message(message: Message) -> Iterator[Message]:
-    """Yield an ASGI message in parts of at most `_MAX_MESSAGE_BYTES` bytes of body.
+    """Yield an ASGI message, split into messages with at most `_MAX_MESSAGE_BYTES` bytes of body.
 
-    Each part is copied only when it is sent, so no more is copied than the client reads.
+    A part is copied only when it is sent, so memory is used only for what the client reads.
     """
     body = message.get("body", b"")
     if len(body) <= _MAX_MESSAGE_BYTES:
@@ -191,5 +200,5 @@ def _split_message(message: Message) -> Iterator[Message]:
 
 
 def _error_response(error: ApiError) -> JSONResponse:
-    """Return the JSON answer of an error."""
+    """Return the HTTP response of an error, with a JSON body."""
     return JSONResponse(error.body, error.status, error.headers)

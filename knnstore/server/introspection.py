@@ -1,7 +1,8 @@
 """Endpoints that generate no text: ``/v1/models``, ``/tokenize``, ``/detokenize``, ``/v1/explain``.
 
-`explain_generated_tokens` finds the sources of generated tokens, for the endpoints of `completions`;
-`describe_second_pass` marks explanations of what vLLM has generated.
+An explanation shows which stored records (neighbors) and which components made a token likely.
+`explain_generated_tokens` explains the tokens of an answer, for the endpoints of `completions`.
+`describe_second_pass` marks explanations of texts that vLLM has generated.
 """
 
 import json
@@ -36,14 +37,23 @@ from knnstore.server.scopes import Scope, format_model_name
 from knnstore.server.serving import Serving, cancel_on_disconnect
 
 _DOCUMENTS_AT_ONCE = 256
-"""Number of documents of an explanation that one turn converts to JSON."""
+"""Number of documents of an explanation that are converted to JSON at once, between two decoding steps."""
 
 
 def declare_introspection(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints that generate no text."""
+    """Add the endpoints that generate no text to the application.
+
+    Args:
+        routes: adds the endpoints.
+        serving: the server's state, with the model.
+    """
 
     def build_model_list(who: Access) -> list[dict[str, Any]]:
-        """Describe the model alone, then the model with each domain that the client may see."""
+        """Return JSON objects for the model alone and for the model with each domain that the client may see.
+
+        Args:
+            who: the permissions of the client.
+        """
         store = serving.lm.store
         seen = who.filter_visible(domain.name for domain in store.domains())
         names = [
@@ -68,7 +78,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("GET", "/v1/models/{name:path}", Right.PREDICT)
     def model(request: Request, name: str) -> dict[str, Any]:
-        """Show a model, which may name several domains."""
+        """Describe one model. Its name may contain several domains."""
         serving.lm  # noqa: B018
         serving.scopes.parse_scope(name, None, access(request))
         return {**build_model_list(access(request))[0], "id": name}
@@ -79,6 +89,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
 
         def build_answer() -> Response:
+            """Tokenize the text and return the answer. Runs in a worker thread."""
             serving.check_length(len(body.prompt), serving.most_tokens, "prompt")
             tokens = serving.tokenize(body.prompt, special=body.add_special_tokens)
             return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": serving.window})
@@ -87,13 +98,14 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/detokenize", Right.PREDICT)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """Return the text of tokens; empty without tokens."""
+        """Return the text of token ids; an empty text without token ids."""
         serving.lm  # noqa: B018
         if len(body.tokens) > serving.most_tokens:
             most = serving.most_tokens
             raise refused(f"tokens: {len(body.tokens):,} are more than the {most:,} read at once", "tokens")
 
         def build_answer() -> Response:
+            """Check the tokens and return the answer with their text. Runs in a worker thread."""
             serving.check_tokens(body.tokens, "tokens")
             return JSONResponse({"prompt": serving.detokenize(body.tokens) if body.tokens else ""})
 
@@ -121,10 +133,15 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/v1/explain", Right.READ)
     async def explain(request: Request, body: ExplainRequest) -> Response:
-        """Explain the probability of each token of a text: its components and its neighbors in the store."""
+        """Explain the probability of each token of a text.
+
+        The answer lists for each token its components (the store's parts of the prediction) and its neighbors
+        (the retrieved records).
+        """
         serving.lm  # noqa: B018
 
         def make_plan() -> tuple[Scope, int, list[int]]:
+            """Return the scope of the request, the number of tokens before `text`, and all tokens."""
             scope = serving.scopes.parse_scope(body.model, body.knn, access(request))
             plan = scope, *_tokenize_explained_text(serving, body)
             serving.scopes.fill_caches(scope)
@@ -134,7 +151,10 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         access(request).quota.check_and_spend(len(tokens))
 
         def explain_in_engine() -> Turns[bytes]:
-            """Explain the text in turns of the engine's thread, and return the JSON answer."""
+            """Explain the text in the engine's thread, in parts between decoding steps.
+
+            Returns the JSON answer.
+            """
             settings, explanation_json = (
                 serving.scopes.resolve_settings(scope),
                 _ExplanationJson(serving.limits.answer_bytes),
@@ -164,23 +184,28 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 async def explain_generated_tokens(
     serving: Serving, scope: Hashable, prompt: Prompt, written: Sequence[int], count: int
 ) -> list[dict[str, Any]]:
-    """Explain each generated token of a text, in turns in the engine's thread.
+    """Explain each generated token of a text: which stored records (neighbors) made the token likely.
+
+    The engine's thread does the work, in parts between decoding steps.
 
     Args:
-        serving: the server's state.
-        scope: the `Scope` of the task: the documents to retrieve from, and the settings.
+        serving: the server's state, with the model.
+        scope: the `Scope` of the text: which documents it retrieves from, and with which settings.
         prompt: the prompt of the text.
-        written: the generated tokens.
+        written: ids of the generated tokens.
         count: number of neighbors that each explanation lists.
 
     Returns:
-        The explanation of each generated token, as JSON values.
+        One JSON object for each generated token, in order.
     """
     prompt_tokens = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
     tokens = np.array([*prompt_tokens, *written], np.uint32)
 
     def explain_in_engine() -> Turns[list[dict[str, Any]]]:
-        """Explain the tokens in turns of the engine's thread."""
+        """Explain the tokens in the engine's thread, in parts between decoding steps.
+
+        Returns JSON objects.
+        """
         shown = list[dict[str, Any]]()
         settings = serving.lm.resolve_settings(serving.scopes.resolve_settings(scope), Purpose.GENERATION)
         turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(prompt_tokens))
@@ -191,23 +216,23 @@ async def explain_generated_tokens(
 
 
 def describe_second_pass(serving: Serving) -> dict[str, Any]:
-    """Return the field that marks explanations of texts that vLLM has generated; empty without vLLM.
+    """Return the JSON field ``second_pass: true`` if vLLM generates the texts; otherwise an empty dictionary.
 
-    The engine of this process explains them: it reads the text in a pass of its own. Its rounding can differ
-    from that of vLLM.
+    The field marks explanations of texts from vLLM. This process explains them: its engine reads the text
+    again, in a pass of its own. Rounding makes its probabilities differ slightly from vLLM's.
     """
     return {} if serving.upstream is None else {"second_pass": True}
 
 
 def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
-    """Tokenize the text to explain and the text before it.
+    """Tokenize the text to explain together with the text before it, and check the size of the explanation.
 
     Returns:
-        The number of tokens before the explained text, and all tokens.
+        The number of tokens before the explained text, and the ids of all tokens.
 
     Raises:
         ApiError: 400 if the text has too many tokens, if tokens × neighbors are too many, or if the model
-            lacks a token.
+            does not have a token.
     """
     serving.check_length(len(body.after) + len(body.text), MOST_EXPLAINED, "text")
     start, tokens = len(serving.tokenize(body.after)), serving.tokenize(body.after + body.text)
@@ -230,9 +255,15 @@ def _run_explanation(
     turns: Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]],
     take: Callable[[list[TokenExplanation]], object],
 ) -> Turns[tuple[DocumentEffect, ...]]:
-    """Run an explanation in turns, and call `take` with the token explanations of each turn.
+    """Run an explanation in turns, with decoding steps between the turns, and pass on its results.
 
-    Returns the effect of each document, when the explanation is complete.
+    Args:
+        turns: the generator of the explanation: yields the explained tokens of each turn, and returns the
+            effect of each document.
+        take: called with the explained tokens of each turn.
+
+    Returns:
+        The effect of each document, when the explanation is complete.
     """
     while True:
         try:
@@ -245,7 +276,7 @@ def _run_explanation(
 
 
 class _ExplanationJson:
-    """Builds the JSON answer to ``/v1/explain`` turn by turn, so that no turn takes long.
+    """Builds the JSON answer of ``/v1/explain`` part by part, so that no turn of the engine takes long.
 
     Args:
         most: largest size of the answer in bytes.
@@ -257,21 +288,38 @@ class _ExplanationJson:
         self._documents: list[bytes] = []
 
     def add_tokens(self, part: Sequence[TokenExplanation]) -> None:
-        """Append explained tokens. Raises ApiError 400 if the answer becomes too large."""
+        """Add explained tokens to the answer, in any order of positions.
+
+        Raises:
+            ApiError: 400 if the answer becomes too large.
+        """
         self._tokens += [(token.position, self._encode_and_count(_token_fields(token))) for token in part]
 
     def add_documents(self, part: Sequence[DocumentEffect]) -> None:
-        """Append effects of documents. Raises ApiError 400 if the answer becomes too large."""
+        """Add the effects of documents (how much each changed the probability of the text) to the answer.
+
+        Raises:
+            ApiError: 400 if the answer becomes too large.
+        """
         self._documents += [self._encode_and_count(asdict(effect)) for effect in part]
 
     def build_answer(self, more: dict[str, Any]) -> bytes:
-        """Return the whole answer as JSON: the fields `more`, tokens by position, and documents."""
+        """Return the whole answer as JSON in UTF-8.
+
+        Args:
+            more: fields for the beginning of the answer; at least one. The field ``data`` with the tokens by
+                position, and the field ``documents`` follow.
+        """
         tokens = b",".join(text for _, text in sorted(self._tokens))
         documents = b",".join(self._documents)
         return b"".join([_encode_json(more)[:-1], b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
 
     def _encode_and_count(self, shown: dict[str, Any]) -> bytes:
-        """Return an object as JSON. Raises ApiError 400 if the answer becomes larger than allowed."""
+        """Return an object as JSON, and count its bytes.
+
+        Raises:
+            ApiError: 400 if the answer becomes larger than allowed.
+        """
         text = _encode_json(shown)
         self._bytes_left -= len(text)
         if self._bytes_left < 0:
@@ -284,14 +332,16 @@ class _ExplanationJson:
 
 
 def _encode_json(value: object) -> bytes:
-    """Return a value as compact JSON in UTF-8. NaN and infinity raise ValueError."""
+    """Return a value as compact JSON, encoded as UTF-8. NaN and infinity raise ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _describe_settings(settings: KNNSettings) -> dict[str, Any]:
-    """Return the settings that a request may change, and the mixer's name, for the field ``knn``.
+    """Return the retrieval settings in force that a request can change, for the field ``knn`` of an answer.
 
-    `lam` is None if a mixer or a gate chooses λ for each token; with a gate the mixer's name is "gate".
+    A mixer is the rule that chooses λ (the weight of what was retrieved) for each token. `lam` is None if λ
+    is not a fixed number. If a gate (a small network) chooses the weights, `mixer` is "gate"; otherwise it is
+    the name of the mixer.
     """
     mixer, gate = settings.mixer, settings.gate
     return {
@@ -304,5 +354,8 @@ def _describe_settings(settings: KNNSettings) -> dict[str, Any]:
 
 
 def _token_fields(token: TokenExplanation) -> dict[str, Any]:
-    """Return the fields of a token's explanation; `lam` is called ``lambda``, as in the protocol."""
+    """Return a token's explanation as a JSON object.
+
+    The field `lam` is called ``lambda``, as in the protocol.
+    """
     return {"lambda" if name == "lam" else name: value for name, value in asdict(token).items()}

@@ -1,4 +1,7 @@
-"""Metrics of a server for Prometheus. Labels are endpoints and statuses, never keys, domains or texts."""
+"""Metrics of a server for Prometheus.
+
+Labels are endpoints and statuses; keys, domains and texts are not shown.
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -9,7 +12,10 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Metrics:
-    """Metrics of one server. Their names follow OpenTelemetry's conventions where these name a metric."""
+    """Counts and durations of one server.
+
+    The names follow OpenTelemetry's conventions where they name a metric.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -64,7 +70,7 @@ class Metrics:
         )
 
     def record_turn(self, step: Observed) -> None:
-        """Record a turn of the engine."""
+        """Record the counts of one turn of the engine: a decoding step, or other work of its thread."""
         if step.rows:
             self._steps.observe(step.seconds)
             self._rows.observe(step.rows)
@@ -75,18 +81,18 @@ class Metrics:
         self._waiting.set(step.waiting)
 
     def record_request(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:
-        """Record a finished request.
+        """Record a request that was answered.
 
         Args:
             endpoint: the declared path, with its parameters in braces.
-            status: the HTTP status.
-            seconds: time from the request to the end of its answer.
-            first: time from the request to the first byte of its answer; None if the answer has no body.
+            status: the HTTP status of the answer.
+            seconds: seconds from the request to the end of its answer.
+            first: seconds from the request to the first byte of its answer; None if the answer has no body.
         """
         self._requests.labels(endpoint, str(status)).observe(seconds)
         if first is not None:
             self._first.labels(endpoint).observe(first)
 
     def format_metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format, encoded as UTF-8."""
+        """Return all metrics in the text format of Prometheus, encoded as UTF-8."""
         return generate_latest(self._registry)

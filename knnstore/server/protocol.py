@@ -1,8 +1,8 @@
 """Request bodies of OpenAI's protocol and of this server's own endpoints, as pydantic models.
 
-The tables `UNSUPPORTED_…` list the fields of the protocol that this server does not support. Their values are
-accepted if they ask for nothing: null, an empty value, or the protocol's default. Other values are refused
-with an error that names the field.
+The tables `UNSUPPORTED_…` list the fields of OpenAI's protocol, and of other servers' extensions, that this
+server does not support. A value of such a field is accepted if it changes nothing: null, an empty value, or
+the protocol's default. Any other value is refused with an error that names the field.
 """
 
 import json
@@ -27,22 +27,30 @@ from knnstore.checks import MAX_NAME
 from knnstore.server.engine import Sampling
 
 MOST_COPIES = 16
+"""Largest `n`: number of texts that are generated for each prompt."""
 MOST_PROMPTS = 64
+"""Largest number of prompts of a request."""
 MOST_TEXTS = 128
-"""Largest number of texts of a request: prompts × n."""
+"""Largest number of texts that a request generates: prompts × n."""
 MOST_TOP = 20
+"""Largest number of most probable tokens that are listed for each token."""
 MOST_STOPS = 16
+"""Largest number of stop strings of a request."""
 MOST_STOP = 1024
 """Largest length of a stop string in characters."""
 MOST_MESSAGES = 4096
+"""Largest number of messages of a conversation."""
 MOST_FIELDS = 64
 """Largest number of fields of one JSON object in a body."""
 MOST_NEIGHBORS = 64
+"""Largest number of neighbors (retrieved records) that are listed for each token."""
 MOST_NAMES = 64
+"""Largest number of domains, and of tags, in a list."""
 MOST_EXPLAINED = 4096
-"""Largest number of tokens of an explanation."""
+"""Largest number of tokens of a text that is explained in one request."""
 MOST_SOURCES = 32_768
-"""Largest tokens × neighbors of an explanation. The answer has about 25 MB then."""
+"""Largest number of explained tokens × listed neighbors of one request. An answer of this size has about 25
+MB."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]
@@ -52,29 +60,38 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """Return an error that names a field of the body. A validator of the whole body raises it."""
+    """Return an error that names a field of the body, for a validator of a whole body to raise.
+
+    Args:
+        field: the name of the field.
+        message: the text for the client.
+    """
     return PydanticCustomError("field", "{message}", {"field": field, "message": message})
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field of the protocol that this server does not support, with its neutral, accepted values.
+    """A field of the protocol that this server does not support, and the neutral values that it accepts.
 
-    A neutral value changes nothing. Null is neutral. An empty string, list or object is neutral unless
-    `is_empty_refused` is True. An object is empty if all its values are.
+    A neutral value is a value that changes nothing. Null is always neutral. An empty string, list or object
+    is neutral too, unless `is_empty_refused` is True. An object is empty if all its values are empty.
     """
 
     reason: str
-    """Reason for refusing any other value, as one sentence."""
+    """Reason why all other values are refused; a clause for the error message."""
     defaults: tuple[Any, ...] = ()
-    """Further neutral values, for example the protocol's default."""
+    """Further neutral values, for example the protocol's default. Empty means none."""
     is_neutral: Callable[[Any], bool] | None = None
-    """Further test of any JSON value: returns True if the value is neutral. None means no further test."""
+    """Further test: a function that takes any JSON value and returns True if the value is neutral. None means
+    no further test."""
     is_empty_refused: bool = False
-    """True if an empty value is not neutral, so that it is refused."""
+    """True if an empty string, list or object is refused."""
 
     def accepts(self, value: Any) -> bool:
-        """Check whether a value is neutral, and so accepted. Booleans differ from the numbers 0 and 1."""
+        """Check whether a JSON value of the field is neutral, so that it is accepted.
+
+        The booleans differ from the numbers 0 and 1.
+        """
         if value is None or (_is_empty(value) and not self.is_empty_refused):
             return True
         if any(
@@ -86,19 +103,22 @@ class Unsupported:
 
 
 def _is_empty(value: Any) -> bool:
-    """Check whether a JSON value is null, an empty string or list, or an object with empty values only."""
+    """Check whether a JSON value is null, an empty string or list, or an object with only empty values."""
     if isinstance(value, dict):
         return all(map(_is_empty, value.values()))
     return value is None or value in ("", [])
 
 
 def _is_zero_for_all_tokens(bias: Any) -> bool:
-    """Check whether a value of `logit_bias` is an object whose numbers are all 0."""
+    """Check whether a JSON value is an object whose values are all 0, so that it biases no token."""
     return isinstance(bias, dict) and all(value == 0 and value is not False for value in bias.values())
 
 
 def _make_defaults_test(**defaults: str) -> Callable[[Any], bool]:
-    """Return a test for objects that have no fields and values but the named ones; fields may be missing."""
+    """Return a function that checks whether a JSON value is an object with only the given fields and values.
+
+    Fields may be missing in the object, but other fields or values make the result False.
+    """
     return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
 
 
@@ -168,8 +188,8 @@ IGNORED_IN_MESSAGE = (
     "reasoning_details",
     "thinking_blocks",
 )
-"""Fields of an earlier answer of another server, which clients send back with the history. They are dropped,
-because they describe the answer and ask for nothing."""
+"""Names of fields of an assistant's message that are dropped. Another server has added them to an earlier
+answer, and clients send them back with the conversation. They describe that answer and ask for nothing."""
 UNSUPPORTED_PART = {
     "annotations": Unsupported("this server reads the text of a message only"),
     "prompt_cache_breakpoint": Unsupported(_NO_CACHE_CONTROL),
@@ -178,25 +198,30 @@ UNSUPPORTED_PART = {
 
 
 class Body(BaseModel):
-    """Base of all request bodies, and of the objects in them.
+    """Base of all request bodies, and of the JSON objects inside the bodies.
 
-    A field with the value null counts as missing, even if the field is unknown. A field in `unsupported` is
-    refused unless its value is neutral (see `Unsupported`). Any other undeclared field is refused. The error
-    names the field.
+    A field with the value null counts as missing, even if the server does not know the field. A field that is
+    listed in `unsupported` is refused unless its value is neutral (changes nothing). Any other unknown field
+    is refused. The error names the field.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+    """Fields that this server does not support, by name."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, given: Any) -> Any:
-        """Return a copy of an object without null fields and without neutral unsupported fields.
+        """Return a copy of a JSON object without its null fields and without neutral fields of `unsupported`.
 
-        Raises an error if an unsupported field is not neutral, or if the object has too many fields, is
-        nested too deeply, or contains NaN, Infinity or a lone surrogate. JSON can escape a lone surrogate,
-        but it cannot be encoded as text. A value that is not an object is returned unchanged.
+        A value that is not an object is returned unchanged; pydantic refuses it later.
+
+        Raises:
+            PydanticCustomError: if a field of `unsupported` has a value that is not neutral.
+            ValueError: if the object has too many fields or is nested too deeply, or contains NaN, Infinity
+                or a lone surrogate. JSON can escape a lone surrogate (half of a character), but it cannot be
+                encoded as UTF-8.
         """
         if not isinstance(given, dict):  # pydantic refuses its type later
             return given
@@ -221,7 +246,10 @@ class Body(BaseModel):
 
 
 class Retrieval(Body):
-    """Retrieval settings of a request. A missing field means the store's saved setting."""
+    """Field ``knn`` of a request: from which documents it retrieves, and with which settings.
+
+    A missing field means the setting that is saved in the store.
+    """
 
     domains: Names | None = Field(
         default=None, description="Retrieve only from these domains, which the model's name must include."
@@ -253,7 +281,10 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON schema of an answer. The schema is enforced strictly, whatever `strict` says."""
+    """Field ``json_schema`` of a response format: the JSON schema that the answer must match.
+
+    The schema is always enforced strictly, even if `strict` is False.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -262,13 +293,18 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """Format of an answer: free text, any JSON object, or JSON of a schema."""
+    """Field ``response_format``: the answer is free text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
+        """Return the response format if it has a schema for the type "json_schema", and none for other types.
+
+        Raises:
+            PydanticCustomError: if a schema is missing or superfluous.
+        """
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise field_error("json_schema", "is needed for the type 'json_schema', and for no other")
         return self
@@ -296,6 +332,12 @@ class GenerationRequest(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Return the request if it is consistent.
+
+        Raises:
+            PydanticCustomError: if a stop string in a list is empty, or the usage is requested without a
+                stream.
+        """
         if "" in self.stops:
             raise field_error("stop", "a string that ends a text cannot be empty")
         if self.wants_usage and not self.stream:
@@ -311,7 +353,10 @@ class GenerationRequest(Body):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings, with the protocol's defaults. A temperature below 1e-6 counts as 0."""
+        """Sampling settings of the request; a missing setting has the default of OpenAI's protocol.
+
+        A temperature below 1e-6 counts as 0, so that always the most probable token is chosen.
+        """
         temperature = 1.0 if self.temperature is None else self.temperature
         if 0 < temperature < 1e-6:
             temperature = 0.0  # dividing log-probabilities by it would overflow
@@ -319,7 +364,7 @@ class GenerationRequest(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """True if the client wants an event with the token counts (usage) at the end of a stream."""
+        """True if the client wants an event with the numbers of tokens (usage) at the end of a stream."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -335,12 +380,15 @@ _JSON_TYPE_NAMES = {
 
 
 def _describe_json_type(value: Any) -> str:
-    """Return the name of a value's JSON type with its article, for example "a string"; "null" for None."""
+    """Return the name of a value's JSON type with its article, for example "a string". None gives "null"."""
     return _JSON_TYPE_NAMES.get(type(value), "null")
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of ``/v1/completions``. Without a prompt, the text of a new document is generated."""
+    """The body of ``/v1/completions``: prompts to continue or to score.
+
+    If the prompt is missing or empty, the text of a new document is generated.
+    """
 
     unsupported = UNSUPPORTED_COMPLETION
 
@@ -362,9 +410,12 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, given: Any) -> Any:
-        """Return a prompt unchanged, or raise ValueError with one clear message if it has a wrong form.
+        """Return the prompt unchanged if it is text, a list of texts, token ids, or lists of token ids.
 
-        Without this check pydantic would report one error for each possible form.
+        Without this check pydantic would report one error for each form that a prompt can have.
+
+        Raises:
+            ValueError: if the prompt has another form. The message says what is wrong.
         """
         if isinstance(given, str):
             return given
@@ -397,7 +448,11 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_number_of_texts(self) -> Self:
-        """Check that `best_of` equals `n`, and that prompts × n are at most `MOST_TEXTS`."""
+        """Return the request if it does not ask for too many texts.
+
+        Raises:
+            PydanticCustomError: if `best_of` differs from `n`, or prompts × n are more than `MOST_TEXTS`.
+        """
         copies = self.n or 1
         if self.best_of not in (None, copies):
             raise field_error("best_of", "must equal n, because all texts are returned")
@@ -408,7 +463,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """List of all prompts, each as text or as a list of token ids; a single prompt gives one item."""
+        """All prompts, each as text or as a list of token ids; a single prompt gives a list with one item."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -417,7 +472,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Body):
-    """A part of a message's content. Only text is supported."""
+    """A part of the content of a message. Only parts of the type "text" are supported."""
 
     unsupported = UNSUPPORTED_PART
 
@@ -427,16 +482,22 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, given: Any) -> Any:
-        """Refuse a part whose type is not "text", before its other fields cause less clear errors."""
+        """Return the given part unchanged if its type is "text", or if it has no type that is a string.
+
+        The check comes before the checks of the other fields, whose errors would be less clear.
+
+        Raises:
+            PydanticCustomError: if the type is another string.
+        """
         if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
             raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
         return given
 
 
 def _convert_content_to_parts(content: Any) -> Any:
-    """Convert the content of a message to a list of parts: a string becomes one text part.
+    """Return the content of a message as a list of parts. A string becomes one part of the type "text".
 
-    A list is returned unchanged. Any other value raises an error.
+    A list is returned unchanged. Any other value raises PydanticCustomError.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -451,14 +512,17 @@ Content = Annotated[
 
 
 class FunctionCall(Body):
-    """Name of the function that an earlier answer called, and its arguments as JSON text."""
+    """The function that an earlier answer called: its name, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A tool call of an earlier answer by another server."""
+    """A tool call in an earlier answer of the conversation.
+
+    Another server has made it; this one calls no tools.
+    """
 
     id: str
     type: Literal["function"] = "function"
@@ -466,7 +530,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a conversation."""
+    """One message of a conversation: its role, its content, and further parts of an assistant's answer."""
 
     unsupported = UNSUPPORTED_MESSAGE
 
@@ -484,14 +548,23 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_fields(cls, given: Any) -> Any:
-        """Return an assistant's message without `IGNORED_IN_MESSAGE`; any other value unchanged."""
+        """Return an assistant's message without the fields of `IGNORED_IN_MESSAGE`.
+
+        Other values stay unchanged.
+        """
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
         return {name: value for name, value in given.items() if name not in IGNORED_IN_MESSAGE}
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        """Check that content, tool calls and reasoning fit the message's role."""
+        """Return the message if its content, tool calls and reasoning fit its role.
+
+        Only the role "assistant" may have tool calls and reasoning; every other role needs content.
+
+        Raises:
+            PydanticCustomError: if a field does not fit the role.
+        """
         if self.content is None and self.role != "assistant":
             raise field_error("content", f"a message of the role {self.role!r} needs one")
         if self.tool_calls and self.role != "assistant":
@@ -503,17 +576,17 @@ class Message(Body):
 
     @property
     def thoughts(self) -> str:
-        """Reasoning text of the assistant before its answer; empty if missing."""
+        """Text of the assistant's reasoning before its answer; empty if the message has none."""
         return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
-        """Joined texts of all parts; empty without content."""
+        """Texts of all parts of the content, joined; empty if the message has no content."""
         return "".join(part.text for part in self.content or ())
 
 
 class ChatRequest(GenerationRequest):
-    """The body of ``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``: a conversation whose next answer is to be generated."""
 
     unsupported = UNSUPPORTED_CHAT
 
@@ -525,13 +598,18 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
+        """Return the request if it asks for most probable tokens only together with log-probabilities.
+
+        Raises:
+            PydanticCustomError: if `top_logprobs` is set without `logprobs`.
+        """
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "only with logprobs")
         return self
 
 
 class TokenizeRequest(Body):
-    """The body of ``/tokenize``."""
+    """The body of ``/tokenize``: a text whose tokens are wanted."""
 
     model: str | None = None
     prompt: str
@@ -539,14 +617,14 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """The body of ``/detokenize``."""
+    """The body of ``/detokenize``: token ids whose text is wanted."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class ExplainRequest(Body):
-    """The body of ``/v1/explain``."""
+    """The body of ``/v1/explain``: a text whose tokens are explained by the records that were retrieved."""
 
     model: str
     text: str
@@ -559,7 +637,7 @@ class ExplainRequest(Body):
 
 
 class NewDocuments(Body):
-    """The body of ``POST /v1/documents``."""
+    """The body of ``POST /v1/documents``: documents to add to a domain (a named set of documents)."""
 
     domain: Name
     documents: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1024)] = Field(

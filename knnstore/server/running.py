@@ -1,4 +1,4 @@
-"""Running a server: `serve` listens at once, loads the model in a thread, and drains requests at shutdown."""
+"""Running a server: `serve` listens at once, loads the model in a thread, and stops at a signal."""
 
 import asyncio
 import gc
@@ -30,6 +30,8 @@ from knnstore.store import Home
 _logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005
+"""Seconds after which Python lets another thread run. Shorter than Python's default, so that the thread of
+the engine waits less for other threads."""
 _IDLE_SECONDS = 75
 """Seconds that an idle connection stays open. Clients close idle connections earlier (httpx after 5 s). A
 request that is sent while the server closes its connection would be lost."""
@@ -44,27 +46,29 @@ class Config:
     name: str
     """Name of the model alone, without domains."""
     host: str = "127.0.0.1"
+    """Name or IP address to listen at."""
     port: int = 8000
-    """0 takes any free port."""
+    """Port to listen at; 0 takes any free port."""
     keys_required: bool = False
-    """True if requests need a key also on a loopback address, as behind a proxy. On other addresses they
-    always do."""
+    """True if requests need an API key also on a loopback address, for example behind a proxy. On other
+    addresses they always need a key."""
     public_metrics: bool = False
     """True if ``/metrics`` needs no key."""
     drain_seconds: int = 30
-    """Seconds that running requests may take to end after SIGTERM."""
+    """Seconds in which running requests may end after SIGTERM."""
     limits: Limits = field(default_factory=Limits)
     upstream: UpstreamAddress | None = None
-    """A vLLM server with the same store that generates and scores all texts; None does it in this process."""
+    """A vLLM server with the same store that generates and scores all texts; None lets this process do
+    that."""
 
     @property
     def needs_keys(self) -> bool:
-        """True if requests need a key."""
+        """True if requests need an API key: keys are required, or the host is not a loopback address."""
         return self.keys_required or not is_local(self.host)
 
 
 def is_local(host: str) -> bool:
-    """Check whether a host is a loopback IP address or the name ``localhost``; other names give False."""
+    """Check whether a host is a loopback IP address or the name ``localhost``. Other names give False."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -72,15 +76,18 @@ def is_local(host: str) -> bool:
 
 
 def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+    """Run a server until SIGTERM or Ctrl-C.
+
+    The server listens while the model is loaded, and answers requests with 503 until then.
 
     Args:
         config: the configuration.
-        load: loads the model and opens its store; called once, in a thread. The server listens meanwhile.
+        load: function that loads the model and opens its store; called once, in a thread.
 
     Raises:
-        ConfigError: if keys are needed and the store has no valid one, or the address cannot be listened to.
-        KnnstoreError: any error of `load`.
+        ConfigError: if API keys are needed and the store has no valid key, or if the server cannot listen at
+            the address.
+        KnnstoreError: any error that `load` raises.
     """
     catalog = Catalog.open(Home.open(config.home).catalog_url)
     try:
@@ -95,23 +102,23 @@ def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
 
 
 def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> None:
-    """Run uvicorn with the application until a signal stops it.
+    """Run the HTTP server uvicorn with the application until a signal stops it.
 
     Args:
-        config: as in `serve`.
-        load: as in `serve`.
-        gate: authenticates the requests.
+        config: the configuration.
+        load: function that loads the model and opens its store; called once, in a thread.
+        gate: finds the permissions of each client by its API key.
 
     Raises:
-        ConfigError: if the address cannot be listened to.
-        KnnstoreError: any error of `load`.
+        ConfigError: if the server cannot listen at the address.
+        KnnstoreError: any error that `load` raises.
     """
     metrics = Metrics()
     serving = Serving(config.name, config.limits, metrics.record_turn, config.upstream)
     failures: list[BaseException] = []
 
     def load_and_start() -> None:
-        """Load the model and start serving. An error is kept in `failures` and stops the server."""
+        """Load the model and start serving it. An error is kept in `failures` and stops the server."""
         try:
             lm = load()
             try:
@@ -130,6 +137,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        """Load the model in a thread when the server starts, and stop serving it when the server ends."""
         loading = threading.Thread(target=load_and_start, name="knnstore-loading", daemon=True)
         loading.start()
         try:
@@ -180,14 +188,14 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
 
 @contextmanager
 def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
-    """Reload caches on SIGHUP instead of exiting, while the context is open. Requests go on.
+    """Reload caches when the process gets SIGHUP, while the context is open. Requests go on meanwhile.
 
-    A reload resets the settings of all domains, the n-gram counts and the rate limits of keys. SIGHUP is
-    ignored until the model is loaded.
+    A reload forgets the cached settings of all domains, prepares their n-gram counts again, and resets the
+    rate limits of API keys. SIGHUP is ignored until the model is loaded.
     """
 
     def reload() -> None:
-        """Reload all caches, if the model is loaded. Errors are logged."""
+        """Reload all caches if the model is loaded. Errors are only logged."""
         if not serving.is_ready:
             return
         try:
@@ -201,6 +209,7 @@ def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
         )
 
     def start_reload(*_: object) -> None:
+        """Start a reload in a thread. This is the handler of the signal."""
         threading.Thread(target=reload, name="knnstore-reloading", daemon=True).start()
 
     earlier_handler = signal.signal(signal.SIGHUP, start_reload) if hasattr(signal, "SIGHUP") else None
@@ -213,10 +222,10 @@ def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
 
 @contextmanager
 def _ignore_stop_signals() -> Iterator[None]:
-    """Ignore SIGTERM and SIGINT around uvicorn's run.
+    """Ignore SIGTERM and SIGINT while the context is open, except where uvicorn handles them itself.
 
-    uvicorn has its own handlers while it runs, and sends the signal that stopped it to the process again at
-    the end. Without this context that signal would kill the process.
+    uvicorn has its own handlers while it runs. At the end it sends the signal that stopped it to the process
+    again. Without this context that second signal would kill the process.
     """
     earlier_handlers = {
         number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)

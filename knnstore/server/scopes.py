@@ -1,7 +1,8 @@
-"""Scopes: the documents and settings of retrieval, from a model's name and a request's field `knn`.
+"""Scopes: which documents a request retrieves from, and with which settings.
 
-`MODEL` is the model alone, `MODEL+DOMAIN+DOMAIN` is the model with these domains. In the name of a domain,
-``%`` and ``+`` are written as ``%25`` and ``%2B``.
+A scope is made from the model's name and the field `knn` of a request. The name `MODEL` is the model alone,
+which retrieves nothing. `MODEL+DOMAIN+DOMAIN` is the model that retrieves from these domains (named sets of
+documents). In the name of a domain, ``%`` and ``+`` are written as ``%25`` and ``%2B``.
 """
 
 import threading
@@ -18,44 +19,64 @@ from knnstore.server.protocol import Retrieval
 from knnstore.store import KNNStore, Selection
 
 _MAX_CACHED = 256
-"""Number of settings that are cached, by revision of the store and scope."""
+"""Largest number of scopes whose settings are cached; each revision of the store counts anew."""
 _MAX_WARM_UP_DOMAINS = 8
 """Largest number of domains that the server warms up."""
 
 _MODEL_ONLY = KNNSettings(lam=0.0)
+"""Settings with which nothing is retrieved: λ is 0, so the model predicts alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Documents that a request retrieves from, and the retrieval settings that it overrides.
+    """The documents that a request retrieves from, and the retrieval settings that the request overrides.
 
-    Without domains nothing is retrieved: the model predicts alone. None means the store's saved setting.
+    Without domains nothing is retrieved, and the model predicts alone. A setting that is None has the value
+    that is saved in the store.
     """
 
     domains: tuple[str, ...] = ()
+    """Names of the domains (named sets of documents) to retrieve from; empty for the model alone."""
     tags: tuple[str, ...] | None = None
+    """Tags; only documents with at least one of these tags are retrieved from. None means all documents of
+    the domains."""
     where: str | None = None
+    """Condition on the metadata of documents, for example ``year >= 2020``; only documents that meet it are
+    retrieved from. None means no condition."""
     k: int | None = None
+    """Number of neighbors that are retrieved for each token; None means the saved number."""
     probes: int | None = None
+    """Number of cells (groups of near records) that are searched for each token; None means the saved
+    number."""
     temperature: float | None = None
+    """Divisor of the distances of the neighbors, > 0; None means the saved value. It is not the sampling
+    temperature."""
     lam: float | None = None
+    """λ, the weight of what was retrieved, from 0 to 1; None means the saved weights."""
     only_selected: bool = False
-    """True if no setting may depend on other documents than these, because the client may not see them."""
+    """True if no setting may be computed from documents outside this scope, because the client may not see
+    those documents."""
 
 
 def format_model_name(model: str, domains: tuple[str, ...] = ()) -> str:
-    """Return the name of a model with domains, as ``MODEL+DOMAIN+DOMAIN`` with escaped domains."""
+    """Return the name by which a request asks for a model with domains: ``MODEL+DOMAIN+DOMAIN``.
+
+    The names of the domains are escaped. Without domains the name of the model alone is returned.
+    """
     return "+".join([model, *(domain.replace("%", "%25").replace("+", "%2B") for domain in domains)])
 
 
 class Scopes:
-    """Parses and resolves the scopes of one store. Threads may share the object.
+    """Makes the scopes of requests, and resolves scopes to retrieval settings. Threads may share the object.
+
+    A scope (`Scope`) says which documents a request retrieves from, and which settings it overrides.
 
     Args:
-        store: the store.
+        store: the store that requests retrieve from.
         model: the name of the model alone.
-        most_k: largest number of neighbors of a token that a request may ask for.
-        most_probes: largest number of cells of a token that a request may ask for.
+        most_k: largest number of neighbors (retrieved records) for each token that a request may ask for.
+        most_probes: largest number of searched cells (groups of near records) for each token that a request
+            may ask for.
     """
 
     def __init__(self, store: KNNStore, model: str, most_k: int = 16_384, most_probes: int = 128) -> None:
@@ -67,10 +88,11 @@ class Scopes:
         self._cached_domains: tuple[int, frozenset[str]] = -1, frozenset()
 
     def list_warm_up_scopes(self) -> list[Scope]:
-        """Return the scopes that requests probably use: each domain on its own, and all domains together.
+        """Return the scopes that requests probably use: each domain alone, and all domains together.
 
-        Only the first `_MAX_WARM_UP_DOMAINS` domains by name are returned on their own. The scope of all
-        domains is left out if the store has only one domain, or more than `_MAX_WARM_UP_DOMAINS`.
+        A domain is a named set of documents. At most `_MAX_WARM_UP_DOMAINS` domains are returned alone, the
+        first ones by name. The scope of all domains is left out if the store has only one domain, or more
+        than `_MAX_WARM_UP_DOMAINS`. A store without domains gives an empty list.
         """
         domains = tuple(sorted(self._list_domains()))
         single_domains = [Scope((domain,)) for domain in domains[:_MAX_WARM_UP_DOMAINS]]
@@ -79,21 +101,21 @@ class Scopes:
         )
 
     def clear_cache(self) -> None:
-        """Clear the cached settings, so that they are resolved again."""
+        """Forget all cached retrieval settings, so that they are resolved again at the next request."""
         with self._cache_lock:
             self._settings.clear()
 
     def parse_scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
-        """Return the scope that a model's name and a request's field `knn` describe.
+        """Return which documents a request retrieves from, and which settings it overrides (its `Scope`).
 
         Args:
-            name: the model's name, with domains.
-            knn: the field of the request; None if it is missing.
+            name: the model's name in the request, with domains: ``MODEL+DOMAIN+DOMAIN``.
+            knn: the field `knn` of the request; None if the field is missing.
             access: the permissions of the client.
 
         Raises:
-            ApiError: 404 if the model or a domain does not exist or is not visible to the client, 400 if the
-                field does not fit the model or exceeds a limit.
+            ApiError: 404 if the model or a domain of its name does not exist, or the client may not see the
+                domain; 400 if the field does not fit the model's name, has a wrong value, or exceeds a limit.
         """
         domains = self._parse_domains(name, access)
         if knn is None:
@@ -133,10 +155,14 @@ class Scopes:
         return scope
 
     def resolve_settings(self, scope: Hashable) -> KNNSettings:
-        """Return the retrieval settings of a scope for scoring, at the store's current revision.
+        """Return the retrieval settings of a scope, with all components, for the newest state of the store.
 
-        The result is cached: it is the same object until the revision changes. Domains that no longer exist
-        are left out of the scope; if none is left, λ is 0.
+        The settings are cached: the same object is returned until the store changes. Domains of the scope
+        that no longer exist are ignored; if none is left, λ is 0 and the model predicts alone.
+
+        Args:
+            scope: a `Scope`: which documents a request retrieves from, and which settings it overrides. Its
+                type is Hashable because the engine does not know this class.
         """
         assert isinstance(scope, Scope)
         key = self._store.revision(), scope
@@ -144,9 +170,13 @@ class Scopes:
         return self._cache_settings(key, self._resolve_uncached(scope)) if cached is None else cached
 
     def build_options(self, scope: Hashable) -> RequestOptions:
-        """Return the options of a scope for another engine with the same store, such as vLLM.
+        """Return the options that ask another server with the same store, such as vLLM, for a scope.
 
-        Domains that no longer exist are left out of the scope; if none is left, retrieval is off.
+        Domains of the scope that no longer exist are left out; if none is left, the options switch retrieval
+        off.
+
+        Args:
+            scope: a `Scope`: which documents a request retrieves from, and which settings it overrides.
         """
         assert isinstance(scope, Scope)
         existing = self._list_domains()
@@ -165,10 +195,15 @@ class Scopes:
         )
 
     def fill_caches(self, scope: Scope) -> None:
-        """Fill the caches for a scope in the caller's thread, so that the engine does not have to.
+        """Compute and cache what the engine needs for a scope, in the caller's thread.
 
-        Resolves the settings and the condition on metadata, and counts n-grams. Errors are ignored: the
-        engine raises them again for the request.
+        So the engine's thread, which all requests share, does not have to do it. This method resolves the
+        scope's settings, finds the documents that meet its conditions, and counts their n-grams. Nothing is
+        done if the settings are cached already. Errors of the store are ignored here; the engine gets the
+        same errors and reports them.
+
+        Args:
+            scope: which documents a request retrieves from, and which settings it overrides.
         """
         key = self._store.revision(), scope
         if key in self._settings:
@@ -181,9 +216,14 @@ class Scopes:
                 self._store.ngrams(settings.selection)
 
     def _cache_settings(self, key: tuple[int, Scope], settings: KNNSettings) -> KNNSettings:
-        """Cache the settings of a scope and return them, or those that another thread has cached meanwhile.
+        """Cache the retrieval settings of a scope, and return the cached object.
 
-        If more than `_MAX_CACHED` are cached, the oldest is dropped.
+        If another thread has cached settings for the same key meanwhile, these are returned instead. If more
+        than `_MAX_CACHED` settings are cached, the oldest are dropped.
+
+        Args:
+            key: the store's revision (a number that changes with every change of the store), and the scope.
+            settings: the settings to cache.
         """
         with self._cache_lock:
             cached = self._settings.setdefault(key, settings)
@@ -192,7 +232,13 @@ class Scopes:
         return cached
 
     def _resolve_uncached(self, scope: Scope) -> KNNSettings:
-        """Resolve the settings of a scope at the store's current revision."""
+        """Return the retrieval settings of a scope for the newest state of the store, without the cache.
+
+        Domains of the scope that no longer exist are ignored; if none is left, λ is 0.
+
+        Args:
+            scope: which documents a request retrieves from, and which settings it overrides.
+        """
         existing = self._list_domains()
         domains = tuple(domain for domain in scope.domains if domain in existing)
         if not domains:
@@ -207,7 +253,10 @@ class Scopes:
         return resolve(self._store, overrides, only_selected=scope.only_selected)
 
     def _list_domains(self) -> frozenset[str]:
-        """Return the names of all domains at the current revision, cached. Any thread may call it."""
+        """Return the names of all domains of the store, cached until the store changes.
+
+        Any thread may call it.
+        """
         revision = self._store.revision()
         if self._cached_domains[0] != revision:
             self._cached_domains = revision, frozenset(domain.name for domain in self._store.domains())
@@ -217,7 +266,7 @@ class Scopes:
         """Return the domains in a model's name, sorted and unescaped; empty for the model alone.
 
         Raises:
-            ApiError: 404 if the model or a domain does not exist or is not visible to the client.
+            ApiError: 404 if the model or a domain does not exist, or the client may not see the domain.
         """
         model, *escaped_domains = name.removeprefix(self.model).split("+")
         domains = tuple(

@@ -1,7 +1,7 @@
-"""State that all endpoints share: `Serving` holds the model, its engine and tokenizer, and the `Limits`.
+"""The state that all endpoints share: `Serving` holds the model, its engine and tokenizer, and the `Limits`.
 
-`Pieces` is the result of a task as an asynchronous iterator. `cancel_on_disconnect` cancels work when the
-client leaves.
+The engine is the thread that runs the model. `Pieces` gives the results of a task as an asynchronous
+iterator. `cancel_on_disconnect` cancels work when the client disconnects.
 """
 
 import asyncio
@@ -54,52 +54,56 @@ from knnstore.store import KNNStore, Selection
 _logger = logging.getLogger(__name__)
 
 _MAX_WARM_UP_KEYS, _KEYS_PER_CALL = 1024, 128
-"""Number of stored keys whose cells are read while warming up, and number of them in one call."""
+"""`_MAX_WARM_UP_KEYS` is the number of stored keys with which cells are searched while warming up,
+`_KEYS_PER_CALL` the number of them in one call of the engine."""
 _TOKENIZING_THREADS = 4
 """Number of threads that tokenize and check requests."""
 _WARM_UP_TOKENS = 32
-"""Number of a document's first tokens that are explained and continued while warming up."""
+"""Number of tokens at the beginning of a document that are explained and continued while warming up."""
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a server."""
+    """Limits of a server: how much requests may ask for, and how long clients may take."""
 
     rows: int = 16
     """Largest number of texts that are decoded at once by the engine of this process."""
     upstream_rows: int = 256
     """Largest number of texts that are sent to a vLLM server at once."""
     waiting: int = 64
-    """Largest number of requests that wait."""
+    """Largest number of requests that wait. Further requests are refused with the error 429."""
     body_bytes: int = 4 << 20
     """Largest size of a request's body in bytes."""
     head_seconds: float = 20.0
-    """Seconds in which the head of a request must arrive. They count from the beginning of the connection;
-    for a later request on the same connection, from its first byte."""
+    """Seconds in which the head (the first line and the headers) of a request must arrive. They count from
+    the beginning of the connection; for a later request on the same connection, from its first byte."""
     body_seconds: float = 60.0
-    """Seconds in which the body must arrive, after the head."""
+    """Seconds in which the body of a request must arrive, after its head."""
     answer_seconds: float = 30.0
-    """Seconds in which a client must read a part of its answer."""
+    """Seconds in which a client must read a part of its answer. Otherwise its connection is closed."""
     k: int = 16_384
-    """Largest number of neighbors of a token that a request may ask for."""
+    """Largest number of neighbors (retrieved records) for each token that a request may ask for."""
     probes: int = 128
-    """Largest number of cells of a token that a request may ask for."""
+    """Largest number of searched cells (groups of near records) for each token that a request may ask for."""
     answer_bytes: int = 32 << 20
     """Largest size of an answer in bytes."""
 
 
 @dataclass
 class Serving:
-    """A served model; it is not ready before `start` has ended.
+    """The server's state: the served model, its engine (the thread that runs it), and its tokenizer.
+
+    It answers requests only after `start` has ended.
 
     Args:
-        name: the name of the model alone.
+        name: the name of the model alone, without domains.
         limits: the limits of the server.
-        observe: called in the engine's thread with the counts of each of its turns.
+        observe: called in the engine's thread with the counts of each turn of the engine.
         upstream_address: a vLLM server with the same store, which generates and scores all texts; None lets
-            the engine of this process do it. In both cases this engine explains texts and reads documents.
+            the engine of this process do that. With and without vLLM, the engine of this process explains
+            texts and encodes new documents.
     """
 
     name: str
@@ -110,13 +114,21 @@ class Serving:
     def __post_init__(self) -> None:
         self._lm: KNNLMForCausalLM | None = None
         self.upstream: Upstream | None = None
-        """The vLLM server that runs the tasks; None if the engine does, or before `start` has ended."""
+        """The vLLM server that runs the tasks. None if the engine of this process runs them, or before
+        `start` has ended."""
         self._tokenizing = threading.Lock()
         self._reading = CapacityLimiter(_TOKENIZING_THREADS)
         self._rendering = CapacityLimiter(1)
 
     def start(self, lm: KNNLMForCausalLM) -> None:
-        """Start serving a model: start the engine, warm up, and become ready. Takes seconds."""
+        """Start serving a model: start the engine, warm up, and become ready. Takes seconds.
+
+        Args:
+            lm: the model, with its store.
+
+        Raises:
+            ConfigError: if the model cannot be served, or the vLLM server cannot be used.
+        """
         # 1) Copy the tokenizer: the engine and the requests may not share one.
         tokenizer: Any = lm.tokenizer
         self._tokenizer: Any = copy.deepcopy(tokenizer)
@@ -159,9 +171,10 @@ class Serving:
         self._lm = lm
 
     def reload(self) -> None:
-        """Clear the cached settings, and warm up again while texts are decoded.
+        """Forget the cached settings, and warm up again while texts are decoded.
 
-        Changes of documents, domains, keys and settings are seen without a reload.
+        A reload is needed for nothing else: changes of documents, domains, keys and settings are seen without
+        it.
         """
         lm = self.lm
         self.engine.call(self.scopes.clear_cache).result()
@@ -169,19 +182,26 @@ class Serving:
             self._warm_up(lm, scope)
 
     def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
-        """Do the work that a scope's first request would wait for: count n-grams, read cells, run the model.
+        """Do the work in advance that the first request of a scope would have to wait for.
 
-        Errors of the store and a busy engine are logged as a warning, because requests may still succeed.
+        The work is to count n-grams, to read cells (groups of near records) from disk, and to run the model
+        once. An error of the store or a busy engine is only logged as a warning, because requests may still
+        succeed.
+
+        Args:
+            lm: the model, with its store.
+            scope: which documents a request retrieves from, and which settings it overrides.
         """
         selection = Selection(domains=scope.domains)
 
         def read_cells(keys: Keys) -> None:
+            """Search with some stored keys, so that the cells (groups of near records) are read from disk."""
             settings = self.scopes.resolve_settings(scope)
             if settings.probes:
                 lm.store.visit(keys, settings.probes, selection)
 
         def run_model() -> None:
-            """Explain and continue the beginning of the longest document of the scope."""
+            """Explain and continue the beginning of the longest document that the scope retrieves from."""
             settings, lengths = self.scopes.resolve_settings(scope), lm.store.lengths(selection)
             text = np.zeros(1, np.uint32)
             if any(lengths.values()):  # a document can have characters but no tokens
@@ -203,11 +223,14 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        """True if the model is loaded and the engine runs."""
+        """True if the model is loaded and the engine's thread runs."""
         return self._lm is not None and self.engine.is_alive
 
     def status(self) -> Literal["ready", "loading", "store_unavailable", "upstream_unavailable"]:
-        """Return "ready" if requests are answered, otherwise the reason. Reads the store's revision."""
+        """Return "ready" if requests are answered, otherwise the reason why not.
+
+        Checks whether the store can be reached, and may send a request to the vLLM server.
+        """
         if not self.is_ready or self._lm is None:
             return "loading"
         try:
@@ -225,14 +248,15 @@ class Serving:
     def lm(self) -> KNNLMForCausalLM:
         """The model. Outside of the engine's thread, only its store may be used, and only for reading.
 
-        Raises ApiError 503 if the server is not ready.
+        Raises:
+            ApiError: 503 if the server is not ready.
         """
         if not self.is_ready or self._lm is None:
             raise ApiError(503, "the model is not there yet", code="not_ready", headers={"Retry-After": "2"})
         return self._lm
 
     def stop(self) -> None:
-        """Stop the engine, the writer and the template's process, and close the store.
+        """Stop the engine, the writer and the process of the chat template, and close the store.
 
         Does nothing if no model was loaded.
         """
@@ -243,17 +267,24 @@ class Serving:
             self._lm.store.close()
 
     async def run_tokenizing(self, work: Callable[[], Found]) -> Found:
-        """Run `work`, which tokenizes and checks a request, in a worker thread, and return its result.
+        """Run a function that tokenizes and checks a request in a worker thread, and return its result.
 
-        At most `_TOKENIZING_THREADS` threads do this, so that requests that wait for the tokenizer take no
+        At most `_TOKENIZING_THREADS` functions run at once. So requests that wait for the tokenizer take no
         threads from other endpoints.
+
+        Args:
+            work: the function, without arguments. Its exceptions are raised here.
         """
         return await to_thread.run_sync(work, limiter=self._reading)
 
     async def run_rendering(self, work: Callable[[], Found]) -> Found:
-        """Run `work`, which renders a chat template, in a thread of its own, and return its result.
+        """Run a function that renders a chat template in a worker thread, and return its result.
 
-        Only one runs at a time. A slow template delays no requests without a template.
+        Only one of these functions runs at a time. A slow template does not delay requests without a
+        template.
+
+        Args:
+            work: the function, without arguments. Its exceptions are raised here.
         """
         return await to_thread.run_sync(work, limiter=self._rendering)
 
@@ -261,11 +292,17 @@ class Serving:
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of tokens of a text to tokenize. It can exceed the model's window."""
+        """Largest number of tokens of a text that the server tokenizes.
+
+        It can be more than the model's window.
+        """
         return max(self.window, MOST_EXPLAINED)
 
     def call_with_tokenizer(self, use: Callable[[Any], Found]) -> Found:
-        """Call `use` with the tokenizer and return the result of `use`. Other threads wait for the tokenizer.
+        """Call a function with the tokenizer, and return the function's result. Other threads wait meanwhile.
+
+        Args:
+            use: the function; its argument is the tokenizer.
 
         Raises:
             InputError: if the tokenizer itself fails on a text (a panic in its Rust code).
@@ -274,31 +311,41 @@ class Serving:
             return use(self._tokenizer)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. `special` includes the special tokens that the tokenizer adds."""
+        """Return the token ids of a text.
+
+        Args:
+            text: the text.
+            special: True adds the special tokens that the tokenizer puts around a text.
+        """
         return self.call_with_tokenizer(
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
     def tokenize_conversation(self, text: str) -> list[int]:
-        """Return the token ids of a conversation that the chat template has rendered.
+        """Return the token ids of a conversation that the chat template has rendered as text.
 
-        Raises ApiError 400 if a client could forge control tokens; see `ChatTemplate.encode`.
+        Raises:
+            ApiError: 400 if the tokenizer encodes ordinary text as a control token, so that a client could
+                forge one.
         """
         return self.call_with_tokenizer(lambda one: self.chat_template.encode(one, text))
 
     def add_token_texts(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
-        """Return a copy of a prompt with the text of each shown token, for an answer that repeats the prompt.
+        """Return a copy of a prompt with the text of each token that the answer shows.
+
+        The texts are needed for an answer that repeats the prompt.
 
         Args:
-            prompt: the prompt.
-            given: the prompt as in the request. If it is text, the texts of its tokens add up to it.
-            is_continued: True if an incomplete character at the end of token ids gets its text with the
-                continuation.
+            prompt: the tokenized prompt.
+            given: the prompt as in the request: text, or token ids. If it is text, the texts of its tokens
+                add up to this text.
+            is_continued: True if tokens are generated after the prompt. Token ids may end inside a character;
+                then the tokens of this character get their text together with the first generated tokens.
         """
         shown = prompt.tokens[prompt.hidden :]
 
         def split_into_texts(_: Any) -> tuple[list[str], int]:
-            """Return the text of each shown token, and the number of unfinished tokens at the end."""
+            """Return the text of each shown token, and the number of last tokens without complete text."""
             if isinstance(given, str):
                 return split_text(self._token_texts, given, shown), 0
             last = shown[-1]
@@ -314,17 +361,17 @@ class Serving:
         return replace(prompt, texts=tuple(texts), unfinished=unfinished)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the text of token ids, with the texts of special tokens included."""
         return self.call_with_tokenizer(lambda _: self._token_texts.decode(tokens))
 
     def make_prompt(self, text_or_ids: str | Sequence[int], param: str = "prompt") -> Prompt:
-        """Convert text or token ids to a `Prompt`, and check it.
+        """Return a checked `Prompt` for a prompt of a request.
 
-        Text is tokenized. If the model has a token that begins a document, that token is put first, hidden.
-        Token ids are used unchanged.
+        Text is tokenized. If the model has a token that begins a document, this token is put first and marked
+        as hidden. Token ids are used unchanged.
 
         Args:
-            text_or_ids: the text or the token ids.
+            text_or_ids: the prompt as text or as token ids.
             param: the field of the request that an error names.
 
         Raises:
@@ -348,9 +395,16 @@ class Serving:
         return Prompt(tuple(text_or_ids))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
-        """Raise ApiError 400 if a text has more characters than `tokens` tokens can have.
+        """Check that a text is short enough to have at most `tokens` tokens. Does not tokenize it.
 
-        This check is fast, so that no long text has to be tokenized.
+        Args:
+            characters: number of characters of the text.
+            tokens: largest number of tokens that the text may have.
+            param: the field of the request that an error names.
+
+        Raises:
+            ApiError: 400 if `tokens` tokens, each of the longest token's length, have fewer characters than
+                the text.
         """
         most = tokens * self._longest_token
         if characters > most:
@@ -361,7 +415,15 @@ class Serving:
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ApiError 400 if the model lacks a token. The message names the first missing token."""
+        """Check that the model has all given tokens.
+
+        Args:
+            tokens: token ids.
+            param: the field of the request that an error names.
+
+        Raises:
+            ApiError: 400 if a token is missing. The message names the first missing token.
+        """
         vocabulary = self.lm.encoder.vocabulary
         try:
             check_tokens(tokens, vocabulary)
@@ -373,9 +435,17 @@ class Serving:
                 raise refused(str(error), param) from error
 
     def check_window(self, prompt: Prompt, max_tokens: int, param: str = "prompt") -> None:
-        """Raise ApiError 400 if a prompt and `max_tokens` generated tokens exceed the model's window.
+        """Check that a prompt and its continuation fit into the model's window.
 
         The last generated token does not count, because the model does not read it.
+
+        Args:
+            prompt: the prompt.
+            max_tokens: largest number of tokens to generate.
+            param: the field of the request that an error names.
+
+        Raises:
+            ApiError: 400 if the prompt and the continuation are too long together.
         """
         if len(prompt.tokens) + max(0, max_tokens - 1) > self.window:
             raise refused(
@@ -388,37 +458,53 @@ class Serving:
     # -- the engine
 
     def submit_task(self, task: Task) -> "Pieces":
-        """Submit a task to the engine or to vLLM, and return its pieces as an asynchronous iterator.
+        """Submit a task (a request to generate or score) to the engine or to vLLM, and return its results.
 
-        An error of the task itself is raised later, by the iterator.
+        The results are an asynchronous iterator. An error of the task itself is raised later, by the
+        iterator.
 
         Raises:
-            EngineBusyError: if too many tasks and jobs wait.
+            EngineBusyError: if too many tasks wait.
             EngineStoppedError: if the engine is stopping or has stopped.
         """
         return Pieces(self.upstream or self.engine, task)
 
     async def call(self, work: Callable[[], Found]) -> Found:
-        """Run a short function in the engine's thread, and return its result; see `Engine.call`."""
+        """Run a short function in the engine's thread, between two decoding steps, and return its result.
+
+        The function has no arguments. Its exceptions and the errors of `Engine.call` are raised here.
+        """
         return await asyncio.wrap_future(self.engine.call(work))
 
     async def call_in_turns(self, work: Callable[[], Turns[Found]]) -> Found:
-        """Run long work in turns in the engine's thread, and return its result; see `Engine.call_in_turns`.
+        """Run long work in the engine's thread, in parts between decoding steps, and return its result.
 
-        If the caller is cancelled, the work gets no further turn.
+        If the caller is cancelled, the work ends before its next part.
+
+        Args:
+            work: function without arguments that returns a generator. The generator yields at the end of each
+                part; its return value is the result.
         """
         return await asyncio.wrap_future(self.engine.call_in_turns(work))
 
 
 class Pieces:
-    """The pieces of a task, as an asynchronous iterator. Creating the object submits the task.
+    """The results of a task as an asynchronous iterator of `Piece` objects. The constructor submits the task.
 
-    A slow client delays no other task. If more than `MOST_BEHIND` pieces are not taken, the engine starts no
-    further text of the task. If more than `MOST_UNREAD` are not taken, the task fails with ApiError 400.
+    A piece is new text of one text of the task, or the scores of its prompt. The iterator ends when all texts
+    of the task have ended. If the task fails, the iterator raises the task's error.
+
+    A slow client delays no other task. If the client has more than `MOST_BEHIND` pieces left to take, the
+    engine starts no further text of the task. If it has more than `MOST_UNREAD` left, the task fails with
+    ApiError 400.
 
     Args:
         engine: the engine or the vLLM server that runs the task.
-        task: the task.
+        task: the task: prompts to continue or to score.
+
+    Raises:
+        EngineBusyError: if too many tasks wait.
+        EngineStoppedError: if the engine is stopping or has stopped.
     """
 
     def __init__(self, engine: Engine | Upstream, task: Task) -> None:
@@ -433,6 +519,10 @@ class Pieces:
         return self
 
     async def __anext__(self) -> Piece:
+        """Wait for the next piece (new text or scores) and return it.
+
+        Raises the task's error if the task failed.
+        """
         if not self._left:
             raise StopAsyncIteration
         piece = await self._box.get()
@@ -446,13 +536,20 @@ class Pieces:
         return piece
 
     def close(self) -> None:
-        """Cancel the task, and end the iterator. The engine drops the task before its next turn."""
+        """Cancel the task and end the iterator.
+
+        The engine drops the task's texts before its next decoding step.
+        """
         self._left = 0
         self._ticket.cancelled = True
         self._engine.wake()
 
     def _tell(self, piece: Piece | Exception) -> None:
-        """Pass a piece to the event loop. The engine's thread calls this."""
+        """Pass a piece (new text or scores), or the error of the task, to the event loop.
+
+        The engine calls this in its thread. If the client is far too slow (`MOST_UNREAD`), the task is
+        cancelled, and an error is passed instead.
+        """
         ticket = self._ticket
         ticket.told += 1
         if ticket.told - ticket.taken > MOST_UNREAD:
@@ -463,9 +560,10 @@ class Pieces:
 
 
 def _sample_keys(store: KNNStore, selection: Selection) -> Keys:
-    """Return at most `_MAX_WARM_UP_KEYS` stored keys, float32, shape (n, d).
+    """Return at most `_MAX_WARM_UP_KEYS` stored keys of the selected documents, float32, shape (n, d).
 
-    They are evenly spaced in the first batch of records. Without cells or records the shape is (0, 0).
+    The keys are evenly spaced in the first batch of records. The shape is (0, 0) if the selection has no
+    records, or if the store has no cells (groups of near records).
     """
     first_batch = next(store.records(selection), None) if store.has_cells else None
     if first_batch is None:
@@ -474,7 +572,11 @@ def _sample_keys(store: KNNStore, selection: Selection) -> Keys:
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """Await `work` and return its result. Cancels `work` if the client disconnects.
+    """Await a coroutine and return its result. Cancels the coroutine if the client disconnects.
+
+    Args:
+        request: the request of the client.
+        work: the coroutine. Its exceptions are raised here.
 
     Raises:
         ApiError: 499 if the client has disconnected. Nobody receives this answer: it is only counted and
@@ -495,6 +597,6 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Found
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    """Wait until the client disconnects."""
+    """Wait until the client of a request disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

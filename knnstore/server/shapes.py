@@ -1,4 +1,7 @@
-"""The two JSON shapes of an answer's choices: `Texts` of completions, and `Messages` of conversations."""
+"""The two JSON shapes of an answer: `Texts` for completions, and `Messages` for conversations.
+
+An answer has a list ``choices`` with one object for each text.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,25 +11,29 @@ from knnstore.server.engine import Finish, TokenScore
 
 
 class Shape(Protocol):
-    """Converts texts and token scores to the choices of an answer."""
+    """Converts texts and token scores to the JSON objects of an answer's field ``choices``."""
 
     kind: str
-    """Field ``object`` of a whole answer."""
+    """Value of the field ``object`` of a whole answer."""
     kind_of_part: str
-    """Field ``object`` of an event of a stream."""
+    """Value of the field ``object`` of an event of a stream."""
     id: str
-    """Prefix of the ids of answers."""
+    """First characters of the ids of answers."""
 
     def get_prefix(self, index: int) -> str:
-        """Return the prompt that the answer puts before a text; empty if it does not repeat prompts."""
+        """Return the prompt that precedes a text in the answer; empty if the answer does not repeat prompts.
+
+        Args:
+            index: index of the text in the answer.
+        """
 
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the JSON object for a whole text in the field ``choices``, without its finish reason.
+        """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
 
         Args:
-            index: index of the text.
+            index: index of the text in the answer.
             text: the text, which begins with `get_prefix(index)`.
             prompt: scores of the prompt's tokens; empty if they are not shown.
             written: scores of the generated tokens.
@@ -41,41 +48,52 @@ class Shape(Protocol):
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the JSON object for the field ``choices`` of a stream's event, without finish reason.
+        """Return the JSON object of new text for the field ``choices`` of an event, without finish reason.
 
-        The arguments are those of `make_choice`, for the new text only. `first` marks the text's first event.
+        Args:
+            index: index of the text in the answer.
+            text: the new text.
+            prompt: scores of the prompt's tokens in this event; empty if there are none.
+            written: scores of the generated tokens in this event.
+            first: True for the first event of the text.
         """
 
 
 def add_finish_reason(shaped: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-    """Return a copy of a choice with the field ``finish_reason``, which is None while the text goes on."""
+    """Return a copy of a text's JSON object with the field ``finish_reason``.
+
+    Args:
+        shaped: the JSON object.
+        finish: the reason why the text has ended; None while the text goes on.
+    """
     return {**shaped, "finish_reason": finish}
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Shape of the choices of ``/v1/completions``."""
+    """Shape of the answers of ``/v1/completions``."""
 
     with_log_probs: bool
-    """True if the choices have log-probabilities."""
+    """True if the answer has log-probabilities."""
     echoed: Sequence[str] = ()
-    """The prompts, if each text begins with its prompt; else empty."""
+    """The prompts, if the answer repeats each prompt before its texts; otherwise empty."""
     copies: int = 1
     """Number of texts for each prompt."""
     by_id: bool = False
-    """True if tokens are shown as ``token_id:N``."""
+    """True if tokens are named ``token_id:N`` in the log-probabilities, because two tokens can have one
+    text."""
 
     kind = kind_of_part = "text_completion"
     id = "cmpl-"
 
     def get_prefix(self, index: int) -> str:
-        """Return the prompt of a text, if it is repeated; else an empty string."""
+        """Return the prompt of a text, if the answer repeats prompts; otherwise an empty string."""
         return self.echoed[index // self.copies] if self.echoed else ""
 
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the choice: the text, and parallel lists of its tokens' names, scores and offsets."""
+        """Return the JSON object of a text: the text, and lists with the names and scores of its tokens."""
         shift = len(self.get_prefix(index))
         offsets = [*(one.offset for one in prompt), *(one.offset + shift for one in written)]
         return {
@@ -93,11 +111,19 @@ class Texts:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the choice of a part of a text; it has the same shape as `make_choice`."""
+        """Return the JSON object of new text in an event.
+
+        It has the same fields as the object of a whole text.
+        """
         return self.make_choice(index, text, prompt, written)
 
     def _make_logprobs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
-        """Return the field ``logprobs`` of a completion: parallel lists with one item for each token."""
+        """Return the field ``logprobs`` of a completion: lists with one item for each token.
+
+        Args:
+            scores: the scores of the tokens.
+            offsets: number of characters before each token.
+        """
         return {
             "tokens": [self._token_name(one.token, one.text) for one in scores],
             "token_logprobs": [one.log_prob for one in scores],
@@ -106,10 +132,10 @@ class Texts:
         }
 
     def _name_top_tokens(self, score: TokenScore) -> dict[str, float] | None:
-        """Return the log-probabilities of the most probable tokens by name; None if none are listed.
+        """Return the log-probabilities of the most probable tokens by name; None if the score lists none.
 
-        The token of the text has the same name as in `tokens`. If two tokens have the same name, the less
-        probable one, and never the token of the text, is named by its id.
+        The token of the text has the same name as in the list `tokens`. If two tokens have the same name, the
+        less probable token is named by its id (``token_id:N``), but never the token of the text.
         """
         names = {score.token: self._token_name(score.token, score.text)}
         for one in score.top:
@@ -119,15 +145,16 @@ class Texts:
         return {names[one.token]: one.log_prob for one in score.top} or None
 
     def _token_name(self, token: int, text: str) -> str:
+        """Return the name of a token in the log-probabilities: its text, or ``token_id:N`` with `by_id`."""
         return f"token_id:{token}" if self.by_id else text
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Shape of the choices of ``/v1/chat/completions``."""
+    """Shape of the answers of ``/v1/chat/completions``."""
 
     with_log_probs: bool
-    """True if the choices have log-probabilities."""
+    """True if the answer has log-probabilities."""
 
     kind = "chat.completion"
     kind_of_part = "chat.completion.chunk"
@@ -140,7 +167,10 @@ class Messages:
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the choice: the assistant's message and its log-probabilities. The prompt is not shown."""
+        """Return the JSON object of the assistant's message, with its log-probabilities.
+
+        The prompt is not shown.
+        """
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": self._make_logprobs(written)}
 
@@ -153,12 +183,15 @@ class Messages:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the choice of an event: a delta, which has the role only in the text's first event."""
+        """Return the JSON object of new text in an event.
+
+        Only the first event of a message names the role.
+        """
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": self._make_logprobs(written)}
 
     def _make_logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
-        """Return the field ``logprobs`` of a message: one object for each token; None if not requested."""
+        """Return the field ``logprobs`` of a message, one object for each token; None if not requested."""
         if not self.with_log_probs:
             return None
         return {
@@ -179,5 +212,11 @@ class Messages:
 
 
 def _log_prob_fields(text: str, data: bytes, log_prob: float | None) -> dict[str, Any]:
-    """Return the fields of one token in the field ``logprobs``."""
+    """Return the JSON object of one token for the field ``logprobs``.
+
+    Args:
+        text: the text of the token.
+        data: the bytes of the token.
+        log_prob: its log-probability; None if the token was not scored.
+    """
     return {"token": text, "logprob": log_prob, "bytes": list(data)}

@@ -1,7 +1,8 @@
 """Structured output: answers that are JSON, or JSON of a schema, with llguidance (the extra `structured`).
 
-A `JsonConstraint` forbids the tokens after which the text could no longer become JSON of the schema. It
-follows one text; the engine applies it before it chooses each token. `JsonConstraints` makes them.
+A `JsonConstraint` forbids the tokens after which a text could no longer become JSON of the schema. It follows
+one text; the engine applies it before each token is chosen. `JsonConstraints` makes the constraints of
+requests.
 """
 
 import json
@@ -23,7 +24,8 @@ _MAX_SCHEMA_LENGTH = 65_536
 _MAX_LEXER_STATES = 50_000
 """Largest number of lexer states for one text. A state takes 1 to 2 kB."""
 _MAX_STEPS = 12
-"""Approximate largest number of steps in the path to the wrong part of a schema, for the error message."""
+"""Approximate largest number of steps (names and indices) in the path to the wrong part of a schema, for the
+error message."""
 _MAX_PROBES = 100
 """Largest number of parts of a wrong schema that are compiled alone to find the wrong part."""
 
@@ -35,10 +37,10 @@ _SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 class JsonConstraint:
-    """Constraint that keeps one text JSON of one schema.
+    """Constraint that keeps one text JSON of one schema: it forbids tokens that cannot come next.
 
     Args:
-        matcher: llguidance's state of the text. This object owns and changes it.
+        matcher: llguidance's state of the text. This object takes it over and changes it.
         schema: the JSON schema that the matcher was made from.
     """
 
@@ -47,17 +49,18 @@ class JsonConstraint:
         self.schema = schema
 
     def fork(self) -> "JsonConstraint":
-        """Return an independent copy, for another text that has the same tokens so far."""
+        """Return an independent copy in the current state, for another text with the same tokens."""
         return JsonConstraint(self._matcher.deep_copy(), self.schema)
 
     def restrict(self, log_probs: Tensor) -> Tensor:
-        """Return log-probabilities of shape (v,) with -inf for each token that is not allowed next.
+        """Return a copy of the log-probabilities of the next token, with -inf for each forbidden token.
 
-        Allowed tokens keep their log-probabilities, which are not normalized again. If all of them are -inf,
-        they become 0.
+        Input and result have the shape (v,). Allowed tokens keep their log-probabilities, which are not
+        normalized again. If the log-probabilities of all allowed tokens are -inf, they become 0.
 
         Raises:
-            InputError: if the schema needs more lexer states than a text may have.
+            InputError: if the schema is too complex to be followed (it needs more than `_MAX_LEXER_STATES`
+                states).
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check_state()
@@ -69,17 +72,23 @@ class JsonConstraint:
         return restricted
 
     def advance(self, token: int) -> bool:
-        """Append the chosen token. Returns True if the text is complete, so that no token can follow.
+        """Append the chosen token to the state. Returns True if the text is complete and must end.
 
         Raises:
-            InputError: if the schema needs more lexer states than a text may have.
+            InputError: if the schema is too complex to be followed (it needs more than `_MAX_LEXER_STATES`
+                states).
         """
         self._matcher.consume_token(token)
         self._check_state()
         return bool(self._matcher.is_stopped())
 
     def _check_state(self) -> None:
-        """Raise InputError if llguidance has given up, because the schema needs too many lexer states."""
+        """Check that llguidance can still follow the text.
+
+        Raises:
+            InputError: if llguidance has given up, because the schema needs more than `_MAX_LEXER_STATES`
+                states.
+        """
         if self._matcher.is_error():
             raise InputError(f"{_PARAM}: the schema is too complex to be followed")
 
@@ -88,10 +97,10 @@ class JsonConstraints:
     """Makes the constraints of requests for one model. Threads may share the object.
 
     Args:
-        use_tokenizer: calls a function with the model's tokenizer, and returns its result. No other thread
-            uses the tokenizer meanwhile.
+        use_tokenizer: calls a function with the model's tokenizer, and returns the function's result. No
+            other thread uses the tokenizer meanwhile.
         vocab_size: number of tokens that the model predicts.
-        ends: tokens that end a text.
+        ends: ids of the end tokens: a text ends after one of these tokens.
     """
 
     def __init__(
@@ -104,9 +113,13 @@ class JsonConstraints:
         self._cached_tokenizer: Any = None
 
     def constraint_for(self, response_format: ResponseFormat | None) -> JsonConstraint | None:
-        """Return the constraint of a request; None if its answer is free text.
+        """Return the constraint for the answer of a request; None if the answer is free text.
 
-        The first call takes about a second.
+        The first call takes about a second. Objects in the answer get only the properties that the schema
+        names, if the schema allows this.
+
+        Args:
+            response_format: the field of the request; None if the field is missing.
 
         Raises:
             ApiError: 400 if llguidance is not installed, the tokenizer is not supported, or the schema is
@@ -133,7 +146,7 @@ class JsonConstraints:
         return JsonConstraint(matcher, schema)
 
     def _tokenizer(self) -> Any:
-        """Return the model's vocabulary as llguidance's tokenizer, built at the first call.
+        """Return the model's vocabulary as llguidance's tokenizer. The first call builds it.
 
         Raises:
             ApiError: 400 if llguidance is not installed or does not support the tokenizer.
@@ -160,14 +173,14 @@ class JsonConstraints:
 
 
 def _serialize_tokenizer(tokenizer: Any) -> str:
-    """Return a fast tokenizer as JSON, with its added tokens renamed so that no text matches them.
+    """Return a fast tokenizer as JSON, with its added tokens renamed so that no text matches their names.
 
     llguidance tokenizes the text that a schema forces. If this text contains the name of an added token, such
     as ``</s>`` or ``<tool>``, llguidance offers this token and then refuses it. So added tokens get names
-    that no text contains. Their text can still be generated with other tokens.
+    that no text contains. The characters of the old names can still be generated with other tokens.
 
     Raises:
-        ValueError: if the tokenizer is not a fast one.
+        ValueError: if the tokenizer is not a fast tokenizer.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("only fast tokenizers are supported")
@@ -187,9 +200,15 @@ def _serialize_tokenizer(tokenizer: Any) -> str:
 
 
 def _compile_schema(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
-    """Compile a schema. Returns llguidance's matcher, and the error of the schema; an empty string if none.
+    """Compile a JSON schema to llguidance's matcher.
 
-    The matcher can be None if the error is not empty.
+    Args:
+        tokenizer: llguidance's tokenizer.
+        schema: the schema.
+
+    Returns:
+        The matcher, and the error of the schema as text. The error is empty if the schema is right; otherwise
+        the matcher may be None.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -211,12 +230,12 @@ def _find_fault(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[li
     The search ends after `_MAX_PROBES` compilations, or when the path has `_MAX_STEPS` steps.
 
     Args:
-        tokenizer: the vocabulary.
+        tokenizer: llguidance's tokenizer.
         schema: the wrong schema.
         reason: the error of the whole schema.
 
     Returns:
-        The path to this part, and its error in one line.
+        The path to the wrong part (names and indices; empty for the whole schema), and its error in one line.
     """
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     path: list[str] = []
@@ -242,11 +261,15 @@ _SINGLE_SCHEMAS = ("items", "additionalProperties")
 
 
 def _forbid_other_properties(schema: Any) -> Any:
-    """Return a copy of a schema in which objects have only the properties that the schema names.
+    """Return a copy of a schema in which objects may have only the properties that the schema names.
 
-    An object that sets `additionalProperties` or `patternProperties`, or names no properties, keeps its rule.
-    Any JSON of the result is also JSON of the schema. The caller has checked that `_adds_properties` is
-    False. Without this, a small model would add properties until its tokens are used up.
+    Without this, a small model would add properties until its tokens are used up. An object of the schema
+    keeps its own rule if it sets `additionalProperties` or `patternProperties`, or names no properties. All
+    JSON that matches the result also matches the schema. The caller has checked that `_adds_properties` is
+    False.
+
+    Args:
+        schema: the schema; another value than an object is returned unchanged.
     """
     if not isinstance(schema, dict):
         return schema
@@ -264,7 +287,10 @@ def _forbid_other_properties(schema: Any) -> Any:
 
 
 def _adds_properties(schema: dict[str, Any]) -> bool:
-    """Check whether an object of a schema may have properties that another part of the schema names."""
+    """Check whether an object of a schema may have properties that another part of the schema names.
+
+    This is possible with `allOf`, and with `$ref`, `anyOf` or `oneOf` beside `properties` or `required`.
+    """
     combines = "allOf" in schema or (
         any(name in schema for name in ("$ref", "anyOf", "oneOf"))
         and any(name in schema for name in ("properties", "required"))
@@ -273,7 +299,12 @@ def _adds_properties(schema: dict[str, Any]) -> bool:
 
 
 def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the path and the schema of each direct subschema of a schema. A path has one or two steps."""
+    """Yield the path and the schema of each direct subschema of a schema.
+
+    Values that are not objects are skipped.
+
+    A path has one or two steps, for example ``["items"]`` or ``["properties", "name"]``.
+    """
     for name, value in schema.items():
         if name in _SCHEMA_MAPS and isinstance(value, dict):
             subschemas = [([name, key], subschema) for key, subschema in value.items()]
@@ -287,6 +318,9 @@ def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dic
 
 
 def _shorten_error(reason: str) -> str:
-    """Return an error in one line: its first and its last line. The lines between draw a wrong pattern."""
+    """Return the first and the last line of an error, joined in one line.
+
+    The lines between them draw the wrong pattern of a schema.
+    """
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"

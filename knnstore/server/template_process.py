@@ -1,9 +1,9 @@
-"""Program that renders a model's chat template. `chat_templates` runs it in a process of its own.
+"""Program that renders a model's chat template. The module `chat_templates` runs it in a separate process.
 
 It imports nothing of knnstore, so that it starts within a second. It reads JSON lines from standard input.
-The first line is ``{"template", "values", "most_characters", "cpu_seconds", "memory_bytes"}``, each later
-line a list of messages. For each list it writes one line: ``{"text"}``, ``{"characters"}`` if the text is too
-long, or ``{"error"}``.
+The first line is the object ``{"template", "values", "most_characters", "cpu_seconds", "memory_bytes"}``.
+Each later line is a list of messages. For each list the program writes one line: ``{"text"}`` with the
+rendered text, ``{"characters"}`` with the text's length if the text is too long, or ``{"error"}``.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MOST_ERROR_CHARACTERS = 300
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Limit this process's memory to its current size plus `extra_bytes`. Does nothing outside Linux."""
+    """Limit the memory of this process to its current size plus `extra_bytes`. Does nothing outside Linux."""
     with contextlib.suppress(OSError, ValueError, NameError):
         with open("/proc/self/statm", encoding="ascii") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
@@ -30,13 +30,22 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _limit_time(cpu_seconds: float) -> None:
-    """Limit the CPU time of this process, in seconds: the kernel ends it then; 0 removes the limit."""
+    """Let the kernel end this process after `cpu_seconds` more seconds of CPU time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
 def _render(first: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Render messages. Returns the text, its length if it is too long, or the first line of the error."""
+    """Render messages with the template, and return the answer: an object with one field.
+
+    Args:
+        first: the object of the first line, with the template and the limits.
+        messages: the messages.
+
+    Returns:
+        ``{"text": …}`` with the rendered text, ``{"characters": …}`` with its length if the text is too long,
+        or ``{"error": …}`` with the first line of the error.
+    """
     try:
         rendered: Any = render_jinja_template(
             conversations=[messages],
@@ -58,7 +67,7 @@ def _render(first: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, 
 
 
 def main() -> None:
-    """Render messages until standard input ends."""
+    """Render the messages of each line of standard input, and write the answers to standard output."""
     first = json.loads(sys.stdin.readline())
     _limit_memory(first["memory_bytes"])
     for line in sys.stdin:

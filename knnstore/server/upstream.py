@@ -1,8 +1,8 @@
-"""A vLLM server behind this server: `Upstream` sends it the tasks that generate and score text.
+"""A vLLM server behind this server: `Upstream` sends it the tasks (requests) that generate and score text.
 
 The vLLM server has the plugin of knnstore and opens the same store (see `knnstore.lm.hosts.vllm`). This
-server decides which documents a request may use, and sends them as ``vllm_xargs``. Prompts are sent as token
-ids, so chat templates, stop strings, quotas and the form of answers are those of this server.
+server decides which documents a request may use, and sends this decision as ``vllm_xargs``. Prompts are sent
+as token ids. So chat templates, stop strings, quotas and the form of answers are the work of this server.
 """
 
 import asyncio
@@ -39,7 +39,8 @@ from knnstore.server.errors import ApiError
 _logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 10.0
-"""Seconds after which the vLLM server is checked again, because another server may have replaced it."""
+"""Seconds after which the vLLM server is checked again, because another server may have started at its
+address."""
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 600.0
 """Seconds to wait for a connection, and for the next bytes of an answer: vLLM sends nothing while a request
 waits for others."""
@@ -47,7 +48,7 @@ waits for others."""
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAddress:
-    """Where the vLLM server is."""
+    """Address of a vLLM server, with the API key for it."""
 
     url: str
     """Base URL without ``/v1``, for example ``http://127.0.0.1:8001``."""
@@ -56,7 +57,7 @@ class UpstreamAddress:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of each request."""
+        """HTTP headers for each request to the vLLM server; empty without a key."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
@@ -64,22 +65,23 @@ class UpstreamModel(NamedTuple):
     """The model that the vLLM server serves."""
 
     name: str
+    """Name of the model in requests to vLLM."""
     max_length: int
     """Largest number of tokens of a prompt and its continuation together."""
 
 
 def check_upstream(address: UpstreamAddress, store_id: str) -> UpstreamModel:
-    """Ask the vLLM server for its model, and check that it uses the store.
+    """Check that a vLLM server uses the store, and return the model that it serves.
 
-    A server without the plugin would ignore the options of requests and serve the bare model. So this sends a
-    request with a wrong store id, which only the plugin refuses.
+    A server without the plugin would ignore the options of requests and serve the model without a store. So
+    this function sends a request with a wrong store id, which only the plugin refuses.
 
     Args:
         address: where the server is.
-        store_id: the id of the store that the server must have opened, `KNNStore.id`.
+        store_id: the id of the store that the server must have opened (`KNNStore.id`).
 
     Raises:
-        ConfigError: the server cannot be reached, refuses the key, has no plugin, or uses another store.
+        ConfigError: if the server cannot be reached, refuses the key, has no plugin, or uses another store.
     """
     url = address.url
     timeout = httpx.Timeout(_CONNECT_SECONDS)
@@ -103,10 +105,14 @@ def check_upstream(address: UpstreamAddress, store_id: str) -> UpstreamModel:
 
 
 def _parse_model(url: str, answer: httpx.Response) -> UpstreamModel:
-    """Return the model in vLLM's answer to ``GET /v1/models``.
+    """Return the first model in vLLM's answer to ``GET /v1/models``.
+
+    Args:
+        url: the URL of the vLLM server, for messages.
+        answer: the answer.
 
     Raises:
-        ConfigError: the key is refused, or the answer is not one of vLLM.
+        ConfigError: if the server refuses the key, or does not answer as vLLM does.
     """
     if answer.status_code == 401:
         raise ConfigError(f"{url} refuses the key: set KNNSTORE_UPSTREAM_KEY to the key of vLLM")
@@ -118,22 +124,25 @@ def _parse_model(url: str, answer: httpx.Response) -> UpstreamModel:
 
 
 class Upstream:
-    """Runs tasks on a vLLM server. It has the methods of `Engine` that `Pieces` needs: `submit` and `wake`.
+    """Runs tasks (requests to generate or score) on a vLLM server, in place of an `Engine`.
 
-    `submit`, `wake` and `close` are called in one event loop.
+    It has the methods that `Pieces` calls: `submit` and `wake`. `submit`, `wake` and `close` are called in
+    one event loop. Each text of a task is one request to vLLM.
 
     Args:
         address: where the vLLM server is.
         store_id: the id of the store.
-        options_of: returns the options for a `Task.knn`, without a store id.
+        options_of: returns the options of a request to vLLM for a value of `Task.knn` (the documents and
+            settings of retrieval), without a store id.
         texts: the texts of the model's tokens; no other thread uses this object.
-        ends: tokens that end a text.
+        ends: ids of the end tokens: a text ends after one of these tokens.
         max_rows: largest number of texts that are sent to vLLM at once.
-        max_waiting: largest number of tasks that wait for one of these places.
+        max_waiting: largest number of tasks that wait until texts can be sent.
         observe: called with the number of generated tokens of each event.
 
     Raises:
-        ConfigError: see `check_upstream`.
+        ConfigError: if the vLLM server cannot be reached, refuses the key, has no plugin, or uses another
+            store.
     """
 
     def __init__(
@@ -163,10 +172,13 @@ class Upstream:
         self._is_closed = False
         self._check_lock = threading.Lock()
         self.model = check_upstream(address, store_id)
+        """The model that the vLLM server serves."""
         self._checked_at = time.monotonic()
 
     def check(self) -> None:
-        """Check the vLLM server again, unless it was checked in the last seconds. Blocks; for any thread.
+        """Check that the vLLM server still uses the store. Any thread may call this; it waits for the answer.
+
+        Nothing is sent if the server was checked in the last `_CHECK_SECONDS` seconds.
 
         Raises:
             ApiError: 503 if the server cannot be reached, or no longer uses the store.
@@ -182,13 +194,20 @@ class Upstream:
             self._checked_at = time.monotonic()
 
     def _is_check_due(self) -> bool:
+        """Return True if the last check was at least `_CHECK_SECONDS` ago."""
         return time.monotonic() - self._checked_at >= _CHECK_SECONDS
 
     def submit(self, ticket: Ticket) -> None:
-        """Start a task and return at once. Its pieces and its error go to `ticket.tell`, in the event loop.
+        """Start a task and return at once.
+
+        The task's pieces (new text of its texts), and its error if it fails, are passed to `ticket.tell` in
+        the event loop.
+
+        Args:
+            ticket: the task with its callback.
 
         Raises:
-            EngineBusyError: if `max_waiting` tasks wait while all places are taken.
+            EngineBusyError: if as many texts are sent as allowed, and `max_waiting` tasks wait.
             EngineStoppedError: after `close`.
         """
         if self._is_closed:
@@ -200,7 +219,7 @@ class Upstream:
         task.add_done_callback(self._tickets.pop)
 
     def wake(self) -> None:
-        """Cancel the tasks whose tickets are cancelled; the others go on if their clients have caught up."""
+        """End the tasks that were cancelled, and continue the texts whose clients have caught up."""
         for task, ticket in self._tickets.items():
             if ticket.cancelled:
                 task.cancel()
@@ -208,7 +227,10 @@ class Upstream:
         self._caught_up.clear()
 
     async def close(self) -> None:
-        """End all tasks with EngineStoppedError, and close the connections."""
+        """End all tasks with EngineStoppedError, and close the connections to vLLM.
+
+        Later tasks are refused.
+        """
         self._is_closed = True
         tasks = list(self._tickets.items())
         for task, ticket in tasks:
@@ -221,7 +243,10 @@ class Upstream:
     # -- tasks
 
     async def _run_task(self, ticket: Ticket) -> None:
-        """Run all texts of a task at the same time. The first error ends the task and goes to the client."""
+        """Run all texts of a task at the same time.
+
+        The first error ends the task and is sent to its client.
+        """
         try:
             if self._is_check_due():
                 await to_thread.run_sync(self.check)
@@ -236,10 +261,10 @@ class Upstream:
             ticket.tell(error)
 
     async def _run_prompt(self, ticket: Ticket, number: int, prompt: Prompt) -> None:
-        """Score a prompt, if the task wants it, and generate its texts.
+        """Score a prompt if the task asks for it, and generate the texts of this prompt.
 
         Args:
-            ticket: the ticket of the task.
+            ticket: the task with the callback of its client.
             number: index of the prompt in the task.
             prompt: the prompt.
         """
@@ -258,7 +283,11 @@ class Upstream:
                 group.create_task(self._generate_text(ticket, index))
 
     async def _score_prompt(self, task: Task, prompt: Prompt) -> tuple[TokenScore, ...]:
-        """Return the scores of a prompt's shown tokens. The first of them has no log-probability."""
+        """Let vLLM score a prompt, and return the scores of the prompt's shown tokens, without hidden tokens.
+
+        The first shown token has no log-probability. If the task wants no log-probabilities, vLLM is not
+        asked.
+        """
         shown = prompt.tokens[prompt.hidden :]
         if len(shown) < 2 or task.top is None:
             return add_prompt_texts(prompt, [TokenScore(token) for token in shown])
@@ -273,7 +302,18 @@ class Upstream:
         return add_prompt_texts(prompt, scores)
 
     async def _generate_text(self, ticket: Ticket, index: int) -> None:
-        """Generate one text, and send its pieces. Leaving the stream makes vLLM stop the text."""
+        """Let vLLM generate one text, and send each new part of this text to the client.
+
+        If the text ends here, for example at a stop string, the connection is closed and vLLM stops
+        generating.
+
+        Args:
+            ticket: the task with the callback of its client.
+            index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
+
+        Raises:
+            ApiError: 500 if vLLM fails, or ends the text before this server does.
+        """
         task = ticket.task
         row = Row(task, index, self._texts, self._ends)
         body = {"prompt": row.tokens[:], "stream": True, **_describe_sampling(task, index)}
@@ -294,7 +334,12 @@ class Upstream:
         raise ApiError(500, "the model's server failed; its log says more", code="internal_error")
 
     def _read_scores(self, task: Task, choice: Mapping[str, Any]) -> Iterator[TokenScore]:
-        """Yield the scores of the tokens in one event."""
+        """Yield the score of each token in one event of vLLM's stream.
+
+        Args:
+            task: the task; its `top` is the number of most probable tokens that each score lists.
+            choice: the part of the text in the event, as a JSON object.
+        """
         tokens, logprobs = choice.get("token_ids") or (), choice.get("logprobs")
         if task.top is None or not logprobs:
             yield from map(TokenScore, tokens)
@@ -305,7 +350,14 @@ class Upstream:
             yield self._make_score(task, token, log_prob, values)
 
     def _make_score(self, task: Task, token: int, log_prob: float, listed: Mapping[int, float]) -> TokenScore:
-        """Return a token's score with the `Task.top` most probable tokens; vLLM lists them in any order."""
+        """Return the score of a token, with the `Task.top` most probable tokens in descending order.
+
+        Args:
+            task: the task.
+            token: id of the token.
+            log_prob: the token's log-probability.
+            listed: log-probabilities by token id that vLLM sends, in any order.
+        """
         top = task.top or 0
         likeliest = sorted(listed.items(), key=lambda pair: -pair[1])[:top]
         return make_token_score(token, log_prob, likeliest, self._texts)
@@ -314,10 +366,16 @@ class Upstream:
 
     @asynccontextmanager
     async def _send_request(self, task: Task, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
-        """Send a request when a place is free, and yield the answer while its body can be read.
+        """Send a request to vLLM, and yield the response; its body can be read while the context is open.
+
+        Waits until fewer than `max_rows` texts are sent.
+
+        Args:
+            task: the task; its `knn` gives the options of retrieval.
+            body: further fields of the request.
 
         Raises:
-            ApiError: 503 if vLLM cannot be reached, 500 if it fails, 502 if it refuses the request.
+            ApiError: 503 if vLLM cannot be reached, 500 if vLLM fails, 502 if vLLM refuses the request.
             EngineBusyError: if vLLM is busy.
         """
         whole = {
@@ -343,7 +401,7 @@ class Upstream:
                 self._rows -= 1
 
     def _open_client(self) -> httpx.AsyncClient:
-        """Return the HTTP client, which is made at the first request, in the event loop."""
+        """Return the HTTP client for vLLM. The first call creates it, in the event loop."""
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._address.url,
@@ -358,7 +416,11 @@ class Upstream:
 def _describe_sampling(task: Task, index: int) -> dict[str, Any]:
     """Return the fields of a request to vLLM that say how one text is sampled.
 
-    All settings are set, because vLLM takes defaults from the model's folder.
+    All settings are set, because vLLM takes missing settings from the folder of the model.
+
+    Args:
+        task: the task.
+        index: index of the text in the task; it changes the seed, so that copies differ.
     """
     sampling = task.sampling
     fields: dict[str, Any] = {
@@ -380,7 +442,7 @@ def _describe_sampling(task: Task, index: int) -> dict[str, Any]:
 
 
 async def _read_events(answer: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield the choice of each event of a stream.
+    """Yield the first choice (a part of the text, as a JSON object) of each event of vLLM's stream.
 
     Raises:
         ApiError: 500 if an event is an error.
@@ -393,7 +455,11 @@ async def _read_events(answer: httpx.Response) -> AsyncIterator[Mapping[str, Any
 
 
 def _read_choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the first choice of an answer or event. Raises ApiError 500 if the body is an error."""
+    """Return the first choice of an answer or event of vLLM: a text or a part of it, as a JSON object.
+
+    Raises:
+        ApiError: 500 if the body contains an error of vLLM, which is logged.
+    """
     if "error" in body:
         _logger.error("vLLM failed: %s", body["error"])
         raise ApiError(500, "the model's server failed; its log says more", code="internal_error")
@@ -402,7 +468,10 @@ def _read_choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _convert_refusal(answer: httpx.Response) -> Exception:
-    """Convert an answer that is no success to the exception for the client, and log it."""
+    """Return the exception for the client if vLLM answers with another status than 200.
+
+    Also logs the answer.
+    """
     if answer.status_code in (429, 503):
         return EngineBusyError()
     _logger.error("vLLM answered %d: %s", answer.status_code, answer.text[:1000])
@@ -412,7 +481,7 @@ def _convert_refusal(answer: httpx.Response) -> Exception:
 
 
 def _unavailable_error() -> ApiError:
-    """Return the error 503 for a vLLM server that cannot be reached."""
+    """Return, but do not raise, the error 503 for a vLLM server that cannot be reached."""
     return ApiError(
         503,
         "the model's server cannot be used now: try again later",
@@ -422,7 +491,7 @@ def _unavailable_error() -> ApiError:
 
 
 def _list_errors(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
-    """Yield the exceptions of a group and of the groups in it."""
+    """Yield the exceptions in a group, and in the groups inside it."""
     for error in group.exceptions:
         if isinstance(error, ExceptionGroup):
             yield from _list_errors(error)

@@ -1,8 +1,9 @@
-"""Programs other than knnstore that run the model, and mix a store into its predictions.
+"""Hosts: programs other than knnstore that run the model, into whose predictions a store is mixed.
 
-`vllm` is a plugin of vLLM, with its entry point in `vllm_entry`. `step_mixer` does the same for any engine
-that batches requests, and `request_options` are the options of a request there. `processors` has n-grams for
-transformers' `generate` of any class and for llama-cpp-python.
+`vllm` is a plugin of vLLM, with its entry point in `vllm_entry`. `step_mixer` mixes a store into the
+predictions of any program that batches requests, and `request_options` has the options of a request in such a
+program. `processors` has n-grams for transformers' `generate` of any class of models, and for
+llama-cpp-python.
 """
 
 from typing import TYPE_CHECKING

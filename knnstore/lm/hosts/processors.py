@@ -1,7 +1,8 @@
 """N-grams of a store in programs that call a function on the logits of each step.
 
-`NGramLogitsProcessor` works in transformers' `generate` of any class of models, and in llama-cpp-python. It
-uses only the text: no keys, no hidden states, and no wrapper around the model.
+An n-gram is a sequence of n tokens; the n-grams of the stored text predict the next token from the last
+tokens. `NGramLogitsProcessor` works in transformers' `generate` of any class of models, and in
+llama-cpp-python. It uses only the text: no keys, no hidden states, and no wrapper around the model.
 """
 
 import os
@@ -23,7 +24,7 @@ from knnstore.store import KNNStore, Reader, Selection
 
 
 class NGramLogitsProcessor:
-    """Mixes the n-grams of a store's text into the logits of the next token.
+    """Mixes predictions from the n-grams of a store's text into the logits of the next token.
 
     The store must have been made with the tokenizer of the model that generates. Documents that another
     process adds or removes count from the next token on. A token that the program has excluded, with a logit
@@ -31,13 +32,14 @@ class NGramLogitsProcessor:
 
     Args:
         home: the folder of the store, or a store that is open for reading.
-        domains: names of the domains whose text is used; default is all. Names that do not exist are left
-            out, also when a domain is removed later; without any domain the logits do not change.
-        weight: λ of the n-grams, 0 <= λ <= 1, the same for all contexts; default are the store's saved
-            weights, by the length of the context that was found.
-        order: number of tokens of the longest n-grams, >= 2; default is the store's saved order.
-        skip: token ids that are no text where they begin a row: padding, or a decoder's start tokens. A BOS
-            token that the store puts before each document belongs to them.
+        domains: names of the domains (named sets of documents) whose text is used; None means all. Names that
+            do not exist are left out, also when a domain is removed later. If no domain is left, the logits
+            do not change.
+        weight: λ, the weight of the n-grams, 0 <= λ <= 1, the same for all contexts. None means the store's
+            saved weights, which depend on the number of last tokens that the stored text contains.
+        order: number of tokens of the longest n-grams, >= 2; None means the store's saved order.
+        skip: ids of tokens at the beginning of an input row that are not text: padding, or the start tokens
+            of a decoder. If the store puts a BOS token before each document, that token belongs here too.
 
     Raises:
         StoreNotFoundError: the home has no store.
@@ -73,17 +75,17 @@ class NGramLogitsProcessor:
         )
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Mix the n-grams into the scores of the next tokens.
+        """Mix the n-grams into the scores of the next tokens of b texts, and return the mixed scores.
 
         Args:
-            input_ids: token ids so far: int64 tensor of shape (b, t), as in transformers; or an integer array
-                of shape (t,), as in llama-cpp-python.
+            input_ids: token ids of the texts so far: an integer tensor of shape (b, t), as in transformers;
+                or an integer array of shape (t,), as in llama-cpp-python.
             scores: logits or log-probabilities of the next token: a tensor of shape (b, v), or an array of
                 shape (v,).
 
         Returns:
-            log p of the mixture, in the type, shape and dtype of `scores`; or the unchanged `scores` if the
-            store has no text for the domains.
+            Log-probabilities of the mixture, in the type, shape and dtype of `scores`. If no domain is left,
+            the unchanged `scores` are returned.
 
         Raises:
             ConfigError: the store's tokenizer has tokens that `scores` lacks.
@@ -94,7 +96,15 @@ class NGramLogitsProcessor:
         return self._mix(list(input_ids.cpu().numpy().astype(np.int64)), scores)
 
     def _mix(self, texts: list[NDArray[np.int64]], scores: Tensor) -> Tensor:
-        """Mix the n-grams into scores, shape (b, v), after b texts."""
+        """Return log-probabilities with the n-grams mixed in; the unchanged scores if no domain is left.
+
+        Args:
+            texts: token ids of each of the b texts so far.
+            scores: logits or log-probabilities of the next token, shape (b, v).
+
+        Raises:
+            ConfigError: the store's tokenizer has tokens that `scores` lacks.
+        """
         settings = self._current_settings()
         if settings.is_model_alone:
             return scores
@@ -114,11 +124,15 @@ class NGramLogitsProcessor:
         return mixed.to(scores.dtype).masked_fill(scores == -torch.inf, -torch.inf)
 
     def _find_start(self, text: NDArray[np.int64]) -> int:
-        """Return the number of tokens at the beginning of a row that are no text."""
+        """Return the number of tokens at the beginning of an input row that are not text and are skipped.
+
+        These are the tokens before the first token whose id is not in `skip`. If all tokens are in `skip`,
+        the length of the row is returned.
+        """
         return next((at for at, token in enumerate(text.tolist()) if token not in self._skip), len(text))
 
     def _current_settings(self) -> KNNSettings:
-        """Return the settings with n-grams only, cached until the store's revision changes."""
+        """Return the settings with n-grams only, cached until the store changes."""
         revision = self._store.revision()
         if revision != self._revision:
             domains = self._domains
@@ -130,7 +144,11 @@ class NGramLogitsProcessor:
         return self._settings
 
     def _resolve(self, domains: tuple[str, ...] | None) -> KNNSettings:
-        """Return the settings for domains that exist, with n-grams only; not cached."""
+        """Return the settings with n-grams only for the given domains, without the cache.
+
+        Args:
+            domains: names of domains that exist; None means all.
+        """
         selection = Selection(domains=domains)
         asked = Overrides(selection=selection, ngram_order=self._order, ngram_lam=self._weight)
         ngrams = resolve(self._store, asked, default_if_unusable=True).ngrams or DEFAULT_NGRAMS

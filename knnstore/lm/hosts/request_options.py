@@ -1,7 +1,7 @@
-"""Options of one request in a program that serves a model: which domains, which λ, or the model alone.
+"""Options of one request in a program that runs the model: which domains, which λ, or the model alone.
 
 The options are flat values, because programs such as vLLM pass on strings, numbers and lists only
-(``SamplingParams.extra_args``; ``vllm_xargs`` over HTTP).
+(``SamplingParams.extra_args`` in Python; ``vllm_xargs`` over HTTP).
 """
 
 import math
@@ -31,11 +31,15 @@ _FIELDS = {
 """Fields of `RequestOptions` by the names of the options."""
 
 NAMES = tuple(_FIELDS)
+"""Names of all options."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of one request. None means the value that is saved in the store."""
+    """Options of one request: which documents it retrieves from, and with which settings.
+
+    None means the value that is saved in the store.
+    """
 
     domains: tuple[str, ...] | None = None
     """Names of the domains to retrieve from, sorted; None for all documents."""
@@ -44,23 +48,26 @@ class RequestOptions:
     where: str | None = None
     """Condition on the metadata of documents, see `Selection`; None for all documents."""
     lam: float | None = None
-    """λ of the keys, 0 <= λ <= 1. It is then the only weight in force."""
+    """λ, the weight of the records that are found by their keys, 0 <= λ <= 1. If it is set, only the keys are
+    used, with this one weight. None means the saved weights of all components."""
     temperature: float | None = None
-    """T > 0, in the unit of the distances."""
+    """T, the divisor of the distances of neighbors, > 0; None means the saved value."""
     k: int | None = None
-    """Number of neighbors, >= 1."""
+    """Number of neighbors (retrieved records) for each token, >= 1; None means the saved number."""
     probes: int | None = None
-    """Number of cells of each query, >= 1; 0 searches for the k nearest."""
+    """Number of cells (groups of near records) that are searched for each token, >= 1. 0 searches for the k
+    nearest records instead. None means the saved number."""
     is_off: bool = False
-    """True if the model predicts alone."""
+    """True if the model predicts alone, without the store."""
     only_selected: bool = False
-    """True if no setting may depend on documents outside the domains, because the client may not see them."""
+    """True if no setting may be computed from documents outside the domains, because the client may not see
+    those documents."""
     store: str | None = None
-    """Id of the store that the engine must have opened; None accepts any store."""
+    """Id of the store that the program must have opened; None accepts any store."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any] | None) -> Self:
-        """Parse the options among the extra values of a request.
+        """Return the options that stand among the extra values of a request.
 
         Args:
             values: names and values; names that do not begin with ``knn_`` are ignored. None and an empty
@@ -94,7 +101,10 @@ class RequestOptions:
         return parsed
 
     def to_values(self) -> dict[str, Any]:
-        """Return the values that `parse` converts to these options; without those that are None or False."""
+        """Return the options as names and values from which `parse` makes the same options.
+
+        Options that are None or False are left out. Tuples become lists, and True becomes 1.
+        """
         values = {name: getattr(self, field) for name, field in _FIELDS.items()}
         return {
             name: list(value) if isinstance(value, tuple) else int(value) if value is True else value
@@ -103,10 +113,11 @@ class RequestOptions:
         }
 
     def overrides(self, domains: tuple[str, ...] | None) -> Overrides:
-        """Return the values that replace the store's settings.
+        """Return the values of these options that replace the settings saved in the store.
 
         Args:
-            domains: names of the domains to retrieve from, all of which exist; None for all documents.
+            domains: names of the domains to retrieve from, all of which exist; None means all documents. Used
+                in place of the options' own domains.
 
         Raises:
             ConfigError: a value is out of range.
@@ -121,7 +132,15 @@ class RequestOptions:
 
 
 def _parse_names(name: str, value: Any) -> tuple[str, ...] | None:
-    """Parse an option that lists names; None if it is not set."""
+    """Return the names of an option that lists names, sorted and without duplicates; None if it is not set.
+
+    Args:
+        name: the name of the option, for messages.
+        value: a list of names, or one string with ``+`` between the names; None if the option is not set.
+
+    Raises:
+        ConfigError: the value has a wrong type, or a name is empty.
+    """
     if value is None:
         return None
     if isinstance(value, str):
@@ -136,14 +155,22 @@ def _parse_names(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def _parse_text(name: str, value: Any) -> str | None:
-    """Parse an option that is a text; None if it is not set."""
+    """Return the value of an option that must be a string; None if it is not set.
+
+    Raises:
+        ConfigError: the value is not a string.
+    """
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{name}: expected a text, got {value!r}")
     return value
 
 
 def _parse_condition(value: Any) -> str | None:
-    """Parse ``knn_where``; None if it is not set."""
+    """Return the condition of the option ``knn_where``; None if it is not set.
+
+    Raises:
+        ConfigError: the value is not a string, or not a condition.
+    """
     condition = _parse_text("knn_where", value)
     try:
         Selection(where=condition)
@@ -153,7 +180,17 @@ def _parse_condition(value: Any) -> str | None:
 
 
 def _parse_number(name: str, value: Any, least: float, most: float) -> float | None:
-    """Parse an option that is a number between two bounds; None if it is not set."""
+    """Return the value of an option that must be a finite number; None if it is not set.
+
+    Args:
+        name: the name of the option, for messages.
+        value: the value; None if the option is not set.
+        least: smallest allowed number.
+        most: largest allowed number.
+
+    Raises:
+        ConfigError: the value is not a number, or out of range.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -165,7 +202,18 @@ def _parse_number(name: str, value: Any, least: float, most: float) -> float | N
 
 
 def _parse_count(name: str, value: Any, least: int) -> int | None:
-    """Parse an option that is an integer with a lower bound; None if it is not set."""
+    """Return the value of an option that must be an integer; None if it is not set.
+
+    A float like 16.0 counts too.
+
+    Args:
+        name: the name of the option, for messages.
+        value: the value; None if the option is not set.
+        least: smallest allowed integer.
+
+    Raises:
+        ConfigError: the value is not an integer, or too small.
+    """
     if value is None:
         return None
     if isinstance(value, float) and value.is_integer():  # JSON clients may send 16.0
@@ -176,7 +224,11 @@ def _parse_count(name: str, value: Any, least: int) -> int | None:
 
 
 def _parse_switch(name: str, value: Any) -> bool:
-    """Parse an option that is on or off: a bool, 0 or 1; False if it is not set."""
+    """Return the value of an option that is on or off: a bool, 0 or 1; False if it is not set.
+
+    Raises:
+        ConfigError: the value is something else.
+    """
     if value is None:
         return False
     if value not in (0, 1):  # True and False are equal to 1 and 0

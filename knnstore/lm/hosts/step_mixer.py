@@ -1,14 +1,18 @@
-"""Mixing a store into the steps of an engine that batches requests; independent of the engine.
+"""Mixing a store into the predictions of a program that batches requests, such as vLLM; independent of it.
 
-A *step* is one forward pass of the engine over new tokens of several requests: whole prompts, chunks of
-prompts, single generated tokens, drafts. For each step the engine calls::
+The program is called the *engine* here. A *step* is one forward pass of the engine over new tokens of several
+requests: whole prompts, chunks of prompts, single generated tokens, drafts. For each step the engine calls::
 
     mixer.begin_step(step)                 # which tokens the pass is over
     mixer.extend_texts(states)             # hidden states of the pass, at the place of the keys
     logits = mixer.mix(logits, rows, ...)  # as often as the engine computes logits of rows of the pass
 
-The mixer keeps a `TextState` for each request. An error of one request does not affect the others: the
-request's rows keep the model's logits, and `take_failures` names the request.
+A *row* is one new token of the pass; the tokens of all requests stand one after the other. The *place of the
+keys* is the module of the model whose hidden states the store's keys were made of.
+
+The mixer keeps a `TextState` (the tokens and keys so far) for each request. An error of one request does not
+affect the other requests: the rows of the failed request keep the model's logits, and `take_failures` names
+this request.
 """
 
 import logging
@@ -31,45 +35,58 @@ from knnstore.lm.text_state import TextState, append_pass
 from knnstore.store import Reader
 
 Numbers = NDArray[np.int64]
+"""Array of integers."""
 
 _CACHED_SETTINGS = 256
+"""Number of cached settings at which the cache is cleared."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
-    """The n new tokens of b requests in one forward pass."""
+    """The n new tokens of b requests in one forward pass of the engine (the program that runs the model).
+
+    The tokens of all requests stand one after the other; the index of a token in this order is its row.
+    """
 
     requests: Sequence[str]
-    """Id of each request, in the order of the batch."""
+    """Ids of the b requests, in the order of their tokens."""
     starts: Numbers
-    """First row of each request, and n; int64, shape (b + 1,), ascending."""
+    """Row of the first token of each request, and at the end n; int64, shape (b + 1,), ascending. Request i
+    has the rows from ``starts[i]`` to ``starts[i + 1] - 1``."""
     tokens: Numbers
-    """Token id of each row, int64, shape (n,)."""
+    """Id of the token of each row, int64, shape (n,)."""
     positions: Numbers
-    """Position of each token in its request's text, int64, shape (n,)."""
+    """Position (index) of each row's token in the text of its request, int64, shape (n,)."""
 
 
 @dataclass
 class _Request:
-    """A request that the engine works on."""
+    """A request that the engine (the program that runs the model) works on, with its text so far."""
 
     options: RequestOptions
+    """The request's options: which documents it retrieves from, and with which settings."""
     known: Numbers
-    """Token ids of the prompt, then those that were generated before the engine resumed the request."""
+    """Ids of the prompt's tokens, followed by the tokens that were generated before the engine resumed the
+    request."""
     prompt_length: int
     """Number of tokens of the prompt."""
     wants_prompt_scores: bool
     """True if the client asked for the log-probabilities of the prompt."""
     text: TextState = field(default_factory=TextState)
+    """The tokens and keys of the text so far: the prompt and the generated tokens."""
     has_keys: bool | None = None
-    """True if the settings needed keys in the first step; None before it."""
+    """True if the settings needed keys in the first step of the request, so that the text has keys; None
+    before the first step."""
     error: Exception | None = None
-    """The first error of the request; its rows keep the model's logits from then on."""
+    """The first error of the request; None if it has not failed. A failed request keeps the model's logits
+    from then on."""
 
 
 class HostedSettings:
-    """The settings in force for the options of requests, cached until the store changes.
+    """Resolves the options of requests to retrieval settings.
+
+    The settings are cached until the store changes.
 
     Args:
         store: the store, opened for reading.
@@ -82,12 +99,18 @@ class HostedSettings:
         self._settings: dict[tuple[RequestOptions, Purpose], KNNSettings] = {}
 
     def resolve(self, options: RequestOptions, purpose: Purpose) -> KNNSettings:
-        """Return the settings for a request: the same object for equal options until the store changes.
+        """Return the retrieval settings for the options of a request.
 
-        Domains that no longer exist are left out; if none is left, the model predicts alone.
+        Equal options give the same object until the store changes. Domains that no longer exist are left out;
+        if none is left, or if the options switch retrieval off, λ is 0 and the model predicts alone.
+
+        Args:
+            options: the options of the request.
+            purpose: `Purpose.GENERATION` to predict next tokens, `Purpose.SCORING` to score the tokens of a
+                prompt. Some components are used for scoring only.
 
         Raises:
-            KnnstoreError: see `knnstore.lm.resolve`.
+            KnnstoreError: the store cannot be read, or cannot do what the options ask for.
         """
         self._refresh()
         key = (options, purpose)
@@ -100,12 +123,12 @@ class HostedSettings:
         return settings
 
     def find_missing_domains(self, options: RequestOptions) -> list[str]:
-        """Return the names in the options that no domain of the store has, sorted."""
+        """Return the domain names in the options that the store does not have, sorted; may be empty."""
         self._refresh()
         return sorted(set(options.domains or ()) - self._domains)
 
     def _refresh(self) -> None:
-        """Forget everything cached if the store has changed."""
+        """Read the names of the store's domains again and clear the cache, if the store has changed."""
         revision = self._store.revision()
         if revision != self._revision:
             self._domains = frozenset(domain.name for domain in self._store.domains())
@@ -113,7 +136,16 @@ class HostedSettings:
             self._revision = revision
 
     def _resolve(self, options: RequestOptions, purpose: Purpose) -> KNNSettings:
-        """Return the settings for a request, not cached; see `resolve`."""
+        """Return the retrieval settings for the options of a request, without the cache.
+
+        Args:
+            options: the options of the request.
+            purpose: `Purpose.GENERATION` to predict next tokens, `Purpose.SCORING` to score the tokens of a
+                prompt.
+
+        Raises:
+            KnnstoreError: the store cannot be read, or cannot do what the options ask for.
+        """
         domains = options.domains
         if domains is not None:
             domains = tuple(name for name in domains if name in self._domains)
@@ -123,25 +155,36 @@ class HostedSettings:
 
 
 def needs_keys(settings: KNNSettings) -> bool:
-    """Check whether predictions need keys at all; n-grams need only the tokens."""
+    """Check whether predictions with these settings need the keys of a text; n-grams need only its tokens."""
     return settings.retrieves or settings.cache is not None
 
 
 def needs_all_states(settings: KNNSettings, joining: Joining) -> bool:
-    """Check whether predictions need hidden states of earlier tokens, which a KV cache does not have."""
+    """Check whether predictions with these settings need hidden states of earlier tokens of a text.
+
+    The continuous cache and keys that join several tokens need them. An engine that reuses its KV cache for a
+    part of a text has no hidden states of that part.
+
+    Args:
+        settings: the retrieval settings.
+        joining: whether the store's keys are made of the hidden states of one token or of several tokens.
+    """
     return settings.cache is not None or (settings.retrieves and bool(joining.discounts))
 
 
 class StepMixer:
-    """Keeps the texts of an engine's requests and mixes a store into their logits.
+    """Mixes a store into the logits of a program that batches requests (the engine), step by step.
 
-    Not safe for several threads.
+    The engine registers its requests, and then calls `begin_step`, `extend_texts` and `mix` in each step
+    (forward pass). For each request the mixer keeps the text: its tokens, and the keys with which the store
+    is searched. Not safe for several threads.
 
     Args:
         store: the store, opened for reading. Documents that another process adds or removes count from the
             next step on.
-        prefix: the token that precedes every document; None if documents have no prefix.
-        most_drafts: largest number of draft tokens of a request in a step, which the engine may reject.
+        prefix: id of the token that precedes every document; None if documents have no prefix.
+        most_drafts: largest number of draft tokens (guessed next tokens) of a request in a step. The engine
+            may reject them after the step.
     """
 
     def __init__(self, store: Reader, prefix: int | None, most_drafts: int = 0) -> None:
@@ -166,13 +209,19 @@ class StepMixer:
         generated: Sequence[int] = (),
         wants_prompt_scores: bool = False,
     ) -> None:
-        """Register a request. A request with the option ``knn_off`` is ignored; with a wrong option it fails.
+        """Register a request, so that the store is mixed into its logits.
+
+        A request whose options switch retrieval off (``knn_off``) is not registered, and keeps the model's
+        logits. A request with a wrong option fails at once: no exception is raised, but `take_failures` names
+        it.
 
         Args:
             name: id of the request.
-            values: its extra values, see `RequestOptions.parse`.
+            values: extra values of the request, among them the options with the prefix ``knn_``
+                (`RequestOptions.parse`); None means no options.
             prompt: token ids of the prompt.
-            generated: token ids that were generated before, if the engine resumes the request.
+            generated: ids of the tokens that were generated before, if the engine resumes the request;
+                otherwise empty.
             wants_prompt_scores: True if the engine also computes log-probabilities of the prompt's tokens.
         """
         error = None
@@ -189,32 +238,43 @@ class StepMixer:
             self._fail(name, request, error)
 
     def remove_request(self, name: str) -> None:
-        """Forget a request. Does nothing if it is not registered."""
+        """Forget a request and its text. Does nothing if the request is not registered."""
         self._requests.pop(name, None)
 
     def take_failures(self) -> set[str]:
-        """Return the ids of the requests that failed since the last call. The log has their errors."""
+        """Return the ids of the requests that have failed since the last call.
+
+        Their errors are in the log.
+        """
         failures, self._failures = self._failures, set()
         return failures
 
     def begin_step(self, step: Step | None) -> None:
-        """Begin a step. None ends the last one, so that `mix` changes nothing until the next step."""
+        """Begin a step, which is one forward pass of the engine (the program that runs the model).
+
+        Args:
+            step: the tokens of the step. None ends the last step, so that `mix` returns its logits unchanged
+                until the next step.
+        """
         self._step, self._keys = step, None
 
     @property
     def is_idle(self) -> bool:
-        """True if no request of the step uses the store."""
+        """True if no request of the current step uses the store, or if there is no step."""
         return self._step is None or not any(name in self._requests for name in self._step.requests)
 
     def extend_texts(self, states: Tensor) -> None:
-        """Append the tokens of the step to the texts of their requests, and compute their keys.
+        """Append the new tokens of the step to the texts of their requests, and compute the tokens' keys.
 
-        Tokens of a text from the step's first position on are replaced: the engine rejected drafts, or
-        computes a preempted request again.
+        A step is one forward pass of the engine (the program that runs the model). If a text already has
+        tokens at the positions of the step, they are replaced: the engine has rejected draft tokens (guessed
+        tokens), or it interrupted the request and computes its tokens again. If a request fails, no exception
+        is raised, but `take_failures` names the request.
 
         Args:
-            states: hidden states of the pass at the place of the keys, shape (n, width), any floating dtype;
-                further rows are padding.
+            states: hidden states of the n tokens of the step, from the module of the model that the store's
+                keys are taken from; shape (n or more, width), any floating dtype. Rows after the first n are
+                padding.
         """
         step = self._step
         assert step is not None
@@ -248,7 +308,16 @@ class StepMixer:
     def _extend_batch(
         self, step: Step, states: Tensor, members: Sequence[tuple[str, _Request, int]], length: int
     ) -> None:
-        """Extend the texts of requests with `length` new tokens each; `members` has the first row of each."""
+        """Append the new tokens of several requests to their texts, and store the tokens' keys for `mix`.
+
+        All these requests have the same number of new tokens.
+
+        Args:
+            step: the step.
+            states: hidden states as in `extend_texts`.
+            members: for each request its id, the request, and the row of its first new token.
+            length: number of new tokens of each request.
+        """
         rows = np.array([start for _, _, start in members])[:, None] + np.arange(length)
         index = torch.from_numpy(rows.ravel()).to(states.device)
         keys, _ = append_pass(
@@ -266,17 +335,22 @@ class StepMixer:
             self._drop_unneeded(request)
 
     def mix(self, logits: Tensor, rows: Numbers, purpose: Purpose) -> Tensor:
-        """Mix the store into the logits of rows of the step.
+        """Mix the store into logits of the current step, and return the result.
+
+        A row is one new token of the step. A row keeps the model's logits if its request is not registered or
+        has failed. For generation, the rows before a prompt's last token keep them too, because the engine
+        drops these predictions. If there is no step, or if nothing is mixed, `logits` is returned unchanged.
+        No exception is raised if the store fails; `take_failures` names the failed requests.
 
         Args:
-            logits: logits of the model, shape (m, v), any floating dtype; they are not changed.
-            rows: the row of the pass that each was computed from, int64, shape (m,).
-            purpose: `Purpose.GENERATION` for the next token after each row; `Purpose.SCORING` for the tokens
-                of the prompt, in requests that want their scores.
+            logits: logits of the model, shape (m, v), any floating dtype; not changed.
+            rows: for each of the m logits the row of the step that it was computed from, int64, shape (m,).
+            purpose: `Purpose.GENERATION` to predict the token after each row; `Purpose.SCORING` to score the
+                tokens of prompts. For scoring, the store is mixed only into requests that want prompt scores.
 
         Returns:
-            Shape (m, v): log-probabilities of the mixture, float32; or the unchanged `logits` if nothing is
-            mixed. Rows of requests that are off or failed keep the model's logits.
+            Log-probabilities of the mixture, float32, shape (m, v); rows into which nothing is mixed hold
+            logits of the model.
         """
         step = self._step
         if step is None or self._keys is None or not len(rows):
@@ -316,18 +390,20 @@ class StepMixer:
         members: Sequence[_Request | None],
         settings: Sequence[KNNSettings | None],
     ) -> Tensor:
-        """Mix the store into some rows of logits.
+        """Mix the store into the logits of the picked rows, and return all logits.
 
         Args:
-            logits: see `mix`.
-            rows: see `mix`.
-            picked: indices of the logits to mix, int64, shape (p,).
-            owners: index of the request of each row, int64, shape (m,).
-            members: the requests of the step.
-            settings: the settings of each request.
+            logits: logits of the model, shape (m, v).
+            rows: for each of the m logits the row of the step that it was computed from, int64, shape (m,).
+            picked: indices of the p logits to mix, int64, shape (p,).
+            owners: for each of the m logits the index of its request in the step, int64, shape (m,).
+            members: the requests of the step; None for a request that is not registered.
+            settings: the retrieval settings of each request; None for a request that keeps the model's
+                logits.
 
         Returns:
-            See `mix`.
+            Log-probabilities of the mixture in the picked rows and the model's logits in the other rows,
+            float32, shape (m, v); or the unchanged `logits` if nothing was found in the store.
         """
         step = self._step
         assert step is not None
@@ -348,7 +424,20 @@ class StepMixer:
         return result
 
     def _mix_or_fail(self, rows: Rows, each: list[KNNSettings], names: list[str]) -> Tensor:
-        """Mix rows; after an error mix the rows of each request alone, so that only its own request fails."""
+        """Mix the store into p rows, so that an error affects only the request that causes it.
+
+        All rows are mixed at once. If that raises an exception, the rows of each request are mixed alone. A
+        request that fails then is marked as failed, and its rows keep the model's logits.
+
+        Args:
+            rows: the p rows: logits, query vectors and texts.
+            each: the retrieval settings of each row.
+            names: the id of the request of each row.
+
+        Returns:
+            Log-probabilities or logits of the p rows, shape (p, v); ``rows.logits`` itself if nothing was
+            found in the store.
+        """
         try:
             mixed: Tensor = self._rows.mix(rows, each)
             return mixed
@@ -366,7 +455,18 @@ class StepMixer:
         return mixed
 
     def _settings_for(self, row: int, request: _Request | None, purpose: Purpose) -> KNNSettings | None:
-        """Return the settings of a request; None if its rows keep the model's logits."""
+        """Return the retrieval settings of a request; None if its rows keep the model's logits.
+
+        The rows keep the model's logits in three cases: the request is not registered or has failed; it wants
+        no prompt scores and `purpose` is `Purpose.SCORING`; or its settings use nothing of the store. If the
+        settings cannot be resolved, or need keys that the text does not have, the request is marked as failed
+        and None is returned.
+
+        Args:
+            row: index of the request in the step.
+            request: the request; None if it is not registered.
+            purpose: whether next tokens are predicted or tokens of the prompt are scored.
+        """
         assert self._step is not None
         if request is None or request.error is not None:
             return None
@@ -389,17 +489,32 @@ class StepMixer:
         return None if settings.is_model_alone else settings
 
     def _contexts(self, members: Sequence[_Request | None], owners: Numbers, ends: Numbers) -> Contexts:
-        """Return the contexts of positions, given the request and the number of tokens up to each."""
+        """Return the contexts (the texts before) of p rows, from which n-grams and other components predict.
+
+        Args:
+            members: the requests of the step; None for a request that is not registered.
+            owners: for each row the index of its request, int64, shape (p,). These requests must be
+                registered.
+            ends: for each row the number of tokens of its context, int64, shape (p,).
+        """
         used, texts = np.unique(owners, return_inverse=True)
         states = [member.text for row in used.tolist() if (member := members[row]) is not None]
         return Contexts.of_texts(states, [text.length for text in states], self._prefix, texts, ends)
 
     def _rewind(self, request: _Request, position: int) -> None:
-        """Make a text end before `position`: drop rejected tokens, or add the prompt's reused tokens.
+        """Make the text of a request end before a position, so that the step's tokens can be appended there.
+
+        Tokens from this position on are dropped: they are rejected draft tokens (guessed tokens), or are
+        computed again. If tokens before the position are missing, because the engine reuses its KV cache for
+        the beginning of the prompt, they are added without keys.
+
+        Args:
+            request: the request.
+            position: position of the first new token of the request in this step.
 
         Raises:
-            KnnstoreError: tokens are missing that are not in the prompt, or the request needs the states of
-                tokens that no pass computes.
+            KnnstoreError: tokens are missing that are not in the prompt, or the settings need the hidden
+                states of the missing tokens, which no pass computes.
         """
         text = request.text
         text.truncate(position)
@@ -415,7 +530,7 @@ class StepMixer:
         text.append_without_keys(reused)
 
     def _drop_unneeded(self, request: _Request) -> None:
-        """Free the keys and states of a text that later steps do not need."""
+        """Free the keys and hidden states of a request's text that later steps do not need."""
         text = request.text
         settings = self._settings.resolve(request.options, Purpose.SCORING)
         if settings.cache is None:
@@ -423,11 +538,19 @@ class StepMixer:
         text.drop_states(text.length - len(self._joining.discounts) - self._most_drafts)
 
     def _project(self, states: Tensor) -> Tensor:
-        """Convert joined states, shape (..., width), to the store's keys, float32, shape (..., d)."""
+        """Return the keys for hidden states, in the form of the store's keys.
+
+        Args:
+            states: hidden states, joined if the keys join several tokens, shape (..., width).
+
+        Returns:
+            Keys, float32, shape (..., d); the states themselves if the store has no projection (a matrix that
+            makes keys shorter).
+        """
         return states.float() if self._projection is None else self._projection(states)
 
     def _fail(self, name: str, request: _Request, error: Exception) -> None:
-        """Mark a request as failed."""
+        """Mark a request as failed, log its error, and add its id to the result of `take_failures`."""
         _logger.warning("request %s: the store failed: %s", name, error)
         request.error = error
         self._failures.add(name)

@@ -5,18 +5,19 @@ vLLM calls `register_vllm_plugin` in each of its processes (entry point ``knnsto
 
     KNNSTORE_HOME=HOME vllm serve MODEL
 
-This is the only module that uses names of vLLM. It attaches in four places:
+This is the only module that uses names of vLLM. It replaces methods of vLLM in four places:
 
 1. `EngineArgs.create_engine_config`: before the engine starts, checks that the store fits the model.
 2. `InputProcessor`: the front end checks the ``knn_*`` options of each request (HTTP 400).
-3. The runners' `load_model`: after loading, the model's `compute_logits` is replaced on this instance. All
-   logits go through it: those of next tokens, of drafts, and of the prompt. So penalties, grammars, sampling,
-   log-probabilities, echo and the verification of drafts all use the mixture.
-4. `Scheduler.update_from_output`: ends requests whose retrieval failed, with the finish reason ``error``;
-   and `OutputProcessor.process_outputs` in the front end counts these requests.
+3. `load_model` of the model runners (the classes that run the model in vLLM's workers): when the model is
+   loaded, its method `compute_logits` is replaced. All logits come from this method: those of next tokens, of
+   drafts, and of the prompt. So penalties, grammars, sampling, log-probabilities, echo and the verification
+   of drafts all use the mixture.
+4. `Scheduler.update_from_output`: ends requests whose retrieval failed, with the finish reason ``error``; and
+   `OutputProcessor.process_outputs` in the front end counts these requests.
 
 vLLM changes these names between releases. Another release than `VERSIONS`, or a missing name, is an error at
-the start, because vLLM would otherwise serve the bare model without notice.
+the start, because vLLM would otherwise serve the model without the store and without notice.
 """
 
 import functools
@@ -51,14 +52,15 @@ HOME = "KNNSTORE_HOME"
 """Environment variable: the folder of the store. `vllm_entry` does nothing without it."""
 
 ON_ERROR = "KNNSTORE_ON_ERROR"
-"""Environment variable: ``fail`` (default) ends a request whose retrieval fails; ``fallback`` continues it
-with the model alone."""
+"""Environment variable: ``fail`` (default) ends a request whose retrieval fails; ``fallback`` continues this
+request with the model alone."""
 
 DRAFTS_HOME = "KNNSTORE_DRAFTS_HOME"
-"""Environment variable: the folder of the store for `StoreDrafts`; default is that of ``KNNSTORE_HOME``."""
+"""Environment variable: the folder of the store for `StoreDrafts`; default is the folder in
+``KNNSTORE_HOME``."""
 
 VERSIONS = SpecifierSet(">=0.32,<0.33")
-"""Releases of vLLM that the plugin was tested with."""
+"""Releases of vLLM with which the plugin was tested."""
 
 NAMES = {
     "vllm.engine.arg_utils": ("EngineArgs.create_engine_config",),
@@ -86,22 +88,26 @@ _RUNNERS = (
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
 )
+"""Modules and names of vLLM's model runners, the classes that run the model in vLLM's workers."""
 _SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
-"""The module of Model Runner V2."""
+"""The module of vLLM's Model Runner V2. The other runners are variants of Model Runner V1."""
 
 _IDENTIFYING, _MOST_PENDING = 16, 4096
-"""Number of tokens at the end of a text that identify its request, and of requests that are remembered."""
+"""`_IDENTIFYING` is the number of tokens at the end of a text by which the text is recognized in the next
+step, `_MOST_PENDING` the largest number of texts that are remembered."""
 
 Numbers = NDArray[np.int64]
+"""Array of integers."""
 
 _logger = logging.getLogger(__name__)
 _is_attached = False
 
 
 def attach() -> None:
-    """Attach the store to the classes of vLLM in this process; a second call does nothing.
+    """Replace methods of vLLM's classes in this process, so that the store is mixed into all predictions.
 
-    If vLLM has another version or lacks a name, the next engine refuses to start.
+    A second call does nothing. If vLLM has another version or lacks a name, nothing is mixed, and the next
+    creation of a vLLM engine raises the error.
     """
     global _is_attached
     if _is_attached:
@@ -128,10 +134,10 @@ def attach() -> None:
 
 
 def check_vllm() -> None:
-    """Check that vLLM has a tested version and all names that the plugin uses.
+    """Check that vLLM has a tested version and all the names that the plugin uses.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: vLLM has another version, or lacks one of the names.
     """
     import vllm
 
@@ -154,7 +160,14 @@ def check_vllm() -> None:
 
 
 def _wrap(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace the attribute `name` of a class by the result of `wrapper`, called with the attribute."""
+    """Replace a method of a class by a wrapper of this method.
+
+    Args:
+        module: name of the module of the class.
+        owner: name of the class.
+        name: name of the method.
+        wrapper: function that takes the old method and returns the new one.
+    """
     cls = getattr(importlib.import_module(module), owner)
     setattr(cls, name, wrapper(getattr(cls, name)))
 
@@ -163,10 +176,13 @@ def _wrap(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> 
 
 
 def _refuse_to_start(error: KnnstoreError) -> None:
-    """Make the next creation of an engine raise an error."""
+    """Replace vLLM's creation of an engine's configuration, so that it raises an error."""
 
     def replace_by_error(_: Any) -> Any:
+        """Return a function that raises the error, in place of any method."""
+
         def create_engine_config(*_: Any, **__: Any) -> Any:
+            """Raise the error, or exit in the commands of vLLM's server."""
             _raise_or_exit(error)
 
         return create_engine_config
@@ -175,17 +191,24 @@ def _refuse_to_start(error: KnnstoreError) -> None:
 
 
 def _raise_or_exit(error: KnnstoreError) -> None:
-    """Raise an error; in the server's commands print its message instead and exit with status 1."""
+    """Raise an error. In the commands of vLLM's server, print its message instead and exit with status 1."""
     if os.path.basename(sys.argv[0]) in ("vllm", "api_server.py"):
         sys.exit(f"knnstore: {error}")
     raise error
 
 
 def _checking_config(create_engine_config: Any) -> Any:
-    """Wrap the creation of vLLM's configuration: check that the store fits the model."""
+    """Return a wrapper of `EngineArgs.create_engine_config` that also checks that the store fits.
+
+    If the store does not fit the model, the wrapper raises an error, so that vLLM does not start.
+
+    Args:
+        create_engine_config: vLLM's method, which returns the configuration.
+    """
 
     @functools.wraps(create_engine_config)
     def create_checked_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return vLLM's configuration. Raises an error if the store does not fit it."""
         config = create_engine_config(self, *args, **kwargs)
         try:
             check_config(config)
@@ -197,12 +220,15 @@ def _checking_config(create_engine_config: Any) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """Check that the store of the environment fits a configuration of vLLM.
+    """Check that the store in ``KNNSTORE_HOME`` fits a configuration of vLLM.
+
+    Args:
+        config: vLLM's configuration (`VllmConfig`).
 
     Raises:
-        StoreNotFoundError: the home has no store.
+        StoreNotFoundError: the folder has no store.
         FingerprintMismatchError: the store was made with another model or tokenizer.
-        ConfigError: vLLM is asked for something that does not work with a store.
+        ConfigError: the configuration asks for something that does not work with a store, for example LoRA.
     """
     _on_error()
     model = config.model_config
@@ -221,7 +247,11 @@ def check_config(config: Any) -> None:
 
 
 def _on_error() -> str:
-    """Return what happens to a request whose retrieval fails: ``fail`` or ``fallback``."""
+    """Return what happens to a request whose retrieval fails: ``fail`` or ``fallback`` (see `ON_ERROR`).
+
+    Raises:
+        ConfigError: the environment variable has another value.
+    """
     value = os.environ.get(ON_ERROR) or "fail"
     if value not in ("fail", "fallback"):
         raise ConfigError(f"{ON_ERROR} is fail or fallback, got {value!r}")
@@ -232,14 +262,22 @@ def _on_error() -> str:
 
 
 def _checking_options(build_validator: Any) -> Any:
-    """Wrap the validator of sampling parameters: check the ``knn_*`` options."""
+    """Return a wrapper of `InputProcessor._build_logits_processors_params_validator`.
+
+    The validators that the wrapper returns also check the ``knn_*`` options of each request.
+
+    Args:
+        build_validator: vLLM's method, which returns a function that checks the parameters of a request.
+    """
 
     @functools.wraps(build_validator)
     def build_checking_validator(self: Any) -> Callable[[Any], None]:
+        """Return vLLM's validator of a request's parameters, extended by the check of the options."""
         validate = build_validator(self)
         checker = OptionChecker()
 
         def validate_all_params(params: Any) -> None:
+            """Check the parameters of a request as vLLM does, and then the ``knn_*`` options."""
             validate(params)
             checker.check(params)
 
@@ -249,7 +287,10 @@ def _checking_options(build_validator: Any) -> Any:
 
 
 class OptionChecker:
-    """Checks the ``knn_*`` options of requests in the front end. Threads may share the object."""
+    """Checks the ``knn_*`` options of requests in vLLM's front end. Threads may share the object.
+
+    It opens the store at the first check.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -257,11 +298,14 @@ class OptionChecker:
         self._settings: HostedSettings | None = None
 
     def check(self, params: Any) -> None:
-        """Check the options in `SamplingParams`.
+        """Check the ``knn_*`` options in the parameters of a request.
 
         If the settings need hidden states of earlier tokens, the request is marked to compute its whole
         prompt, because vLLM's prefix cache has no hidden states. If the store cannot be read, nothing is
-        checked: the engine then fails the request, or continues without the store.
+        checked: the engine then fails the request, or continues it without the store.
+
+        Args:
+            params: vLLM's `SamplingParams` of the request; changed if the request is marked.
 
         Raises:
             VLLMValidationError: an option is wrong, or a domain does not exist; becomes HTTP 400.
@@ -279,11 +323,11 @@ class OptionChecker:
             _logger.warning("the options of a request cannot be checked, the store failed: %s", error)
 
     def _needs_all_states(self, options: RequestOptions) -> bool:
-        """Check options against the store; return True if they need hidden states of earlier tokens.
+        """Check options against the store, and return True if they need hidden states of earlier tokens.
 
         Raises:
-            ConfigError: another store is wanted, a domain does not exist, or the store cannot do what the
-                options ask for.
+            ConfigError: the options name another store or a domain that does not exist, or ask for something
+                that the store cannot do.
         """
         with self._lock:
             if self._settings is None:
@@ -308,10 +352,18 @@ class OptionChecker:
 
 
 def _attaching_store(load_model: Any) -> Any:
-    """Wrap the loading of a model: attach the store to the loaded model."""
+    """Return a wrapper of a model runner's `load_model` that attaches the store to the loaded model.
+
+    Args:
+        load_model: vLLM's method.
+    """
 
     @functools.wraps(load_model)
     def load_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load the model, attach the store to it, and return the result of vLLM's method.
+
+        In a pipeline of several processes only the last process computes logits, so the others get no store.
+        """
         from vllm.distributed import get_pp_group
 
         result = load_model(self, *args, **kwargs)
@@ -326,11 +378,19 @@ def _attaching_store(load_model: Any) -> Any:
 
 
 class StateTap:
-    """Keeps the hidden states at the place of the keys in the latest forward pass of a vLLM model.
+    """Copies the hidden states that a vLLM model computes at one of its modules, in each forward pass.
+
+    The store's keys were made of the states of this module, so a search needs the states of the new tokens.
+    The constructor adds a hook to the module.
 
     Args:
         model: the loaded model.
-        place: the place as in a store's identity, for example ``model.layers.29.mlp:input``.
+        place: the module and its side, as in the identity of the store: for example
+            ``model.layers.29.mlp:input`` for the input of a module, or ``…:output`` for the output of a
+            module.
+
+    Raises:
+        ConfigError: the model has no such module.
     """
 
     def __init__(self, model: nn.Module, place: str) -> None:
@@ -343,26 +403,38 @@ class StateTap:
                 "make a store with --key final_hidden"
             ) from None
         self._buffer: Tensor | None = None
+        """The states of the last pass, shape (n or more, width); None before the first pass."""
         if side == "input":
             module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
         else:
             module.register_forward_hook(self._keep_output)
 
     def states(self, count: int) -> Tensor:
-        """Return the states of the first `count` tokens of the pass, shape (count, width)."""
+        """Return the states of the first `count` tokens of the last pass, shape (count, width).
+
+        There must have been a forward pass.
+        """
         assert self._buffer is not None
         return self._buffer[:count]
 
     def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Copy the states from the arguments of the module. This is the hook before the module runs."""
         self._keep((*args, *kwargs.values()))
 
     def _keep_output(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Copy the states from the result of the module. This is the hook after the module has run."""
         self._keep(output if isinstance(output, tuple) else (output,))
 
     def _keep(self, values: tuple[Any, ...]) -> None:
-        """Copy the states into a buffer that stays in place, so that a CUDA graph can replay the copy.
+        """Copy the states into a buffer that stays at the same memory address.
 
-        vLLM's normalizations take the residual as a second tensor and add it; the sum is the state.
+        The fixed address lets a CUDA graph replay the copy. vLLM's normalizations take the residual as a
+        second tensor and add it. If the second tensor has the shape of the first, the state is the sum of
+        both tensors.
+
+        Args:
+            values: the arguments or the results of the module; the first floating-point tensor has the
+                states.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         states = tensors[0]
@@ -374,10 +446,18 @@ class StateTap:
 
 
 class Attachment(ABC):
-    """Attaches a store to a model runner; the subclasses know where each runner keeps its batch.
+    """Connects a store to a model runner of vLLM: mixes the store into the logits that the runner computes.
+
+    A model runner is the object that runs the model in a worker process of vLLM. The constructor replaces the
+    model's method `compute_logits`. There is a subclass for each generation of model runners: it replaces
+    methods of the runner, so that `add_request`, `begin_step`, `extend_texts`, `end_step` and
+    `remove_request` are called at the right moments.
+
+    In a group of processes that compute one model together (tensor parallelism), only the first process opens
+    the store. It sends the mixed logits to the other processes, if each process samples for itself.
 
     Args:
-        runner: the runner, after its model was loaded.
+        runner: the model runner, after its model was loaded.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -388,6 +468,7 @@ class Attachment(ABC):
         self._hidden: Tensor | None = None
         self._tap: StateTap | None = None
         self.mixer: StepMixer | None = None
+        """Mixes the store into the logits of each step; None in a process that does not open the store."""
         # Each rank of a tensor parallel group samples for itself, so all need the same mixed logits.
         self._group = get_tp_group()
         self._is_shared = self._group.world_size > 1 and current_platform.use_all_gather()
@@ -397,7 +478,12 @@ class Attachment(ABC):
         runner.model.compute_logits = self.compute_logits
 
     def _open_store(self) -> None:
-        """Open the store, and attach to the model's module where its keys are taken."""
+        """Open the store and create the mixer.
+
+        Adds a hook to the module of the model whose states the keys are made of.
+
+        No hook is needed if the keys are made of the states that go into the head (the last layer).
+        """
         runner, config = self._runner, self._runner.vllm_config
         drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         store = KNNStore.open(os.environ[HOME])
@@ -409,7 +495,11 @@ class Attachment(ABC):
         self.mixer = StepMixer(store, prefix_of(tokenizer), drafts)
 
     def add_request(self, new: Any) -> None:
-        """Register a request that begins, or that Model Runner V2 resumes; `new` is its `NewRequestData`."""
+        """Register a request at the mixer when it begins, or when Model Runner V2 resumes it.
+
+        Args:
+            new: vLLM's description of the request (`NewRequestData`).
+        """
         if self.mixer is None:
             return
         params, prompt = new.sampling_params, new.prompt_token_ids
@@ -424,10 +514,13 @@ class Attachment(ABC):
         )
 
     def extend_texts(self, hidden: Tensor, count: int) -> None:
-        """Extend the texts by a forward pass.
+        """Append the tokens of the current step to the texts of their requests.
+
+        Call it after the forward pass and before the logits are computed.
 
         Args:
-            hidden: final hidden states of the pass, the input of the head, shape (n or more, h).
+            hidden: final hidden states of the pass, the input of the head (the last layer), shape (n or more,
+                h).
             count: number of tokens of the pass, n.
         """
         self._hidden = hidden
@@ -435,18 +528,19 @@ class Attachment(ABC):
             self.mixer.extend_texts(hidden[:count] if self._tap is None else self._tap.states(count))
 
     def remove_request(self, name: str) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, given by its id."""
         if self.mixer is not None:
             self.mixer.remove_request(name)
 
     def begin_step(self, names: Sequence[str], starts: Numbers, tokens: Tensor, positions: Tensor) -> None:
-        """Begin a step.
+        """Tell the mixer which tokens the next forward pass is over.
 
         Args:
             names: ids of the b requests of the batch.
-            starts: see `Step.starts`.
-            tokens: the model's input of at least n token ids.
-            positions: their positions, at least n.
+            starts: index of the first token of each request, and at the end the number n of tokens, shape (b
+                + 1,).
+            tokens: the token ids of the model's input, n or more.
+            positions: the position of each token in its text, n or more.
         """
         if self.mixer is not None:
             count = int(starts[-1])
@@ -460,9 +554,13 @@ class Attachment(ABC):
             )
 
     def end_step(self, output: Any) -> Any:
-        """End the step, and return the runner's output with the failures of the step.
+        """End the step, and return the runner's output with the ids of the requests that failed in the step.
 
-        Until the next step logits stay as they are, because vLLM's trial passes have no step.
+        Until the next step the logits of the model stay unchanged, because vLLM also makes trial passes that
+        are no steps.
+
+        Args:
+            output: the output of the runner for the step; None if it has none.
         """
         self._hidden = None
         if self.mixer is None:
@@ -474,12 +572,18 @@ class Attachment(ABC):
         return output
 
     def compute_logits(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Compute the model's logits, and mix the store into them if this is a step.
+        """Compute the model's logits, and mix the store into them if a step has begun.
+
+        Replaces the model's method.
 
         Args:
-            hidden: final hidden states of some rows of the step, shape (m, h).
+            hidden: final hidden states of m tokens of the step, shape (m, h).
             *args: further arguments of the model's method.
-            **kwargs: likewise.
+            **kwargs: further arguments of the model's method.
+
+        Returns:
+            Log-probabilities of the mixture, or the model's logits, shape (m, v); None if the model's method
+            returns None.
         """
         logits: Tensor | None = self._compute_logits(hidden, *args, **kwargs)
         if self._hidden is None or logits is None or not len(logits):
@@ -497,11 +601,18 @@ class Attachment(ABC):
 
     @abstractmethod
     def sampled_rows(self) -> Numbers:
-        """Return the row of the pass of each row whose next token is sampled, int64, shape (m,)."""
+        """Return the indices of the m tokens after which a token is sampled, among all tokens of the step.
+
+        The result is int64 and has the shape (m,).
+        """
 
 
 class FirstRunnerAttachment(Attachment):
-    """Attaches a store to Model Runner V1, whose batch is the attribute `input_batch`."""
+    """Connects a store to vLLM's Model Runner V1, whose batch of requests is the attribute `input_batch`.
+
+    Args:
+        runner: the model runner, after its model was loaded.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -510,17 +621,20 @@ class FirstRunnerAttachment(Attachment):
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner.sample_tokens
 
         def _prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            """Let the runner prepare the inputs of a step, and begin the step at the mixer."""
             inputs = prepare(scheduler_output, *args, **kwargs)
             self._begin_step(scheduler_output, inputs[0])
             return inputs
 
         def _model_forward(*args: Any, **kwargs: Any) -> Any:
+            """Let the runner run the model, and append the step's tokens to the texts."""
             output = forward(*args, **kwargs)
             if self._count:
                 self.extend_texts(output[0] if isinstance(output, tuple) else output, self._count)
             return output
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            """Let the runner sample tokens, and end the step, also after an error."""
             output = None
             try:
                 output = sample(*args, **kwargs)
@@ -539,7 +653,14 @@ class FirstRunnerAttachment(Attachment):
         return rows
 
     def _begin_step(self, scheduler_output: Any, logits_indices: Tensor) -> None:
-        """Begin a step with the batch that the runner has prepared."""
+        """Begin a step with the batch that the runner has prepared.
+
+        Also adds new requests and removes ended ones.
+
+        Args:
+            scheduler_output: vLLM's plan of the step, with the new and the ended requests.
+            logits_indices: indices of the tokens after which a token is sampled.
+        """
         runner = self._runner
         batch = runner.input_batch
         # 1) Requests that began or ended.
@@ -557,7 +678,11 @@ class FirstRunnerAttachment(Attachment):
 
 
 class SecondRunnerAttachment(Attachment):
-    """Attaches a store to Model Runner V2, which passes its batch to `sample`."""
+    """Connects a store to vLLM's Model Runner V2, which passes its batch of requests to the method `sample`.
+
+    Args:
+        runner: the model runner, after its model was loaded.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -566,20 +691,24 @@ class SecondRunnerAttachment(Attachment):
         sample, sample_tokens = runner.sample, runner.sample_tokens
 
         def add_requests(scheduler_output: Any) -> Any:
+            """Register the new requests at the mixer, and let the runner add them."""
             for new in scheduler_output.scheduled_new_reqs:
                 self.add_request(new)
             return add(scheduler_output)
 
         def finish_requests(scheduler_output: Any) -> Any:
+            """Forget the requests that have ended, and let the runner remove these requests."""
             for name in scheduler_output.finished_req_ids:
                 self.remove_request(name)
             return remove(scheduler_output)
 
         def sample_batch(hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+            """Begin a step with the batch, and let the runner compute logits and sample."""
             self._begin_step(hidden_states, input_batch)
             return sample(hidden_states, input_batch, grammar_output)
 
         def sample_step(*args: Any, **kwargs: Any) -> Any:
+            """Let the runner sample tokens, and end the step, also after an error."""
             output = None
             try:
                 output = sample_tokens(*args, **kwargs)
@@ -595,7 +724,12 @@ class SecondRunnerAttachment(Attachment):
         return rows
 
     def _begin_step(self, hidden: Tensor, batch: Any) -> None:
-        """Begin a step with the batch that the runner samples from."""
+        """Begin a step with the batch that the runner samples from, and append its tokens to the texts.
+
+        Args:
+            hidden: final hidden states of the pass, shape (n or more, h).
+            batch: vLLM's batch of requests.
+        """
         self._batch = batch
         starts = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
         self.begin_step(batch.req_ids, starts, batch.input_ids, batch.positions)
@@ -606,11 +740,12 @@ class SecondRunnerAttachment(Attachment):
 
 
 class StoreDrafts:
-    """Proposes drafts from the text of a store; with or without the mixture, and for any model.
+    """Proposes drafts from the text of a store to vLLM, for speculative decoding with any model.
 
-    A draft continues the last tokens of a text as the store's documents, or the text itself, continued them;
-    see `Drafts`. vLLM verifies drafts, so the generated text stays the same. Only Model Runner V1 has this
-    interface. Start vLLM with::
+    A draft is a guess of the next tokens. It repeats the tokens that followed the same last tokens in the
+    store's documents, or earlier in the text itself. vLLM verifies drafts, so the generated text stays the
+    same. Drafts work with and without the plugin that mixes the store into the logits. Only Model Runner V1
+    has this interface. Start vLLM with::
 
         --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,
                                "model": "knnstore.lm.hosts.vllm.StoreDrafts"}'
@@ -642,17 +777,17 @@ class StoreDrafts:
         token_ids_cpu: NDArray[np.integer[Any]],
         **_: Any,
     ) -> list[list[int]]:
-        """Draft the next tokens of each request of a batch.
+        """Return guesses of the next tokens of each request of a batch.
 
         Args:
             sampled_token_ids: the tokens that each of b requests got in this step; empty for a request whose
                 prompt is not complete, which gets no draft.
-            num_tokens_no_spec: number of tokens of each request, shape (b or more,).
+            num_tokens_no_spec: number of tokens of each request, without drafts, shape (b or more,).
             token_ids_cpu: tokens of each request, shape (b or more, longest).
             **_: further arguments of vLLM, not used.
 
         Returns:
-            The draft of each request, possibly empty.
+            The draft of each of the b requests, a list of token ids; empty if there is no good guess.
         """
         proposed = list[list[int]]()
         for row, sampled in enumerate(sampled_token_ids):
@@ -675,31 +810,37 @@ class StoreDrafts:
         return proposed
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the drafts need no model."""
+        """Do nothing. vLLM calls this method, but drafts from a store need no model."""
 
 
 def _end_of(text: Numbers) -> tuple[int, bytes]:
-    """Return the length and the last tokens of a text, which identify its request."""
+    """Return the length of a text and its last tokens as bytes. Together they identify the text's request."""
     return len(text), text[-_IDENTIFYING:].tobytes()
 
 
 # 4. Requests whose retrieval failed.
 
 _FAILURES = "knnstore_failures"
-"""Attribute of a runner's output: ids of the requests that failed in the step."""
+"""Name of an attribute of a runner's output: the ids of the requests whose retrieval failed in the step."""
 
 _FAILED, _FELL_BACK = "knnstore_failed", "knnstore_fallback"
-"""Stop reason of a request whose retrieval failed, and that ended for this or went on without the store."""
+"""Stop reasons that vLLM reports if the retrieval of a request failed: `_FAILED` if the request was ended for
+this reason, `_FELL_BACK` if it went on without the store."""
 
 
 def _add_failures(output: Any, failures: set[str]) -> None:
-    """Attach the ids of failed requests to the output of a runner, which may be asynchronous."""
+    """Store the ids of failed requests in the output of a model runner, for the scheduler.
+
+    If the output is computed later (it has a method `get_output`), the ids are stored in the result of this
+    method.
+    """
     if not hasattr(output, "get_output"):
         setattr(output, _FAILURES, failures)
         return
     get_output = output.get_output
 
     def get_marked_output() -> Any:
+        """Return the output of the runner, with the ids of the failed requests stored in it."""
         result = get_output()
         setattr(result, _FAILURES, failures)
         return result
@@ -708,10 +849,18 @@ def _add_failures(output: Any, failures: set[str]) -> None:
 
 
 def _ending_failed(update_from_output: Any) -> Any:
-    """Wrap the scheduler's use of a step's output: end failed requests, or mark them at their end."""
+    """Return a wrapper of `Scheduler.update_from_output`, the scheduler's use of a step's output.
+
+    The wrapper ends the requests whose retrieval failed in the step. With ``KNNSTORE_ON_ERROR=fallback``
+    these requests go on, and their final outputs get the stop reason `_FELL_BACK`.
+
+    Args:
+        update_from_output: vLLM's method, which returns the outputs for each client.
+    """
 
     @functools.wraps(update_from_output)
     def update_and_end_failed(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Call vLLM's method and return its outputs, with the outputs of failed requests added or marked."""
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
         from vllm.v1.request import RequestStatus
 
@@ -746,7 +895,11 @@ def _ending_failed(update_from_output: Any) -> Any:
 
 
 def _counting_failures(process_outputs: Any) -> Any:
-    """Wrap the front end's use of outputs: count failed requests in vLLM's metrics."""
+    """Return a wrapper of `OutputProcessor.process_outputs` that counts failed requests in vLLM's metrics.
+
+    Args:
+        process_outputs: vLLM's method, which runs in the front end.
+    """
     from prometheus_client import Counter
 
     counter = Counter(
@@ -760,6 +913,7 @@ def _counting_failures(process_outputs: Any) -> Any:
 
     @functools.wraps(process_outputs)
     def process_and_count(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count the failed requests among the outputs, and call vLLM's method."""
         for output in engine_core_outputs:
             if output.stop_reason in actions:
                 counter.labels(actions[output.stop_reason]).inc()
@@ -769,15 +923,27 @@ def _counting_failures(process_outputs: Any) -> Any:
 
 
 def _is_head_input(model: nn.Module, place: str) -> bool:
-    """Check whether a place of keys is the input of the head, which needs no hook."""
+    """Check whether the store's keys are made of the states that go into the head (the last layer).
+
+    These states are the argument of `compute_logits`, so no hook is needed.
+
+    Args:
+        model: the loaded model.
+        place: the module and its side, for example ``model:output``.
+    """
     path, _, side = place.rpartition(":")
     return side == "output" and path in dict(model.named_children())
 
 
 def _first_row(part: Tensor, whole: Tensor) -> int | None:
-    """Return the first row of `whole` that `part` is a view of; None if it is a copy.
+    """Return the index of the row of `whole` at which `part` begins, if `part` is a view of `whole`.
 
-    vLLM computes the prompt's logits from slices of the hidden states, and samples from copies of rows.
+    Returns None if `part` has memory of its own. vLLM computes the logits of a prompt from views of the
+    hidden states, and samples from copies of rows.
+
+    Args:
+        part: hidden states of some consecutive tokens, or a copy of some rows.
+        whole: hidden states of all tokens of the pass, with the same width.
     """
     width = whole.stride(0) * whole.element_size()
     offset = part.data_ptr() - whole.data_ptr()

@@ -4,9 +4,10 @@ import os
 
 
 def register_vllm_plugin() -> None:
-    """Attach the store named by ``KNNSTORE_HOME`` to vLLM; do nothing if the variable is unset or empty.
+    """Load the plugin that mixes the store named by ``KNNSTORE_HOME`` into vLLM's predictions.
 
-    vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``).
+    Does nothing if this environment variable is unset or empty. vLLM calls this function in each of its
+    processes (entry point group ``vllm.general_plugins``).
     """
     if os.environ.get("KNNSTORE_HOME"):
         from knnstore.lm.hosts import vllm

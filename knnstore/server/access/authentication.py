@@ -1,7 +1,10 @@
 """Authentication and authorization: API keys, the right that each endpoint needs, and the visible domains.
 
-`Gate` finds the `Access` of a request. `Endpoints` declares endpoints with their rights. The functions at the
-end list paths and methods of an application, and check its declarations.
+A right is a permission such as PREDICT, READ, WRITE or ADMIN. A domain is a named set of stored documents.
+
+`Gate` finds the permissions (`Access`) of a request. `Endpoints` declares endpoints with the rights that they
+need. The functions at the end list the paths and methods of an application, and check that each endpoint has
+declared its right.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,31 +28,36 @@ _RIGHT, _NONE = "x-knnstore-right", "none"  # field of each endpoint's OpenAPI d
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Permissions of the client that sent a request."""
+    """Permissions of the client that sent a request: its rights and the domains that it may see."""
 
     rights: frozenset[Right]
+    """The client's rights."""
     domains: frozenset[str] | None = None
-    """Visible domains; None means all domains, also those created later."""
+    """Names of the domains (named sets of documents) that the client may see; None means all domains, also
+    domains that are created later."""
     key: str = ""
-    """Public id of the API key, for the log; empty without a key."""
+    """Public id of the API key, for the log; empty if the request has no key."""
     quota: Quota = UNLIMITED
-    """Rate limits of the key."""
+    """Rate limits of the key, with what the key has used of them."""
 
     @property
     def sees_all_domains(self) -> bool:
-        """True if all domains are visible."""
+        """True if the client may see all domains."""
         return self.domains is None
 
     def sees(self, domain: str) -> bool:
-        """Check whether the client may see a domain. The domain need not exist."""
+        """Check whether the client may see a domain, given by its name. The domain need not exist."""
         return self.domains is None or domain in self.domains
 
     def filter_visible(self, domains: Iterable[str]) -> list[str]:
-        """Return the visible domains among `domains`, in their order."""
+        """Return the domain names among `domains` that the client may see, in the order of `domains`."""
         return [domain for domain in domains if self.sees(domain)]
 
     def check(self, right: Right) -> None:
-        """Check that the client has a right.
+        """Raise an error if the client lacks a right; otherwise do nothing.
+
+        Args:
+            right: the right that the client must have.
 
         Raises:
             ApiError: 403 if the client lacks the right.
@@ -67,7 +75,8 @@ class Gate:
 
     Args:
         keys: the API keys of the store.
-        required: True if each request needs a key. Otherwise a key is checked only if the request has one.
+        required: True if each request needs a key. If False, a request without a key has all rights, and a
+            key is checked only if the request has one.
     """
 
     def __init__(self, keys: AccessKeys, *, required: bool) -> None:
@@ -76,17 +85,20 @@ class Gate:
         self._quotas: dict[str, Quota] = {}
 
     async def authenticate_request(self, authorization: str) -> Access:
-        """Return the permissions of the client that sent a header ``Authorization``.
+        """Return the permissions of the client that sent a request, found by the API key in its header.
 
-        If no key is required, a missing header, or a value that does not have the form of a key, gives all
-        rights (`EVERYBODY`), because clients send arbitrary placeholders. The right ADMIN includes all other
-        rights. The key is looked up in a worker thread, so that the event loop does not wait.
+        The key is looked up in a worker thread, so that the event loop does not wait. The right ADMIN
+        includes all other rights. If no key is required, a request without a key has all rights
+        (`EVERYBODY`). The same holds for a value that does not have the form of a key, because clients send
+        arbitrary placeholders.
 
         Args:
-            authorization: value of the header, ``Bearer KEY``; empty if the request has none.
+            authorization: value of the HTTP header Authorization, ``Bearer KEY``; empty if the request has
+                none.
 
         Raises:
-            ApiError: 401 if the key is missing, unknown or expired. The message does not say which.
+            ApiError: 401 if the key is missing, unknown or expired. The message does not say which of the
+                three.
         """
         api_key = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
         if not self._required and not AccessKeys.has_key_format(api_key):
@@ -104,18 +116,26 @@ class Gate:
         return Access(rights, domains, found_key.id, self._get_or_create_quota(found_key))
 
     def reset_quotas(self) -> None:
-        """Reset the rate limits of all API keys: no request counts as running, no token as spent."""
+        """Reset the rate limits of all keys: no request counts as running, and no token counts as used."""
         self._quotas.clear()
 
     def _get_or_create_quota(self, key: AccessKey) -> Quota:
-        """Return the rate limits of a key: created at its first request, kept until `reset_quotas`."""
+        """Return the rate limits of a key, with the key's running requests and used tokens.
+
+        The object is created at the first request of the key, and kept until `reset_quotas`. A key without
+        limits gets `UNLIMITED`.
+        """
         if key.requests is None and key.tokens is None:
             return UNLIMITED
         return self._quotas.setdefault(key.id, Quota(key.requests, key.tokens))
 
 
 class Endpoints:
-    """Adds endpoints to a FastAPI application, and declares the right that each endpoint needs."""
+    """Adds endpoints to a FastAPI application, and declares the right that each endpoint needs.
+
+    Args:
+        app: the application.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -125,13 +145,14 @@ class Endpoints:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that adds a function to the application as an endpoint.
 
-        The decorator returns the function unchanged. A GET endpoint also answers HEAD. The result of a
-        synchronous function is converted to JSON in the worker thread that runs the function.
+        The decorator returns the function unchanged. Requests without the right get the error 403. A GET
+        endpoint also answers HEAD. The result of a synchronous function is converted to JSON in the worker
+        thread that runs the function.
 
         Args:
             method: the HTTP method.
             path: the path, with parameters in braces.
-            right: the right that a request needs; None if it needs neither a right nor a key.
+            right: the right that a request needs; None if the endpoint is open to requests without a key.
             options: further arguments of FastAPI's `add_api_route`.
         """
 
@@ -164,10 +185,15 @@ class Endpoints:
 
 
 def _wrap_as_json_response(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a synchronous endpoint so that the worker thread, not the event loop, makes JSON of its result."""
+    """Return a wrapper of a synchronous endpoint function that also converts the function's result to JSON.
+
+    FastAPI would convert the result in the event loop. The wrapper does it in the worker thread that runs the
+    function. A result that is a `Response` is returned unchanged.
+    """
 
     @wraps(function)
     def convert_to_response(*args: Any, **kwargs: Any) -> Response:
+        """Call the endpoint function, and return its result as an HTTP response."""
         result = function(*args, **kwargs)
         return result if isinstance(result, Response) else JSONResponse(result)
 
@@ -175,7 +201,11 @@ def _wrap_as_json_response(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RightCheck:
-    """FastAPI dependency that raises ApiError 403 if the client of a request lacks a right."""
+    """FastAPI dependency that raises ApiError 403 if the client of a request lacks a right.
+
+    Args:
+        right: the right that the client must have.
+    """
 
     def __init__(self, right: Right) -> None:
         self.right = right
@@ -186,27 +216,34 @@ class _RightCheck:
 
 
 def access(request: Request) -> Access:
-    """Return the permissions of a request's client, which `Frame` has stored in `request.state`."""
+    """Return the permissions of a request's client, which the middleware `Frame` has found by the API key."""
     permissions: Access = request.state.access
     return permissions
 
 
 def list_open_paths(app: FastAPI) -> frozenset[str]:
-    """Return the declared paths of the endpoints that need neither a right nor an API key."""
+    """Return the paths of the endpoints that need neither a right nor an API key."""
     return frozenset(
         route.path for route in app.routes if isinstance(route, APIRoute) and _declared_right(route) == _NONE
     )
 
 
 def list_fixed_paths(app: FastAPI) -> frozenset[str]:
-    """Return the declared paths that have no parameters in braces."""
+    """Return the paths of the endpoints whose paths have no parameters in braces."""
     return frozenset(
         route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path
     )
 
 
 def list_methods(app: FastAPI, path: str) -> list[str]:
-    """Return the HTTP methods of a request path, sorted and with OPTIONS; empty for an unknown path."""
+    """Return the HTTP methods that the application allows for a path, sorted.
+
+    OPTIONS is included for every known path. An unknown path gives an empty list.
+
+    Args:
+        app: the application.
+        path: the path of a request, with values in place of the parameters.
+    """
     methods = {
         method
         for route in app.routes
@@ -217,10 +254,10 @@ def list_methods(app: FastAPI, path: str) -> list[str]:
 
 
 def check_rights_declared(app: FastAPI) -> None:
-    """Check that each route of an application declares its right.
+    """Check that each endpoint of an application has declared which right it needs.
 
     Raises:
-        RuntimeError: if a route does not declare its right. The message names the route's path.
+        RuntimeError: if an endpoint has not declared a right. The message names the endpoint's path.
     """
     for route in app.routes:
         if not isinstance(route, APIRoute) or _declared_right(route) is None:
@@ -228,5 +265,8 @@ def check_rights_declared(app: FastAPI) -> None:
 
 
 def _declared_right(route: APIRoute) -> Any:
-    """Return the name of the right that a route needs, ``none`` if it needs none, None if undeclared."""
+    """Return the name of the right that an endpoint has declared, or "none" if it is open.
+
+    Returns None if the endpoint has declared nothing.
+    """
     return (route.openapi_extra or {}).get(_RIGHT)

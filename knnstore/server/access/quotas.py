@@ -14,16 +14,17 @@ _RETRY_SECONDS = 1
 
 
 class Quota:
-    """Rate limits of one API key, with its running requests and spent tokens. Threads may share the object.
+    """Rate limits of one API key: counts the running requests and the tokens used. Threads may share it.
 
-    Tokens are limited by a token bucket that refills in one minute. A request is accepted while the bucket is
-    not empty, because the number of generated tokens is not known beforehand. The bucket can become negative;
-    later requests wait until it has refilled.
+    Tokens are limited by a token bucket: an account of `tokens` tokens that refills at the rate of `tokens` a
+    minute. A request is accepted while the bucket is not empty, because the number of tokens that it will
+    generate is not known beforehand. So the bucket can become negative; later requests are refused until it
+    has refilled.
 
     Args:
-        requests: largest number of concurrent requests; None means no limit.
-        tokens: tokens a minute, of prompts and generated ones together; None means no limit.
-        now: returns the time in seconds.
+        requests: largest number of requests of the key that may run at the same time; None means no limit.
+        tokens: number of tokens a minute, prompt tokens and generated tokens together; None means no limit.
+        now: function that returns the time in seconds.
     """
 
     def __init__(
@@ -40,10 +41,10 @@ class Quota:
 
     @contextmanager
     def count_running(self) -> Iterator[None]:
-        """Count a request as running while the context is open.
+        """Count one more request as running while the context is open.
 
         Raises:
-            ApiError: 429 if the largest number of concurrent requests is already running.
+            ApiError: 429 if `requests` requests are running already; the request is not counted then.
         """
         with self._lock:
             if self.requests is not None and self._running >= self.requests:
@@ -58,9 +59,12 @@ class Quota:
                 self._running -= 1
 
     def check_and_spend(self, tokens: int) -> None:
-        """Accept a new request if the bucket is not empty, and subtract its first `tokens` from the bucket.
+        """Accept a new request if the bucket is not empty, and subtract its prompt tokens from the bucket.
 
         The bucket may become negative. Without a token limit every request is accepted.
+
+        Args:
+            tokens: number of tokens to subtract, 0 or more.
 
         Raises:
             ApiError: 429 if the bucket is empty or negative; nothing is subtracted then. The header
@@ -73,12 +77,16 @@ class Quota:
             self._tokens_left -= tokens
 
     def spend_unchecked(self, tokens: int) -> None:
-        """Subtract further tokens of an accepted request from the bucket, which may become negative."""
+        """Subtract further tokens of a request that was accepted before. The bucket may become negative."""
         with self._lock:
             self._tokens_left -= tokens
 
     def _refill_bucket(self) -> float:
-        """Refill the bucket up to the current time, and return its tokens. The caller holds the lock."""
+        """Refill the bucket up to the current time, and return the number of tokens in it.
+
+        The bucket holds at most the tokens of one minute. The caller holds the lock. There must be a token
+        limit.
+        """
         assert self.tokens is not None
         now = self._now()
         self._tokens_left = min(
@@ -89,9 +97,15 @@ class Quota:
 
 
 UNLIMITED = Quota()
-"""Quota without limits, of clients without a key and of keys without limits."""
+"""Quota without limits, for requests without a key and for keys without limits."""
 
 
 def _rate_limit_error(message: str, wait: int) -> ApiError:
+    """Return, but do not raise, the error 429 for a client that has reached a rate limit.
+
+    Args:
+        message: names the limit.
+        wait: number of seconds after which the client may try again, for the header Retry-After.
+    """
     headers = {"Retry-After": str(wait)}
     return ApiError(429, f"{message}: try again later", code="rate_limit_exceeded", headers=headers)

@@ -1,8 +1,13 @@
-"""The engine of the server: one thread decodes all requests with one model, in continuous batches.
+"""The engine of the server: one thread that runs the model and decodes the texts of all requests together.
 
-`Engine` runs the thread. `Task`, `Prompt` and `Sampling` describe a request, `Ticket` submits it, and `Piece`
-and `TokenScore` are its results. `Row` turns chosen tokens into pieces. `Turns` is long work that the engine
-runs between decoding steps. `Observed` has the counts of one turn of the engine, for the metrics.
+Each step of the model adds a token to every running text. New texts join between two steps (continuous
+batching).
+
+`Engine` runs the thread. A request is described by a `Task` (prompts to continue or to score), with `Prompt`
+and `Sampling`. A `Ticket` is a task together with the callback that gets its results. Results arrive as
+`Piece` objects (new text of one continuation), with a `TokenScore` for each token. `Row` turns chosen tokens
+into pieces. `Turns` is the type of long work that the engine runs in parts between decoding steps. `Observed`
+has the counts of one turn of the engine, for the metrics.
 """
 
 from knnstore.server.engine.engine import Engine, SettingsOf

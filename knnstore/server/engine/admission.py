@@ -1,8 +1,11 @@
-"""Admission of waiting tasks: the order in which their prompts are prefilled and scored.
+"""Admission of waiting tasks: in which order their prompts are prefilled and scored, and when texts start.
 
-Prompts are prefilled in chunks, round robin, between the decoding steps. A chunk of a prompt whose tokens are
-scored is scored right after it is read. `Admission` does this; `count_neighbors` estimates what a search
-costs.
+A task is one request with its prompts; a text is one continuation of a prompt. In each turn of the engine,
+between two decoding steps, some tokens of the waiting prompts are prefilled. Long prompts are prefilled in
+chunks, and the tasks take turns (round robin). If a prompt's own tokens are scored, each chunk is scored
+right after it was read.
+
+`Admission` does this; `count_neighbors` estimates the cost of a search.
 """
 
 import logging
@@ -30,30 +33,39 @@ Chunks round differently, so a prompt is read whole if no text is being decoded.
 
 
 NEIGHBORS_AT_ONCE = 1 << 16
-"""Neighbors that are retrieved between two steps, summed over all tokens. This takes about 0.2 s on one core.
-It also limits the first turn that scores a prompt, until the time of a turn has been measured."""
+"""Largest number of neighbors (retrieved records) that are retrieved between two steps, summed over all
+tokens. This takes about 0.2 s on one core. The number also limits the first turn that scores a prompt, until
+the time of a turn has been measured."""
 _NEIGHBORS_PER_CELL = 64
-"""Estimated cost of reading one cell of the index, in neighbors. A cell's records are summed, not sorted."""
+"""Estimated cost of reading one cell (a part of a domain's records with keys near each other), in neighbors.
+The records of a cell are summed up and not sorted, so a cell costs less than its number of records."""
 _SHORT_SECONDS, _LONG_SECONDS = 0.1, 0.4
-"""Seconds. After a turn shorter than `_SHORT_SECONDS` the next turn scores more tokens, after one longer than
-`_LONG_SECONDS` fewer."""
+"""Durations in seconds. After scoring for less than `_SHORT_SECONDS`, the next turn scores more tokens; after
+scoring for more than `_LONG_SECONDS`, the next turn scores fewer tokens."""
 _MAX_PACES = 256
+"""Largest number of scopes whose scoring pace is remembered."""
 
 
 class _ScoringPaces:
-    """Largest number of tokens that a turn scores, for each scope: the retrieval settings' key, `Task.knn`.
+    """Learns how many prompt tokens one turn can score without delaying other texts, for each scope.
 
-    The number is adjusted so that scoring takes `_SHORT_SECONDS` to `_LONG_SECONDS` of a turn.
+    A scope is the value of `Task.knn`: the documents and settings of retrieval. The number of tokens is
+    adjusted so that scoring takes between `_SHORT_SECONDS` and `_LONG_SECONDS` of a turn.
     """
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[Hashable, int] = OrderedDict()
 
     def get_max_tokens(self, scope: Hashable, settings: KNNSettings) -> int:
-        """Return the number of tokens that a turn may score, between 1 and `_MAX_TURN_TOKENS`.
+        """Return how many prompt tokens a turn may score for a scope, between 1 and `_MAX_TURN_TOKENS`.
 
-        A new scope is added, with a number that follows from the neighbors that `settings` retrieve for each
-        token. If more than `_MAX_PACES` scopes are kept, the oldest is dropped.
+        A turn is the time between two decoding steps. A new scope is added with a first guess: the number of
+        tokens whose searches together retrieve `NEIGHBORS_AT_ONCE` neighbors. If more than `_MAX_PACES`
+        scopes are remembered, the scope that was added first is dropped.
+
+        Args:
+            scope: the value of `Task.knn`: which documents a request retrieves from, and with which settings.
+            settings: the retrieval settings of the scope; used only if the scope is new.
         """
         if scope not in self._tokens:
             neighbors = max(1, count_neighbors(settings))
@@ -63,10 +75,16 @@ class _ScoringPaces:
         return self._tokens[scope]
 
     def adjust(self, scope: Hashable, tokens: int, seconds: float) -> None:
-        """Adjust a scope's number of tokens after a turn scored `tokens` tokens in `seconds`.
+        """Adjust how many prompt tokens a turn may score for a scope, to the time that scoring took.
 
-        After a long turn the number becomes half of `tokens`. It doubles after a short turn that scored as
-        many tokens as allowed. An unknown scope is ignored.
+        If scoring was longer than `_LONG_SECONDS`, the number is halved. If scoring was shorter than
+        `_SHORT_SECONDS` and used the whole number, the number is doubled, up to `_MAX_TURN_TOKENS`. An
+        unknown scope is ignored.
+
+        Args:
+            scope: the value of `Task.knn`: which documents a request retrieves from, and with which settings.
+            tokens: number of tokens that the turn has scored.
+            seconds: time that scoring took.
         """
         most = self._tokens.get(scope)
         if most is None:
@@ -78,7 +96,11 @@ class _ScoringPaces:
 
 
 def count_neighbors(settings: KNNSettings) -> int:
-    """Return the approximate cost of one token's search, in neighbors; 0 if the settings do not retrieve."""
+    """Return the approximate cost of one token's search, in neighbors; 0 if the settings retrieve nothing.
+
+    Neighbors are retrieved records. Settings with `probes` read that many cells (groups of near records), and
+    each cell counts as `_NEIGHBORS_PER_CELL` neighbors. Other settings retrieve k neighbors.
+    """
     if not settings.retrieves:
         return 0
     return settings.probes * _NEIGHBORS_PER_CELL if settings.probes else settings.k
@@ -86,40 +108,56 @@ def count_neighbors(settings: KNNSettings) -> int:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt whose prefill has begun, until all of its `Task.copies` texts have been started."""
+    """A prompt of a waiting task whose tokens the model has begun to read (prefill).
+
+    It is dropped when all its texts (`Task.copies` continuations) are started.
+    """
 
     number: int
     """Index of the prompt in its task."""
     prefill: Prefill
+    """The prefill of the prompt, with the tokens that are read so far."""
     started: int = 0
-    """Number of texts of this prompt that have been started."""
+    """Number of texts (continuations of this prompt) that have been started."""
     is_joint: bool = False
-    """True while the prompt is selected for a forward pass together with other prompts."""
+    """True while the prompt is selected to be read in one forward pass together with other prompts."""
 
 
 @dataclass(eq=False)
 class _WaitingTask:
-    """A waiting task, and its prompts whose prefill has begun."""
+    """A task some of whose texts have not been started, with the progress of its prompts."""
 
     ticket: Ticket
+    """The task with the callback of its client."""
     opened: int = 0
-    """Number of prompts of the task whose prefill has begun."""
+    """Number of prompts of the task whose prefill has begun. The next prompt to begin has this index."""
     prompts: deque[_Prompt] = field(default_factory=deque)
-    """Prompts whose prefill has begun, without the prompts whose texts have all been started."""
+    """The prompts whose prefill has begun, in order, except those whose texts have all been started."""
 
     @property
     def task(self) -> Task:
+        """The waiting task: the prompts to continue or to score."""
         return self.ticket.task
 
     @property
     def is_done(self) -> bool:
-        """True if all texts of the task have been started."""
+        """True if all texts of the task have been started, so that the task no longer waits."""
         return self.opened == len(self.task.prompts) and not self.prompts
 
     def get_next_prompt(self, lm: KNNLMForCausalLM) -> _Prompt | None:
-        """Return the task's prompt to prefill next; None if all are read or selected for a joint pass.
+        """Return the prompt of this task that has tokens to prefill.
 
-        Creates a `Prefill` for the next prompt if the last one is completely read or selected.
+        Begins the next prompt of the task if necessary.
+
+        The prompt whose prefill began last is returned while it has unread tokens and is not selected for a
+        joint forward pass. Otherwise the prefill of the task's next prompt begins.
+
+        Args:
+            lm: the model that will read the prompt.
+
+        Returns:
+            The prompt; None if every prompt of the task is completely read or selected for a joint forward
+            pass.
         """
         if self.prompts and self.prompts[-1].prefill.tokens_left and not self.prompts[-1].is_joint:
             return self.prompts[-1]
@@ -140,14 +178,17 @@ class _Chunk(NamedTuple):
     """A chunk of a prompt that the model has read in this turn, and whose tokens still have to be scored."""
 
     waiting: _WaitingTask
+    """The task of the prompt."""
     prefill: Prefill
+    """The prefill of the prompt; the likelihoods are appended to its `scores`."""
     forward_pass: ForwardPass
+    """The model's pass over the t tokens of the chunk."""
     targets: Tensor
-    """Target of each token of the chunk: the token after it, int64, shape (t,)."""
+    """Id of the token after each token of the chunk, int64, shape (t,)."""
 
 
 class _JointPrefill(NamedTuple):
-    """A prompt that is selected for one forward pass together with other prompts."""
+    """A prompt that is selected to be read in one forward pass together with other prompts."""
 
     waiting: _WaitingTask
     prompt: _Prompt
@@ -155,19 +196,22 @@ class _JointPrefill(NamedTuple):
 
 
 class Admission:
-    """Prefills the prompts of waiting tasks and starts their texts.
+    """Holds the waiting tasks, prefills their prompts, and starts their texts.
 
-    ``len()`` gives the number of waiting tasks.
+    A task waits until all its texts have been started; then the engine decodes the texts. ``len()`` gives the
+    number of waiting tasks. All methods are called in the engine's thread.
 
     Args:
-        lm: the model.
-        settings_of: returns the settings of a task's `knn`. Equal settings must be the same object.
-        receive: processes the engine's inbox, and may so call `add` with new tasks.
-        begin: starts a text. Its arguments are the ticket, the index of the text, and the state after its
-            prompt.
-        fail: called with a ticket and an error if a prompt could not be read or a text not be started.
-        admitted: called once for each task that leaves: all its texts are started, it failed or was
-            cancelled.
+        lm: the model, with its store.
+        settings_of: returns the retrieval settings for a task's `knn`. It must return the same object for
+            equal settings.
+        receive: calls the callbacks in the engine's inbox. They may call `add` with new tasks.
+        begin: starts a text. Its arguments are the ticket of the task, the index of the text in the task, and
+            the model's state after the prompt.
+        fail: called with a ticket and an error if a prompt of the task cannot be read or a text cannot be
+            started.
+        admitted: called once, without arguments, for each task that no longer waits: its texts are all
+            started, or it failed or was cancelled.
     """
 
     def __init__(
@@ -186,39 +230,44 @@ class Admission:
         self._waiting: list[_WaitingTask] = []
         self._paces = _ScoringPaces()
         self._searched = 0
-        """Neighbors that this turn has retrieved to predict the first tokens of texts."""
+        """Number of neighbors that were retrieved in this turn to predict the first tokens of new texts."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """True if a waiting task was cancelled, or has a client that keeps up with its pieces."""
+        """True if there is something to do for a waiting task.
+
+        This is so if a task was cancelled, or has a client that takes its results fast enough
+        (`Ticket.is_behind` is False).
+        """
         return any(waiting.ticket.cancelled or not waiting.ticket.is_behind for waiting in self._waiting)
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Tickets of all waiting tasks."""
+        """All waiting tasks with the callbacks of their clients, in the order of waiting; a new list."""
         return [waiting.ticket for waiting in self._waiting]
 
     def add(self, ticket: Ticket) -> None:
-        """Append a task to the waiting tasks."""
+        """Append a new task to the end of the waiting tasks."""
         self._waiting.append(_WaitingTask(ticket))
 
     def drop_cancelled(self) -> None:
-        """Remove the waiting tasks whose tickets were cancelled."""
+        """Remove the waiting tasks (requests) that were cancelled. Their clients get no message."""
         for waiting in [task for task in self._waiting if task.ticket.cancelled]:
             self._remove_task(waiting)
 
     def prefill_and_start(self, room: int, running: int) -> None:
-        """Run one turn: prefill at most `_MAX_TURN_TOKENS` tokens, and start texts whose prompts are read.
+        """Do the admission work of one turn: prefill and score prompts, and start texts of complete prompts.
 
-        Chunks of scored prompts are scored too. Short prompts that arrive meanwhile are read in this turn.
+        At most `_MAX_TURN_TOKENS` prompt tokens are read. Tasks that arrive during the turn are accepted too,
+        and their short prompts are read in the same turn.
 
         Args:
-            room: number of texts that may be started.
-            running: number of texts that are being decoded already. If there are any, long prompts are read
-                in chunks, so that the running texts do not wait long.
+            room: number of texts that may be started, so that not too many texts are decoded at once.
+            running: number of texts that are being decoded already. If it is not 0, long prompts are read in
+                chunks, so that the running texts do not wait long for their next step.
         """
         budget = chunk_budget = _MAX_TURN_TOKENS
         self._searched = 0
@@ -240,18 +289,24 @@ class Admission:
     def _prefill_prompts(
         self, room: int, budget: int, chunk_budget: int, *, may_read_whole: bool
     ) -> tuple[int, list[tuple[KNNSettings, list[_Chunk]]]]:
-        """Prefill prompts of the waiting tasks, in their order.
+        """Let the model read prompts of the waiting tasks (prefill), in the order of waiting.
 
-        A task that fails is removed. A task whose prompt was read or scored moves behind the others.
+        Reading ends when a budget of tokens is used up. A task that fails is removed, and its client gets the
+        error. A task moves to the end of the waiting tasks when one of its prompts was read completely or was
+        selected to be read with other prompts, or when a part of its prompt is to be scored.
 
         Args:
-            room: number of texts that may be started.
+            room: number of texts that may be started. At 0 or less, only prompts that are not continued are
+                read.
             budget: number of tokens that may be read.
-            chunk_budget: number of these tokens for prompts that are read on their own, in chunks.
-            may_read_whole: True if no text is being decoded, so that prompts are not cut into chunks.
+            chunk_budget: number of tokens out of `budget` for prompts that are read alone, in chunks; 0 reads
+                only short prompts, several in one forward pass.
+            may_read_whole: True if no text is being decoded, so that long prompts need not be cut into
+                chunks.
 
         Returns:
-            The number of tokens read, and the chunks to score, grouped by their settings.
+            The number of tokens that were read, and the chunks that are to be scored, grouped by their
+            settings.
         """
         by_settings: dict[int, tuple[KNNSettings, list[_Chunk]]] = {}
         joint: list[_JointPrefill] = []
@@ -324,10 +379,14 @@ class Admission:
         return initial_budget - budget, list(by_settings.values())
 
     def _prefill_jointly(self, joint: Sequence[_JointPrefill]) -> None:
-        """Prefill the selected prompts in one forward pass.
+        """Let the model read the selected prompts (prefill) in one forward pass.
 
-        If the pass fails, or with one prompt, read each prompt on its own, so that only the tasks whose
-        prompts fail are removed. No exception is raised.
+        If there is only one prompt, or if the pass fails, each prompt is read alone. So a task is removed
+        only if its own prompt fails; its client gets the error. No exception is raised. An empty sequence
+        does nothing.
+
+        Args:
+            joint: the selected prompts.
         """
         if len(joint) > 1:
             try:
@@ -347,10 +406,16 @@ class Admission:
                 self._fail_task(waiting, error)
 
     def _score_chunks(self, chunks: Sequence[_Chunk], settings: KNNSettings) -> None:
-        """Score chunks of prompts together, and append the likelihoods to the `scores` of their prefills.
+        """Score chunks of prompts: compute the likelihoods of their tokens with the model and the store.
 
-        Also adjusts the pace of the scope. If scoring fails, each chunk is scored on its own, so that only
-        the tasks whose chunks fail are removed. No exception is raised.
+        The likelihoods are appended to `Prefill.scores` of each prompt. Then the time that scoring took
+        adjusts the number of tokens that the next turns score. If scoring fails, each chunk is scored alone,
+        so that a task is removed only if its own chunk fails; its client gets the error. No exception is
+        raised.
+
+        Args:
+            chunks: the chunks that the model has read, at least one.
+            settings: the retrieval settings of all chunks.
         """
         count = max(chunk.waiting.task.top or 0 for chunk in chunks)
         began = time.perf_counter()
@@ -371,13 +436,16 @@ class Admission:
         self._paces.adjust(chunks[0].waiting.task.knn, tokens, time.perf_counter() - began)
 
     def _start_texts(self, room: int) -> int:
-        """Start the texts whose prompts are read, at most `room` texts that generate tokens.
+        """Start the texts (continuations) of the prompts that are completely read.
 
-        A task starts no further text while its client is behind. A task is removed when all its texts are
-        started, or when one fails to start.
+        A task starts no further text while its client is slow (`Ticket.is_behind`). A task is removed from
+        the waiting tasks when all its texts are started, or when a text fails to start.
+
+        Args:
+            room: number of texts that may be started. A text that generates no tokens does not count.
 
         Returns:
-            The number of texts that may still be started.
+            The number of texts that may still be started afterwards.
         """
         for waiting in list(self._waiting):
             task = waiting.task
@@ -405,19 +473,25 @@ class Admission:
         return room
 
     def _fail_task(self, waiting: _WaitingTask, error: Exception) -> None:
-        """Report the error of a waiting task to its client, and remove the task."""
+        """Send an error to the client of a waiting task, and remove the task."""
         self._fail(waiting.ticket, error)
         self._remove_task(waiting)
 
     def _remove_task(self, waiting: _WaitingTask) -> None:
-        """Remove a task from the waiting tasks, and report this to the engine. A removed task is ignored."""
+        """Remove a task from the waiting tasks, and call `admitted`.
+
+        Does nothing if the task is not waiting.
+        """
         if waiting in self._waiting:
             self._waiting.remove(waiting)
             self._admitted()
 
 
 def _fits_one_pass(prefills: Sequence[Prefill]) -> bool:
-    """Check whether one pass can read all prompts, padded to the longest. One prompt always fits."""
+    """Check whether one forward pass can read several prompts, padded to the longest of them.
+
+    The padded prompts may have at most `_MAX_TURN_TOKENS` tokens together. A single prompt always fits.
+    """
     return (
         len(prefills) == 1
         or len(prefills) * max(prefill.tokens_left for prefill in prefills) <= _MAX_TURN_TOKENS

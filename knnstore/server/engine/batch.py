@@ -1,9 +1,9 @@
-"""The texts that are being decoded, as one left-padded batch. Each step adds a token to every text.
+"""The texts that are decoded together, as one left-padded batch. Each step adds a token to every text.
 
 A text joins after its prefill, with the KV cache of its prompt and its first token. So each text, new or old,
 gives the model one token in a step. Shorter texts are padded on the left and masked there. If the batch has
-only one text, the step also reads draft tokens (speculative decoding): as long as the chosen tokens equal the
-draft, they need no further step.
+only one text, the step also reads draft tokens (guesses of the next tokens; speculative decoding). Each draft
+token that equals the chosen token saves one step.
 """
 
 from collections.abc import Sequence
@@ -20,55 +20,76 @@ from knnstore.server.engine.rows import Row
 
 
 class Step(NamedTuple):
-    """Result of one forward pass over the last token of each row."""
+    """Result of one forward pass over a batch of b texts: log-probabilities of their next tokens."""
 
     draft_tokens: list[int]
-    """Draft tokens that the pass read after the last token of a single row; empty if there are several
-    rows."""
+    """Ids of the d draft tokens (guesses of the next tokens) that the pass read after the last token of the
+    text. Empty if the batch has several texts, or if no draft was found."""
 
     log_probs: Tensor
-    """log p of the token after the last one, and after each draft token, float32, shape (b, 1 + ahead, v)."""
+    """Log-probabilities of all v tokens, float32, shape (b, 1 + d, v). Index 0 of the second axis predicts
+    the token after the last token of each text; index i predicts the token after the i-th draft token."""
 
 
 class _RowDrafts(NamedTuple):
-    """The draft model of one row, made for one revision of the store."""
+    """The draft model of one text: guesses the next tokens of the text from the n-grams of the store."""
 
     row: Row
+    """The text whose next tokens are guessed."""
     revision: int
+    """Revision of the store (a number that changes with every change of the store) that the draft model was
+    made for."""
     drafts: Drafts
+    """The draft model itself."""
 
     def propose_tokens(self) -> list[int]:
-        """Return draft tokens that may follow the row's last token; possibly none.
+        """Return guesses of the text's next tokens (draft tokens), as token ids; empty if there are none.
 
-        They are at most one less than the number of tokens that the text may still get.
+        The list has at most one token less than the text may still get (`Row.tokens_left`), because the step
+        also predicts the token after the last draft token.
         """
         tokens: list[int] = self.drafts.propose(np.array(self.row.tokens), self.row.tokens_left - 1).tolist()
         return tokens
 
 
 class Batch:
-    """The rows that get their next tokens in the same decoding steps, with their common KV cache."""
+    """The texts that get their next tokens in the same decoding steps, with their common KV cache.
+
+    One `Row` of the batch is one text.
+
+    Args:
+        lm: the model, with its store.
+    """
 
     def __init__(self, lm: KNNLMForCausalLM) -> None:
         self.rows: list[Row] = []
+        """The texts, in the order of the batch."""
         self._lm = lm
         self._memory = Memory()
         self._row_drafts: _RowDrafts | None = None
 
     @torch.inference_mode()
     def add_row(self, row: Row, remembered: Remembered) -> None:
-        """Add a row to the batch.
+        """Add a text to the batch, with the KV cache of its tokens.
 
         Args:
-            row: the row; its last token is not in the KV cache yet, because the next step reads it.
-            remembered: the state after all tokens of the row but the last one. It is copied.
+            row: the text. Its last token is not in the KV cache yet, because the next step reads it.
+            remembered: the model's state after all tokens of the text except the last one. The state is
+                copied.
         """
         self._memory.add_row(remembered.layers, remembered.text.fork())
         self.rows.append(row)
 
     @torch.inference_mode()
     def remove_rows(self, finished: Sequence[Row]) -> None:
-        """Remove rows from the batch. For each removed row, the last row takes its index."""
+        """Remove texts from the batch.
+
+        Each removed text's index goes to the text that is last at this moment.
+
+        Args:
+            finished: the texts to remove; all of them must be in the batch. An empty sequence changes
+                nothing.
+        """
         for row in list(finished):  # a copy: `finished` may be `self.rows`
             index = self.rows.index(row)
             self._memory.remove_row(index)
@@ -78,13 +99,17 @@ class Batch:
             self._row_drafts = None  # frees its n-gram counts
 
     def predict_next(self, settings: Sequence[KNNSettings]) -> Step:
-        """Run one forward pass over the last token of each row, which predicts the next token.
+        """Run one forward pass over the last token of each text, and return its predictions.
 
-        If the batch has a single row whose settings use n-grams, the pass also reads draft tokens. The step
-        is kept only when `keep_tokens` is called, so a failed step can be repeated. There must be a row.
+        If the batch has a single text whose settings use n-grams, the pass also reads draft tokens (guesses
+        of the next tokens). The tokens that the pass read stay in the KV cache only if `keep_tokens` is
+        called afterwards. So a failed step can be repeated. The batch must have at least one text.
 
         Args:
-            settings: the retrieval settings of each row, in the order of `rows`.
+            settings: the retrieval settings of each text, in the order of `rows`.
+
+        Returns:
+            The draft tokens that were read, and the log-probabilities of the next tokens of each text.
         """
         self._row_drafts = self._get_row_drafts(self.rows[0], settings[0]) if len(self.rows) == 1 else None
         draft_tokens = [] if self._row_drafts is None else self._row_drafts.propose_tokens()
@@ -104,21 +129,27 @@ class Batch:
             return Step(draft_tokens, output.logits.float().log_softmax(-1))
 
     def keep_tokens(self, step: Step, taken: int) -> None:
-        """Keep the KV cache of a step, and tell the draft model how many of its tokens were right.
+        """Keep the KV cache of a step, and tell the draft model how many of its guesses were right.
 
         Args:
-            step: the last step.
-            taken: number of tokens that each row has taken from the step, at least 1. The cache of all
-                further tokens of the step is dropped.
+            step: the result of the last `predict_next`.
+            taken: number of tokens that were chosen for each text from this step, at least 1. The first
+                `taken` tokens that the step read stay in the KV cache; the later tokens are dropped.
         """
         self._memory.keep_tokens(taken)
         if self._row_drafts is not None:
             self._row_drafts.drafts.learn(len(step.draft_tokens), taken - 1)
 
     def _get_row_drafts(self, row: Row, settings: KNNSettings) -> _RowDrafts | None:
-        """Return the draft model of a row at the store's current revision: the last one if it still fits.
+        """Return the draft model of a text: it guesses next tokens. None if the settings use no n-grams.
 
-        Returns None if the settings use no n-grams, because drafts need the suffix array of the n-grams.
+        The draft model of the previous step is returned again if it belongs to the same text and the store
+        has not changed since. Otherwise a new one is made. Without n-grams there is no draft model, because
+        guesses are found with the suffix array of the n-grams.
+
+        Args:
+            row: the text.
+            settings: the retrieval settings of the text.
         """
         if settings.ngrams is None:
             return None

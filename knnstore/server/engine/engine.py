@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the model, decodes all texts step by step, and runs jobs between steps."""
+"""The engine: one thread that owns the model, decodes all texts, and runs other work between steps."""
 
 import logging
 import queue
@@ -24,33 +24,42 @@ from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, 
 _logger = logging.getLogger(__name__)
 
 _STEP_ATTEMPTS = 3
-"""Number of times that a step is tried: another process may write to the store during a step."""
+"""Number of times that a decoding step is tried. A step can fail because another process changed the store
+during the step."""
 
 _MODEL_ONLY = KNNSettings(lam=0.0)
+"""Settings with which nothing is retrieved: λ is 0, so the model predicts alone."""
 
 _LIGHT_NEIGHBORS = 1 << 12
-"""Largest number of neighbors for each token with which a text is decoded in the light batch."""
+"""Largest number of neighbors (retrieved records) for each token with which a text is decoded in the light
+batch."""
 
 Found = TypeVar("Found")
 SettingsOf = Callable[[Hashable], KNNSettings]
+"""Function that returns the retrieval settings for a scope (the value of `Task.knn`)."""
 
 
 class Engine:
     """Generates and scores texts with a model and its store, in a thread of its own.
 
+    A task is one request: prompts to continue or to score. A text is one continuation of a prompt. A job is
+    other work that needs the model, such as an explanation. The thread works in turns: in each turn it
+    prefills some prompts, runs one decoding step, and runs a part of one job.
+
     Args:
-        lm: the model. From now on, other threads may use it through `call` only.
-        settings_of: returns the retrieval settings for a `Task.knn`; called in the engine's thread. Equal
-            settings must be the same object, because texts that share it are searched for together. It is
-            called before each step, so it sees each change of the store. Prompts are scored with all
-            components; texts are generated without the components that are for scoring only.
+        lm: the model. From now on, other threads may use the model through `call` and `call_in_turns` only.
+        settings_of: returns the retrieval settings for a scope, the value of `Task.knn`. Called in the
+            engine's thread before each step, so a step uses the store's newest state. It must return the same
+            object for equal settings, because texts with the same object are searched for together. The
+            settings contain all components; the engine uses all of them to score prompts, and leaves out the
+            components for scoring when it generates text.
         max_rows: largest number of texts that are decoded at once.
-        max_waiting: largest number of waiting tasks and unfinished jobs.
-        observe: called in the engine's thread after each decoding step, and after each turn without a step
-            that started a text or ran a job.
+        max_waiting: largest number of waiting tasks and unfinished jobs together.
+        observe: called in the engine's thread with the counts of each decoding step, and with the counts of
+            each turn without a step that started a text or ran a job.
 
     Raises:
-        ConfigError: if the model's cache cannot be padded, so that its texts cannot share a batch.
+        ConfigError: if the model's cache cannot be padded, so that several texts cannot share a batch.
     """
 
     def __init__(
@@ -76,9 +85,9 @@ class Engine:
         self._count_lock = threading.Lock()
         self._light = Batch(lm)
         self._heavy: deque[Batch] = deque()
-        """Batches of texts that retrieve more than `_LIGHT_NEIGHBORS` neighbors for each token. One heavy
-        batch has a step after each step of the light batch, so the light texts wait for one heavy batch at a
-        time."""
+        """Batches of texts that retrieve more than `_LIGHT_NEIGHBORS` neighbors for each token. After each
+        step of the light batch, one of these batches has a step. So the texts of the light batch never wait
+        for more than one heavy batch."""
         self._tickets: dict[Row, Ticket] = {}
         self._admission = Admission(
             lm,
@@ -91,17 +100,20 @@ class Engine:
         self._job_queue: deque[Job[Any]] = deque()
         self._first_tokens = self._turn_count = 0
         self._last_scored: tuple[Ticket | None, int, tuple[TokenScore, ...]] = None, 0, ()
-        """Ticket, index and scores of the prompt whose scores were sent last. All texts of the prompt share
-        them."""
+        """Ticket, index of the prompt in the task, and scores of the prompt whose scores were sent last. All
+        copies of this prompt get the same scores object."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the engine's thread. Returns at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait until it ends. Unfinished tasks and jobs get EngineStoppedError."""
+        """Stop the engine's thread and wait until it ends.
+
+        Unfinished tasks (requests) and jobs (other work for the thread) get EngineStoppedError.
+        """
         self._refuse_new_work()
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -109,39 +121,49 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """True if the thread runs."""
+        """True while the engine's thread runs."""
         return self._thread.is_alive()
 
     @property
     def rows(self) -> list[Row]:
-        """The texts that are being decoded, of all batches."""
+        """The texts that are being decoded, of all batches; a new list. Empty if no text is being decoded."""
         return [row for batch in (self._light, *self._heavy) for row in batch.rows]
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Ids of the end tokens: a text ends after one of these tokens."""
         return self._ends
 
     def submit(self, ticket: Ticket) -> None:
-        """Add a task and return at once. The thread later calls `ticket.tell` with each piece.
+        """Add a task (a request to generate or score) to the waiting tasks, and return at once.
+
+        The engine's thread later calls `ticket.tell` with each piece (new text of one of the task's texts),
+        or with an exception.
+
+        Args:
+            ticket: the task with its callback.
 
         Raises:
-            EngineBusyError: if `max_waiting` tasks and jobs are waiting.
-            EngineStoppedError: if the engine is stopped or was not started.
+            EngineBusyError: if too many tasks and other jobs are waiting (`max_waiting`).
+            EngineStoppedError: if the engine is stopping, has stopped or was not started.
         """
         self._enqueue(lambda: self._admission.add(ticket))
 
     def call(self, work: Callable[[], Found], *, is_part: bool = False) -> "Future[Found]":
-        """Run a function in the engine's thread, between two steps. Returns a future of its result.
+        """Run a short function in the engine's thread, between two decoding steps.
+
+        Returns a future of its result.
+
+        An exception of the function is set in the future.
 
         Args:
-            work: the function. It must be short, because every text waits for it.
-            is_part: True if the work belongs to a request that was accepted before. It is then accepted even
-                if too many tasks and jobs wait.
+            work: the function, without arguments. It must be short, because all running texts wait for it.
+            is_part: True if the function belongs to a request that was accepted before. The function is then
+                accepted even if `max_waiting` tasks and jobs are waiting.
 
         Raises:
             EngineBusyError: if `max_waiting` tasks and jobs are waiting, unless `is_part` is True.
-            EngineStoppedError: if the engine is stopped or was not started.
+            EngineStoppedError: if the engine is stopping, has stopped or was not started.
         """
 
         def run_in_one_turn() -> Turns[Found]:
@@ -152,48 +174,66 @@ class Engine:
         return self._submit_job(run_in_one_turn, is_part=is_part)
 
     def call_in_turns(self, work: Callable[[], Turns[Found]], *, is_part: bool = False) -> "Future[Found]":
-        """Run long work in the engine's thread, in turns with decoding steps between them.
+        """Run long work in the engine's thread, in parts with decoding steps between them.
 
-        Several jobs take turns, round robin. If the future is cancelled, the job ends before its next turn. A
-        job counts as waiting until it is done.
+        If several such jobs are unfinished, they run one part each in turn (round robin). If the future is
+        cancelled, the job ends before its next part. A job counts as waiting until it is done.
 
         Args:
-            work: returns a generator that yields at the end of each turn, and returns the result.
-            is_part: True if the work belongs to a request that was accepted before. It is then accepted even
-                if too many tasks and jobs wait.
+            work: function without arguments that returns a generator. The generator does the work; it yields
+                at the end of each part, and its return value is the result.
+            is_part: True if the work belongs to a request that was accepted before. The work is then accepted
+                even if `max_waiting` tasks and jobs are waiting.
 
         Returns:
-            A future of the generator's result.
+            A future of the generator's result, or of its exception.
 
         Raises:
             EngineBusyError: if `max_waiting` tasks and jobs are waiting, unless `is_part` is True.
-            EngineStoppedError: if the engine is stopped or was not started.
+            EngineStoppedError: if the engine is stopping, has stopped or was not started.
         """
         return self._submit_job(work, is_part=is_part)
 
     def wake(self) -> None:
-        """Wake the thread to check its tasks again: a client has caught up, or has cancelled."""
+        """Wake the thread, so that it checks its tasks again.
+
+        Call it when a client has caught up or has cancelled.
+        """
         self._inbox.put(lambda: None)
 
     def run_extra_step(self) -> None:
-        """Run one turn, with a decoding step, from inside long work. Call it in the engine's thread only.
+        """Run one turn of the engine, with a decoding step, from inside a long job.
 
-        Does nothing but process the inbox if the engine is stopping.
+        Call this method in the engine's thread only.
+
+        First calls the callbacks that other threads have put into the inbox. If the engine is stopping,
+        nothing else is done.
         """
         if self._process_inbox(wait=False):
             self._run_turn()
 
     def _submit_job(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
+        """Queue a job (long work) for the engine's thread, and return the future of its result.
+
+        Args:
+            work: function without arguments that returns the generator that does the work.
+            is_part: True accepts the job even if `max_waiting` tasks and jobs are waiting.
+
+        Raises:
+            EngineBusyError: if `max_waiting` tasks and jobs are waiting, unless `is_part` is True.
+            EngineStoppedError: if the engine is stopping, has stopped or was not started.
+        """
         job = Job(work)
         self._enqueue(lambda: self._job_queue.append(job), may_exceed_limit=is_part)
         return job.future
 
     def _enqueue(self, received: Callable[[], None], *, may_exceed_limit: bool = False) -> None:
-        """Count one more waiting task or job, and put its callback into the inbox of the engine's thread.
+        """Pass a new task (request) or job (other work) to the engine's thread, and count it as waiting.
 
         Args:
-            received: called in the engine's thread.
-            may_exceed_limit: True accepts it even if `max_waiting` tasks and jobs wait.
+            received: called without arguments in the engine's thread; it adds the task or job to the engine's
+                lists.
+            may_exceed_limit: True accepts the task or job even if `max_waiting` tasks and jobs are waiting.
 
         Raises:
             EngineStoppedError: if the engine is stopping, has stopped or was not started.
@@ -208,17 +248,26 @@ class Engine:
             self._inbox.put(received)
 
     def _refuse_new_work(self) -> None:
+        """Mark the engine as stopping, so that every new task and job is refused with EngineStoppedError."""
         with self._count_lock:
             self._stopping = True
 
     def _count_done(self) -> None:
+        """Subtract 1 from the number of waiting tasks (requests) and jobs (other work of the thread).
+
+        Called when a task no longer waits, and when a job has ended.
+        """
         with self._count_lock:
             self._waiting_count -= 1
 
     # -- in the thread
 
     def _run(self) -> None:
-        """Run turns until the engine is stopped, then fail all unfinished jobs and tasks."""
+        """Run the engine: repeat turns until it is stopped. This is the function of the engine's thread.
+
+        A turn runs a part of one job (long work such as an explanation) and one decoding step of the texts.
+        At the end all unfinished tasks and jobs get EngineStoppedError.
+        """
         try:
             while self._process_inbox(wait=True):
                 self._drop_cancelled_jobs()
@@ -235,7 +284,10 @@ class Engine:
             self._fail_tickets([*self._tickets.values(), *self._admission.tickets], EngineStoppedError())
 
     def _take_turn(self, job: Job[Any]) -> None:
-        """Run the next turn of a job. An unfinished job goes to the end of the queue."""
+        """Run the next part of a job (long work such as an explanation).
+
+        An unfinished job goes to the end of the queue.
+        """
         self._turn_count += 1
         if job.take_turn():
             self._count_done()
@@ -243,14 +295,20 @@ class Engine:
             self._job_queue.append(job)
 
     def _drop_cancelled_jobs(self) -> None:
-        """Close and remove the jobs whose futures were cancelled."""
+        """Remove the jobs (long work) whose futures were cancelled, and close their generators."""
         for job in [queued_job for queued_job in self._job_queue if queued_job.future.cancelled()]:
             self._job_queue.remove(job)
             job.close()
             self._count_done()
 
     def _run_turn(self) -> None:
-        """Prefill prompts, then run one step of the light batch and one of the next heavy batch."""
+        """Run one turn: let the model read prompts, then run a decoding step of the running texts.
+
+        Cancelled tasks are removed first. There are two steps: one of the light batch (texts that retrieve
+        few neighbors) and one of the next heavy batch (texts that retrieve many). A batch without texts has
+        no step. Calls `observe` after each step, or once for a turn without a step that started a text or ran
+        other work.
+        """
         # 1) Remove cancelled tasks.
         self._drop_cancelled_tasks()
         # 2) Prefill prompts and start their texts.
@@ -268,7 +326,11 @@ class Engine:
         self._first_tokens = self._turn_count = 0
 
     def _process_inbox(self, *, wait: bool) -> bool:
-        """Call all callbacks in the inbox. Returns False if the engine is stopping.
+        """Call all callbacks that other threads have put into the inbox.
+
+        Returns False if the engine is stopping.
+
+        Such a callback adds a task, adds other work, or only wakes the thread.
 
         Args:
             wait: True blocks until a callback arrives, if the engine has nothing else to do.
@@ -283,19 +345,23 @@ class Engine:
         return not self._stopping
 
     def _drop_cancelled_tasks(self) -> None:
+        """Remove the waiting and the running texts of tasks that were cancelled.
+
+        Their clients get no message.
+        """
         self._remove_rows([row for row in self.rows if self._tickets[row].cancelled])
         self._admission.drop_cancelled()
 
     def _start_text(self, ticket: Ticket, index: int, remembered: Remembered) -> None:
-        """Start a text whose prompt is read.
+        """Start a text whose prompt was read: send its first results, and add the text to a batch.
 
-        Sends the prompt's scores if they are requested, chooses and sends the first token, and adds the text
-        to a batch unless it has ended already. A task that generates nothing ends at once, with reason
-        "length".
+        Sends the prompt's scores if they are requested, then chooses and sends the first generated token. If
+        the text ends with this token, it is not added to a batch. If the task generates nothing (`max_tokens`
+        is 0), the text ends at once with the reason "length".
 
         Args:
-            ticket: the ticket of the task.
-            index: index of the text in the task, as in `Piece`.
+            ticket: the task with the callback of its client.
+            index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
             remembered: state of the model after the prompt.
         """
         task = ticket.task
@@ -323,9 +389,14 @@ class Engine:
         self._tickets[row] = ticket
 
     def _choose_batch(self, scope: Hashable) -> Batch:
-        """Return the batch for a new text of a scope (`Task.knn`): the light one, or a heavy one with room.
+        """Return the batch for a new text: the light batch, or a heavy batch that has room.
 
-        Adds a heavy batch if all heavy batches are full.
+        A text is light if it retrieves at most `_LIGHT_NEIGHBORS` neighbors for each token. A heavy batch has
+        room while its texts together retrieve at most `NEIGHBORS_AT_ONCE` neighbors for each token. If no
+        heavy batch has room, a new one is added.
+
+        Args:
+            scope: the text's `Task.knn`: which documents it retrieves from, and with which settings.
         """
         neighbors = self._count_scope_neighbors(scope)
         if neighbors <= _LIGHT_NEIGHBORS:
@@ -340,19 +411,30 @@ class Engine:
         return self._heavy[-1]
 
     def _count_scope_neighbors(self, scope: Hashable) -> int:
-        """Return the approximate number of neighbors that a text of a scope retrieves for each new token."""
+        """Return the approximate number of neighbors that a text of a scope retrieves for each new token.
+
+        Args:
+            scope: the text's `Task.knn`: which documents it retrieves from, and with which settings.
+        """
         return count_neighbors(self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION))
 
     def _fail_prompt(self, ticket: Ticket, error: Exception) -> None:
+        """Log the error of a prompt that could not be read, cancel its task, and tell the client."""
         _logger.error("a prompt could not be read", exc_info=error)
         self._fail_tickets([ticket], error)
 
     def _run_step(self, batch: Batch) -> None:
-        """Run one step of a batch, which gives each text its next token.
+        """Run one step of a batch: predict and send the next token of each of its texts.
 
-        If the step fails, each scope is tried with the other texts' retrieval switched off. Only the texts of
-        failing scopes get the error, or all texts if no scope fails so. Finished and failed texts leave the
-        batch. Calls `observe` at the end.
+        Texts that have ended leave the batch. Draft tokens (guesses of the next tokens) can give a single
+        text several tokens at once. Calls `observe` at the end.
+
+        If the forward pass fails, the method finds out whose retrieval is broken. For this it groups the
+        texts by scope (`Task.knn`: the documents and settings of retrieval), and repeats the pass for each
+        scope with retrieval switched off for the texts of all other scopes. The texts of each scope that
+        fails in this test get the error and leave the batch. If no scope fails in this test, all texts get
+        the error and leave. No text gets a token in a failed step; the remaining texts are tried again in the
+        next step.
         """
         started = time.perf_counter()
         rows = batch.rows
@@ -376,10 +458,18 @@ class Engine:
         self._observe(observed)
 
     def _choose_tokens(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
-        """Choose the next token of each text; of a single text also more, while its tokens equal the draft.
+        """Choose and send the next token of each text.
+
+        If a single text has draft tokens (guesses of its next tokens), the step has predicted several tokens.
+        They are all chosen, as long as the last chosen token equals its guess.
+
+        Args:
+            rows: the texts of the batch.
+            step: the predictions for these texts.
 
         Returns:
-            The texts that ended or failed, and the number of tokens that were chosen for each text.
+            The texts that ended or failed, and the number of tokens that were chosen for each text (at least
+            1).
         """
         done, taken = [], 0
         for ahead, log_probs in zip([*step.draft_tokens, None], step.log_probs.unbind(1), strict=True):
@@ -390,11 +480,16 @@ class Engine:
         return done, taken
 
     def _choose_one_token_each(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
-        """Choose one token for each text, and send the pieces. Returns the texts that ended or failed.
+        """Choose one token for each text, and send the token's text to the client.
+
+        If choosing fails, the text's task is cancelled and its client gets the error; the other texts go on.
 
         Args:
-            rows: the texts.
-            log_probs: log p of each text's next token, shape (b, v).
+            rows: the b texts.
+            log_probs: log-probabilities of all v tokens as the next token of each text, shape (b, v).
+
+        Returns:
+            The texts that ended or failed.
         """
         ended = []
         for row, row_log_probs, likeliest in zip(rows, log_probs, log_probs.argmax(1).tolist(), strict=True):
@@ -411,9 +506,13 @@ class Engine:
         return ended
 
     def _predict_with_retries(self, batch: Batch) -> Step:
-        """Run the forward pass of a step, at most `_STEP_ATTEMPTS` times while it raises KnnstoreError.
+        """Run the forward pass of a step and return its predictions.
 
-        The pass can fail because another process changed the store during it. The last error is raised.
+        Repeat the pass if it raises KnnstoreError.
+
+        Another process can change the store during the pass and make it fail. So the pass is tried at most
+        `_STEP_ATTEMPTS` times, each time with the newest settings. The last KnnstoreError is raised; any
+        other exception is raised at once.
         """
         for attempt in range(_STEP_ATTEMPTS):
             try:
@@ -430,7 +529,18 @@ class Engine:
         raise AssertionError
 
     def _scope_fails(self, batch: Batch, scope: Hashable) -> bool:
-        """Check whether a step fails if only the texts of one scope retrieve. Other texts use λ = 0."""
+        """Check whether a forward pass fails if only the texts of one scope retrieve.
+
+        All other texts of the batch use λ = 0, so they do not read the store. The result of the pass is
+        dropped.
+
+        Args:
+            batch: the texts.
+            scope: a value of `Task.knn`: which documents texts retrieve from, and with which settings.
+
+        Returns:
+            True if the pass, or the resolution of the scope's settings, raises any exception.
+        """
         try:
             scope_settings = self._settings_of(scope)
             row_settings = [scope_settings if row.task.knn == scope else _MODEL_ONLY for row in batch.rows]
@@ -440,7 +550,10 @@ class Engine:
         return False
 
     def _remove_rows(self, rows: Sequence[Row]) -> None:
-        """Remove texts from their batches, and drop the heavy batches that become empty."""
+        """Remove texts from their batches, and forget the callbacks of their clients.
+
+        Empty heavy batches are dropped.
+        """
         removed = set(rows)
         for batch in [self._light, *self._heavy]:
             batch.remove_rows([row for row in batch.rows if row in removed])
@@ -451,7 +564,14 @@ class Engine:
 
     @staticmethod
     def _fail_tickets(tickets: Sequence[Ticket], error: Exception) -> None:
-        """Cancel each ticket once, and send the error to its client. Cancelled tickets are left out."""
+        """Cancel tasks, and send an error to the client of each task.
+
+        Tasks that are cancelled already are skipped.
+
+        Args:
+            tickets: the tasks with the callbacks of their clients. A ticket may occur several times.
+            error: the error to send.
+        """
         for ticket in dict.fromkeys(tickets):
             if not ticket.cancelled:
                 ticket.cancelled = True  # so that its other texts end too

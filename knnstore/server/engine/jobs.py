@@ -1,6 +1,8 @@
-"""Long work for the engine's thread, split into turns. The engine runs a decoding step between two turns.
+"""Long work for the engine's thread, split into turns (parts).
 
-`Turns` is the generator that does the work, `Job` runs it.
+The engine runs a decoding step between two turns.
+
+`Turns` is the type of the generator that does the work. `Job` runs the generator.
 """
 
 from collections.abc import Callable, Generator
@@ -11,16 +13,18 @@ from typing import Generic, TypeAlias, TypeVar
 Found = TypeVar("Found")
 
 Turns: TypeAlias = Generator[None, None, Found]
-"""Generator that does long work: it yields at the end of each turn, and finally returns its result."""
+"""Generator that does long work: it yields at the end of each turn, and its return value is the result."""
 
 
 class Job(Generic[Found]):
     """Long work that the engine runs in turns, with a future for the result.
 
-    The future stays pending until the work is done, so that it can be cancelled between turns.
+    The future stays in the state "pending" until the work is done, so that it can be cancelled between two
+    turns.
 
     Args:
-        work: returns the generator that does the work. The first turn calls this function.
+        work: function without arguments that returns the generator that does the work. It is called by the
+            first turn.
     """
 
     def __init__(self, work: Callable[[], Turns[Found]]) -> None:
@@ -29,9 +33,12 @@ class Job(Generic[Found]):
         self._turns: Turns[Found] | None = None
 
     def take_turn(self) -> bool:
-        """Run the next turn. Returns True if the job is done, failed or cancelled, so that no turn is left.
+        """Run the job's generator up to its next `yield`.
 
-        Sets the result of the generator, or its exception, in `future`. Exceptions are not raised here.
+        Returns True if the job (the work) is over, else False.
+
+        A job is over when its generator has returned or raised, or when its future was cancelled. The result
+        or the exception of the generator is set in `future`; the exception is not raised here.
         """
         if self.future.cancelled():
             self.close()
@@ -50,12 +57,18 @@ class Job(Generic[Found]):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Close the generator, and set the error of `future` unless the future is cancelled or finished."""
+        """Close the generator, and set the error in `future`.
+
+        A cancelled or finished future stays as it is.
+        """
         self.close()
         with suppress(InvalidStateError):  # it was cancelled a moment ago
             self.future.set_exception(error)
 
     def close(self) -> None:
-        """Close the generator, so that its `finally` blocks run. Does not change `future`."""
+        """Close the generator, so that its `finally` blocks run.
+
+        Does not change `future`. Does nothing before the first turn.
+        """
         if self._turns is not None:
             self._turns.close()

@@ -1,7 +1,8 @@
-"""The KV cache of a batch. It grows in place, so a step copies no keys and values of earlier tokens.
+"""The KV cache of a batch of texts. It grows in place, so a step copies no keys and values of earlier tokens.
 
-All texts end in the same column; shorter texts are padded on the left. Free columns to the right are for the
-next steps. `DynamicCache` would copy everything to add a column.
+All texts end in the same column (token position of the tensors); shorter texts are padded on the left. Free
+columns to the right are for the next steps. transformers' `DynamicCache` would copy all keys and values to
+add a column.
 """
 
 from torch import Tensor
@@ -11,32 +12,34 @@ from knnstore.lm import TextState, TextStateLayer
 from knnstore.server.engine.prompts import Layers
 
 _FREE_COLUMNS = 64
-"""Number of columns that are added at once. It is at least the number of tokens of a step."""
+"""Number of free columns that are added at once. A step may not add more tokens to a text than this."""
 
 
 class Memory:
-    """KV cache and `TextState` of each row of a batch.
+    """The KV cache of a batch of texts, with the `TextState` of each text.
 
-    Padding is zero, because a NaN in the padding would spread through the attention.
+    Row i of the tensors belongs to the i-th text. A `TextState` holds the text's tokens and the vectors that
+    retrieval needs. The padding is zero, because a NaN in the padding would spread through the attention.
     """
 
     def __init__(self) -> None:
         self._texts: list[TextState] = []
         self._layers: Layers = []
         self._rows = self._columns = 0
-        """Number of rows and of columns (token positions) that the layers have memory for."""
+        """Numbers of rows (texts) and of columns (token positions) for which the layers have memory."""
         self._end = 0
-        """Column after the last token of every row; the columns from here on are free."""
+        """Index of the column after the last token of every text. This column and the columns after it are
+        free."""
         self.lengths: list[int] = []
-        """Number of tokens of each row that are in the cache, without tokens of a step that is not kept
-        yet."""
+        """Number of tokens of each text in the cache. Tokens of a step count only after `keep_tokens`."""
 
     def add_row(self, layers: Layers, text: TextState) -> None:
-        """Append a row to the batch. Copies the row's keys and values into the layers.
+        """Append a text to the batch. Copies the keys and values of its tokens into this cache.
 
         Args:
-            layers: keys and values of the row's tokens, at least one token.
-            text: state of the same tokens. This object owns the state from now on and changes it.
+            layers: keys and values of the text's tokens, for each attention layer; at least one token.
+            text: the state of the same tokens for retrieval: their ids and query vectors. This object takes
+                the state over and changes it later.
         """
         row, length = len(self.lengths), text.length
         if row == self._rows or length > self._end:
@@ -50,7 +53,7 @@ class Memory:
         self._texts.append(text)
 
     def remove_row(self, row: int) -> None:
-        """Remove a row by its index. The last row takes the index of the removed row."""
+        """Remove the text with this index. The last text of the batch takes over the index."""
         self.lengths[row], self._texts[row] = self.lengths[-1], self._texts[-1]
         self.lengths.pop()
         self._texts.pop()
@@ -63,10 +66,10 @@ class Memory:
                     values[row, :, : self._end] = values[last, :, : self._end]
 
     def begin_step(self, count: int) -> DynamicCache:
-        """Return a cache for a forward pass that reads `count` further tokens of each row.
+        """Return a transformers cache for a forward pass that reads `count` further tokens of each text.
 
-        The pass writes into the free columns of this object. If `keep_tokens` is not called before the next
-        step, the next step overwrites them.
+        The pass writes its keys and values into the free columns of this object. They count only after
+        `keep_tokens`; without that call, the next step overwrites them.
         """
         rows = len(self.lengths)
         if self._end + count > self._columns:
@@ -82,23 +85,25 @@ class Memory:
         return cache
 
     def keep_tokens(self, count: int) -> None:
-        """Keep the first `count` new tokens of each row from the last step, and drop the others."""
+        """Keep the first `count` tokens that the last step read of each text, and drop its other tokens."""
         self._end += count
         self.lengths = [length + count for length in self.lengths]
         self._truncate_texts()
 
     def _truncate_texts(self) -> None:
-        """Cut the `TextState` of each row to the row's kept tokens."""
+        """Cut the `TextState` of each text to the tokens that are kept in the cache."""
         for text, length in zip(self._texts, self.lengths, strict=True):
             text.truncate(length)
 
     def _reallocate(self, rows: int, length: int, like: Layers) -> None:
-        """Allocate layers with `_FREE_COLUMNS` free columns, and copy the rows of the old layers.
+        """Allocate larger layers with free columns at the end, and copy all keys and values into them.
+
+        The number of free columns is `_FREE_COLUMNS`.
 
         Args:
-            rows: number of rows to allocate.
-            length: number of tokens of a row that is to be added; 0 if no row is.
-            like: layers whose shapes, dtypes and devices the new layers have.
+            rows: number of rows (texts) to allocate.
+            length: number of tokens of a text that will be added next; 0 if none will be added.
+            like: layers whose number of heads, width, dtype and device the new layers get.
         """
         old_columns = slice(self._end - max(self.lengths, default=0), self._end)
         row_count, end = len(self.lengths), max([length, *self.lengths])
@@ -116,12 +121,12 @@ class Memory:
 
 
 class _InPlaceLayer(DynamicLayer):
-    """Layer of a transformers cache whose last columns a forward pass fills in place.
+    """Layer of a transformers cache. A forward pass writes its new keys and values into the given tensors.
 
     Args:
-        keys: keys of all columns, the new columns included, shape (b, heads, t, width).
+        keys: keys of all t columns, with free columns at the end, shape (b, heads, t, width).
         values: values of the same columns, same shape.
-        new: number of new columns, at the end.
+        new: number of free columns at the end, which is the number of tokens that the pass reads.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, new: int) -> None:
@@ -133,7 +138,14 @@ class _InPlaceLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values into the new columns. Returns the keys and values of all columns."""
+        """Write the keys and values of new tokens into the free columns.
+
+        Returns the keys and values of all columns.
+
+        Args:
+            key_states: keys of the new tokens, shape (b, heads, new, width).
+            value_states: values of the new tokens, same shape.
+        """
         self.keys, self.values = self._whole
         self.keys[:, :, -self._new :], self.values[:, :, -self._new :] = key_states, value_states
         return self.keys, self.values

@@ -1,6 +1,7 @@
-"""Prefill of prompts, in chunks or several prompts in one forward pass.
+"""Prefill of prompts: the model reads a prompt's tokens and fills the KV cache, before tokens are generated.
 
-`Prefill` is the prefill of one prompt, `Remembered` its result. `prefill_together` reads several prompts.
+`Prefill` reads one prompt, in chunks. `Remembered` is the state of the model after a prefill.
+`prefill_together` reads several whole prompts in one forward pass.
 """
 
 from collections.abc import Sequence
@@ -26,38 +27,41 @@ from knnstore.lm import (
 )
 
 Layers = list[tuple[Tensor, Tensor]]
-"""Keys and values of each layer's attention, shape (b, heads, t, width)."""
+"""Keys and values of each attention layer, as pairs of tensors of shape (b, heads, t, width): b texts, t
+tokens."""
 
 _VALUES = 1 << 25
-"""Largest number of log-probabilities of a scored chunk. They take 128 MiB."""
+"""Largest number of log-probabilities (tokens × vocabulary) of a chunk that is scored. They take 128 MiB."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """State of the model after the prefill of a prompt."""
+    """State of the model after a prompt, from which the continuations of the prompt are started."""
 
     layers: Layers
-    """Keys and values of the tokens read, for each layer, with one row; empty if no token was read."""
+    """Keys and values of the tokens that were read, for each attention layer, for a batch of one text; empty
+    if no token was read."""
     length: int
-    """Number of tokens read."""
+    """Number of tokens that were read."""
     text: TextState
-    """State of the tokens read that retrieval needs."""
+    """The tokens that were read, with the vectors that retrieval needs for the next tokens."""
     scores: tuple[Likelihoods, ...] = ()
-    """Likelihoods of the prompt's tokens after its first token, one object for each chunk; empty if the
-    prompt is not scored."""
+    """Likelihoods of the prompt's tokens after its first token, one object for each chunk that was read;
+    empty if the prompt is not scored."""
     next: Tensor | None = None
-    """log p of the token after the prompt, float32, shape (v,); None if no token is generated after it."""
+    """Log-probabilities of the token after the prompt, float32, shape (v,); None if no token is generated
+    after it."""
 
 
 class Prefill:
-    """The prefill of one prompt: the model reads its tokens in chunks and fills the KV cache.
+    """The prefill of one prompt: the model reads the prompt's tokens in chunks and fills a KV cache.
 
     Args:
-        lm: the model.
-        tokens: the tokens of the prompt.
-        is_scored: True if the prompt's own tokens are scored.
+        lm: the model, with its store.
+        tokens: ids of the prompt's tokens; at least one.
+        is_scored: True if the prompt's own tokens get log-probabilities.
         is_continued: True if the token after the prompt is predicted. Otherwise the prompt's last token is
-            not read, because nothing needs its prediction.
+            not read, because its prediction is not needed.
     """
 
     def __init__(
@@ -73,27 +77,31 @@ class Prefill:
         self._text = TextState()
         self._read = 0
         self.scores: list[Likelihoods] = []
-        """Likelihoods of each chunk read so far; the caller of `read_chunk` appends them."""
+        """Likelihoods of the tokens of each chunk that was read. The caller of `read_chunk` computes and
+        appends them."""
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that are not read yet."""
+        """Number of tokens that are not read yet; 0 when the prefill is complete."""
         return self._length - self._read
 
     def read_chunk(self, settings: KNNSettings, max_tokens: int) -> tuple[ForwardPass, Tensor]:
-        """Run one forward pass over the next chunk of the prompt, and extend the KV cache by the chunk.
+        """Run one forward pass over the next chunk of the prompt, and extend the KV cache by this chunk.
 
-        The last chunk of a continued prompt also predicts the token after the prompt. After an error the same
-        chunk can be read again.
+        The last chunk of a continued prompt also predicts the token after the prompt. If an exception is
+        raised, the same chunk can be read again.
 
         Args:
-            settings: the retrieval settings, for scoring. Unscored prompts and the token after the prompt use
-                these settings resolved for generation.
-            max_tokens: largest number of tokens to read, at least 1. A chunk that is scored may be shorter.
+            settings: the retrieval settings with all components. They are used unchanged if the prompt is
+                scored. For an unscored prompt, and to predict the token after the prompt, the components for
+                scoring are left out.
+            max_tokens: largest number of tokens to read, at least 1. A scored chunk may be shorter, because
+                its log-probabilities take much memory.
 
         Returns:
-            The forward pass over the chunk's t tokens, and the target of each token: the next token of the
-            prompt, int64, shape (t,). The prompt's last token has the target 0.
+            The forward pass over the t tokens of the chunk, and the target of each of these tokens: the id of
+            the prompt's next token, int64, shape (t,). The prompt's last token has no next token; its target
+            is 0.
         """
         if self.is_scored:
             max_tokens = min(max_tokens, max(1, _VALUES // self._lm.store.identity.vocab_size))
@@ -114,7 +122,10 @@ class Prefill:
 
     @property
     def can_be_read_with_others(self) -> bool:
-        """True if `prefill_together` can read the prompt: unread, continued and not scored."""
+        """True if `prefill_together` can read the prompt.
+
+        No token of the prompt may have been read, the prompt must be continued, and it may not be scored.
+        """
         return not (self._read or self.is_scored) and self._is_continued
 
     def get_state(self) -> Remembered:
@@ -125,14 +136,17 @@ class Prefill:
 def prefill_together(
     lm: KNNLMForCausalLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]
 ) -> None:
-    """Read several whole prompts in one left-padded forward pass, and store the result in each `Prefill`.
+    """Read several whole prompts in one left-padded forward pass.
 
-    If the pass fails, no prompt counts as read.
+    Stores the resulting state in each `Prefill`.
+
+    If the pass fails, the exception is raised and no prompt counts as read.
 
     Args:
-        lm: the model.
-        prefills: prompts for which `can_be_read_with_others` is True; at least one.
-        settings: the retrieval settings of each prompt. This function resolves them for generation.
+        lm: the model, with its store.
+        prefills: the prompts, at least one. `can_be_read_with_others` must be True for each of them.
+        settings: the retrieval settings of each prompt, with all components. This function leaves out the
+            components that are for scoring only.
     """
     lengths = [prefill.tokens_left for prefill in prefills]
     width = max(lengths)
@@ -160,12 +174,16 @@ def prefill_together(
 
 
 def extract_layers(cache: Any) -> Layers:
-    """Return the keys and values of each attention layer in a cache, without its `TextStateLayer`."""
+    """Return the keys and values of each attention layer of a cache, without its layer of `TextState`."""
     return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, TextStateLayer)]
 
 
 def has_attention_only(model: Any) -> bool:
-    """Check whether a model's cache holds only keys and values of attention, which `Memory` can pad."""
+    """Check whether a model's cache holds only keys and values of attention.
+
+    Such a cache can be padded, so that texts of different lengths share a batch. The state of a recurrent
+    model cannot be padded.
+    """
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers

@@ -1,8 +1,8 @@
 """Decoding of one text: choice of its tokens, its text so far, and its end.
 
 `Task`, `Prompt` and `Sampling` describe a request; `Piece`, `TokenScore` and `TopToken` are its results.
-`Row` decodes one text; `Constraint` restricts its tokens. `make_token_score` makes the score of a token,
-`build_prompt_scores` those of a prompt.
+`Row` decodes one text, which is one continuation of a prompt. `Constraint` restricts the tokens of a text.
+`make_token_score` makes the score of a token, `build_prompt_scores` makes the scores of a prompt.
 """
 
 import math
@@ -20,82 +20,99 @@ from knnstore.lm import Detokenizer, Likelihoods, TokenPiece, TokenTexts
 from knnstore.server.engine.stop_strings import StopStrings
 
 Finish = Literal["stop", "length"]
+"""Reason why a text ended: "stop" for an end token, a stop string or a complete constraint; "length" for
+`max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of a text."""
+    """Sampling settings of the texts of a task."""
 
     temperature: float = 1.0
     """Divisor of the log-probabilities before the softmax; 0 always takes the most probable token."""
     top_p: float = 1.0
     """Nucleus sampling: only the most probable tokens whose probabilities add up to `top_p` are sampled."""
     seed: int | None = None
-    """Seed of the random numbers; the other texts of the batch do not influence them. None is a random
-    seed."""
+    """Seed of the random numbers. With the same seed a text gets the same random numbers, whatever other
+    texts are decoded at the same time. None means a random seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens."""
+    """A prompt as token ids, with the texts of the tokens if the answer repeats the prompt."""
 
     tokens: tuple[int, ...]
-    """All tokens that the model reads; at least one."""
+    """Ids of all tokens that the model reads; at least one."""
     hidden: int = 0
-    """Number of leading tokens that the server has added and the answer does not show."""
+    """Number of leading tokens that the server has added, for example the token that begins a document. The
+    answer does not show these tokens."""
     texts: tuple[str, ...] = ()
-    """Text of each token after the hidden tokens, if the answer repeats the prompt; else empty."""
+    """Text of each token after the hidden tokens, if the answer repeats the prompt; otherwise empty."""
     unfinished: int = 0
-    """Number of last tokens that end inside a character. Their text is known only with the continuation."""
+    """Number of tokens at the end of the prompt that hold only the beginning of a character. Their text is
+    known only when the first generated tokens complete the character."""
 
 
 class Constraint(Protocol):
-    """Decides which tokens may come next in one text, so that it becomes JSON of a schema."""
+    """Decides which tokens may come next in one text, so that the text becomes JSON of a schema.
+
+    Has a state.
+    """
 
     schema: Mapping[str, Any]
-    """The JSON schema, for engines that enforce it themselves."""
+    """The JSON schema, for other engines (such as vLLM) that enforce the schema themselves."""
 
     def fork(self) -> "Constraint":
-        """Return an independent copy, for another text that has the same tokens so far."""
+        """Return an independent copy in the current state, for another text with the same tokens."""
 
     def restrict(self, log_probs: Tensor) -> Tensor:
-        """Return log-probabilities of shape (v,) with -inf for each token that is not allowed next.
+        """Return a copy of the next token's log-probabilities, with -inf for each token that is not allowed.
 
-        At least one log-probability stays finite.
+        Input and result have the shape (v,). At least one log-probability of the result is finite.
         """
 
     def advance(self, token: int) -> bool:
-        """Append the chosen token. Returns True if the text is complete, so that no token can follow."""
+        """Append the chosen token to the constraint's state.
+
+        Returns True if the text is complete and must end.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A request to continue each prompt `copies` times, or to score the prompts, or both."""
+    """One request: continue each prompt `copies` times, or score the prompts' own tokens, or do both."""
 
     prompts: tuple[Prompt, ...]
+    """The prompts; at least one."""
     knn: Hashable
-    """Argument for the engine's `settings_of`, which returns the retrieval settings of the task."""
+    """Key of the retrieval settings: which documents the task retrieves from, and with which overrides. The
+    server uses a `Scope` here. The engine only passes this value to its function `settings_of`, which returns
+    the settings; texts with equal values share one search."""
     max_tokens: int = 16
-    """Largest number of tokens of each text; 0 generates nothing."""
+    """Largest number of tokens to generate for each text; 0 generates nothing."""
     copies: int = 1
     """Number of texts that are generated for each prompt."""
     sampling: Sampling = field(default_factory=Sampling)
+    """How tokens are sampled; the default samples at temperature 1."""
     stops: tuple[str, ...] = ()
-    """Strings that end a text; none is empty."""
+    """Stop strings: a text ends before the first of these strings. None of them is empty."""
     top: int | None = None
-    """Number of most probable tokens that each score lists; 0 lists none, None gives no log-probabilities."""
+    """Number of most probable tokens that the score of each token lists; 0 gives log-probabilities without a
+    list, None gives no log-probabilities."""
     score_prompt: bool = False
-    """True if the prompts' own tokens are scored."""
+    """True if the tokens of the prompts get log-probabilities too."""
     constraint: Constraint | None = None
-    """Constraint of the generated tokens in its first state; each text gets a copy. None allows all
+    """Constraint of the generated tokens, in its initial state; each text gets a copy. None allows all
     tokens."""
 
 
 class TopToken(NamedTuple):
-    """One of the most probable tokens at a position."""
+    """One of the most probable tokens at a position of a text."""
 
     token: int
+    """Id of the token."""
     log_prob: float
+    """Natural logarithm of the token's probability; -9999.0 stands for -inf."""
     name: str
     """Text of the token inside a longer text, or `bytes:…` if the token is only a part of a character."""
     data: bytes
@@ -104,47 +121,52 @@ class TopToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """One token of a text and its log-probability."""
+    """One token of a text, with its text and its log-probability."""
 
     token: int
+    """Id of the token."""
     text: str = ""
-    """Text that the token adds. Empty if it is special, ends inside a character, or follows the end."""
+    """Text that the token adds. Empty if the token is special, ends inside a character, or lies after the end
+    of the text."""
     offset: int = 0
-    """Number of characters before the token, counted from the beginning of the prompt or continuation."""
+    """Number of characters before the token's text, counted from the beginning of the prompt (for a prompt's
+    token) or of the continuation (for a generated token)."""
     data: bytes = b""
     """Bytes that the token adds to the text."""
     log_prob: float | None = None
-    """Log-probability of the token; None if it was not scored, as for the first token of a prompt."""
+    """Natural logarithm of the token's probability; -9999.0 stands for -inf. None if the token was not
+    scored, like the first token of a prompt."""
     top: tuple[TopToken, ...] = ()
-    """The most probable tokens. If this token is not one of them, it is appended. Empty if none are
-    requested."""
+    """The most probable tokens at this position. If this token is not one of them, it is appended. Empty if
+    none were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Next piece of one text of a task: new text with its tokens, or the scores of its prompt."""
+    """A result for the client: the next part of one text of a task, or the scores of the text's prompt."""
 
     index: int
     """Index of the text in its task: index of the prompt × `Task.copies` + index of the copy."""
     text: str = ""
-    """New text; empty if the next text may still be cut off by a stop string."""
+    """New text that follows the text of the earlier pieces. Empty if nothing can be sent yet, because a stop
+    string may still cut off the newest text."""
     tokens: tuple[TokenScore, ...] = ()
-    """Generated tokens whose text is now completely in this or earlier pieces, or the tokens of the
-    prompt."""
+    """The generated tokens whose whole text is contained in this piece and the earlier pieces. If `is_prompt`
+    is True, the shown tokens of the prompt."""
     finish: Finish | None = None
-    """Reason why the text has ended; None if it goes on."""
+    """Reason why the text has ended, "stop" or "length"; None if more pieces of the text follow."""
     is_prompt: bool = False
     """True if `tokens` are the tokens of the prompt; False if they are generated tokens."""
 
 
 class Row:
-    """One text of a task that is being decoded.
+    """One text that is being decoded: a prompt and its continuation so far.
 
     Args:
-        task: the task.
-        index: index of the text in the task, as in `Piece`.
+        task: the task that the text belongs to.
+        index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
         texts: the texts of the model's tokens.
-        ends: end tokens: a text ends after one of these tokens.
+        ends: ids of the end tokens: the text ends after one of these tokens.
     """
 
     def __init__(self, task: Task, index: int, texts: TokenTexts, ends: frozenset[int]) -> None:
@@ -152,7 +174,7 @@ class Row:
         self.task = task
         self.index = index
         self.tokens = [*prompt.tokens]
-        """Tokens of the prompt, followed by the generated tokens."""
+        """Ids of the prompt's tokens, followed by the ids of the generated tokens."""
         self._prompt_length = len(self.tokens)
         self._ends = ends
         self._constraint = None if task.constraint is None else task.constraint.fork()
@@ -173,17 +195,25 @@ class Row:
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that may still be generated before the text has `Task.max_tokens`."""
+        """Number of tokens that may still be generated until the text has `Task.max_tokens` new tokens."""
         return self.task.max_tokens - (len(self.tokens) - self._prompt_length)
 
     def choose_token(self, log_probs: Tensor, likeliest: int) -> Piece:
-        """Choose the next token and append it to `tokens`. Returns the text that can be sent now.
+        """Choose the next token and append it to the text.
 
-        The text ends at an end token, a stop string, a complete constraint, or after `max_tokens` tokens.
+        Returns the new text that can be sent to the client.
+
+        The token is sampled, or at temperature 0 the most probable token is taken. The text ends at an end
+        token, a stop string, a complete constraint, or after `max_tokens` tokens; `Piece.finish` is set then.
 
         Args:
-            log_probs: log p of all tokens, float32, shape (v,).
-            likeliest: id of the most probable token; used at temperature 0 without a constraint.
+            log_probs: log-probabilities of all v tokens, float32, shape (v,).
+            likeliest: id of the most probable token. It is taken at temperature 0 if the task has no
+                constraint.
+
+        Returns:
+            The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
+            string or ends inside a character.
         """
         sampling, top = self.task.sampling, self.task.top
         # 1) Choose a token that the constraint allows.
@@ -203,13 +233,19 @@ class Row:
         return self.append_token(score, is_complete=is_complete)
 
     def append_token(self, score: TokenScore, *, is_complete: bool = False) -> Piece:
-        """Append a chosen token to `tokens`. Returns the text that can be sent now.
+        """Append a token that was chosen elsewhere to the text. Returns the new text that can be sent.
 
-        The text ends at an end token, a stop string, or after `max_tokens` tokens.
+        The text ends at an end token, a stop string, or after `max_tokens` tokens; `Piece.finish` is set
+        then.
 
         Args:
-            score: the token and its log-probability; its text is not known yet.
-            is_complete: True if no token may follow; the text then ends with this token.
+            score: the token and its log-probability. Its fields `text`, `offset` and `data` are filled in
+                later.
+            is_complete: True if no token may follow, so that the text ends with this token.
+
+        Returns:
+            The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
+            string or ends inside a character.
         """
         token = score.token
         self.tokens.append(token)
@@ -228,12 +264,12 @@ class Row:
         return Piece(self.index, text, self._pop_complete_scores())
 
     def _end_text(self, finish: Finish, pieces: Sequence[TokenPiece], text: str = "") -> Piece:
-        """Return the last piece of the text, with all tokens that were held back.
+        """Return the last piece of the text for the client, with all text and tokens that were held back.
 
         Args:
-            finish: the reason of the end; a stop string in the last text changes it to "stop".
-            pieces: pieces of text of the last tokens.
-            text: text of this step that can be sent already.
+            finish: the reason of the end. It becomes "stop" if the last text contains a stop string.
+            pieces: the last tokens with their texts.
+            text: text of this step that can be sent already; the piece begins with it.
         """
         last, stopped = self._append_pieces(pieces)
         rest = "" if stopped else self._stop_strings.release_held()
@@ -242,11 +278,16 @@ class Row:
         return Piece(self.index, text + last + rest, tuple(scores), "stop" if stopped else finish)
 
     def _append_pieces(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
-        """Append tokens whose text no longer depends on later tokens.
+        """Add tokens whose text is final to the text.
+
+        A token's text is final if later tokens cannot change it.
+
+        Args:
+            pieces: the tokens with their texts.
 
         Returns:
-            The text that can be sent to the client, and True if a stop string was found. The text ends before
-            the stop string.
+            The text that can be sent to the client, and True if a stop string was found. The sendable text
+            then ends before the stop string.
         """
         text, sendable, stopped = "", "", False
         pieces, self._prompt_pieces = [*self._prompt_pieces, *pieces], []
@@ -266,7 +307,7 @@ class Row:
         return sendable, stopped
 
     def _pop_complete_scores(self) -> tuple[TokenScore, ...]:
-        """Remove and return the held tokens whose whole text has been sent to the client."""
+        """Remove and return the scores of the tokens whose whole text has been sent to the client."""
         done = []
         while self._held and self._held[0].offset + len(self._held[0].text) <= self._sent_length:
             done.append(self._held.popleft())
@@ -274,7 +315,12 @@ class Row:
 
 
 def _cut_score(score: TokenScore, length: int) -> TokenScore:
-    """Cut the text of a token's score to the part in the first `length` characters of the text."""
+    """Return a token's score whose text is cut at the end of the whole text.
+
+    Args:
+        score: the score of the token.
+        length: number of characters of the whole text. A token that begins after it gets an empty text.
+    """
     kept_length = length - score.offset
     if kept_length <= 0:
         return replace(score, text="", offset=length, data=b"")
@@ -284,12 +330,12 @@ def _cut_score(score: TokenScore, length: int) -> TokenScore:
 
 
 def sample_token(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
-    """Sample a token from the probabilities at a temperature, and return its id.
+    """Sample a token from the probabilities at a temperature, and return the token's id.
 
     Args:
-        log_probs: log p of all tokens, shape (v,).
-        sampling: the temperature, which may not be 0, and top_p.
-        draw: returns a random number in [0, 1); called once.
+        log_probs: log-probabilities of all v tokens, shape (v,).
+        sampling: the temperature, which may not be 0, and `top_p`. The seed is not used here.
+        draw: function without arguments that returns a random number in [0, 1); called once.
     """
     probs = (log_probs.double() / sampling.temperature).softmax(-1).cpu()
     if sampling.top_p < 1:
@@ -305,12 +351,14 @@ def sample_token(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
 def build_token_scores(
     likelihoods: Likelihoods, tokens: Sequence[int], top: int | None, texts: TokenTexts
 ) -> Iterator[TokenScore]:
-    """Yield the `TokenScore` of each token, with empty text; log-probabilities of -inf become -9999.0.
+    """Yield the `TokenScore` of each token, with empty text. A log-probability of -inf becomes -9999.0.
 
     Args:
-        likelihoods: the likelihoods of the tokens, with at least `top` of the most probable tokens.
-        tokens: the tokens.
-        top: number of most probable tokens that each score lists; None gives no log-probabilities.
+        likelihoods: log-probabilities of the n tokens, and at least the `top` most probable tokens at each
+            position.
+        tokens: the n token ids.
+        top: number of most probable tokens that each score lists; None gives scores without
+            log-probabilities.
         texts: the texts of the model's tokens.
     """
     if top is None:
@@ -328,13 +376,14 @@ def build_token_scores(
 def make_token_score(
     token: int, log_prob: float, likeliest: Sequence[tuple[int, float]], texts: TokenTexts
 ) -> TokenScore:
-    """Return a token's `TokenScore`, with empty text; log-probabilities of -inf become -9999.0.
+    """Return the `TokenScore` of a token, with empty text. A log-probability of -inf becomes -9999.0.
 
     Args:
-        token: the token.
-        log_prob: its log-probability.
-        likeliest: the most probable tokens and their log-probabilities, in the order of the result. The token
-            itself is appended if it is not one of them; empty lists no tokens.
+        token: id of the token.
+        log_prob: the token's log-probability.
+        likeliest: ids and log-probabilities of the most probable tokens, in the order in which the score
+            lists them. The token itself is appended if it is missing. An empty sequence gives a score without
+            a list.
         texts: the texts of the model's tokens.
     """
     listed = list(likeliest)
@@ -352,12 +401,16 @@ def make_token_score(
 def build_prompt_scores(
     prompt: Prompt, chunks: Sequence[Likelihoods], top: int | None, texts: TokenTexts
 ) -> tuple[TokenScore, ...]:
-    """Return the scores of a prompt's shown tokens. The first of them has no log-probability.
+    """Return the scores of the tokens of a prompt that the answer shows, without the prompt's hidden tokens.
+
+    The first shown token has no log-probability. If the prompt has texts, the scores have text and offset.
 
     Args:
         prompt: the prompt.
-        chunks: the likelihoods of all its tokens except the first, in chunks; empty if it has one token.
-        top: number of most probable tokens that each score lists; None gives no log-probabilities.
+        chunks: likelihoods of all tokens of the prompt except the first, in consecutive chunks; empty if the
+            prompt has one token.
+        top: number of most probable tokens that each score lists; None gives scores without
+            log-probabilities.
         texts: the texts of the model's tokens.
     """
     shown = prompt.tokens[prompt.hidden :]
@@ -374,9 +427,13 @@ def build_prompt_scores(
 
 
 def add_prompt_texts(prompt: Prompt, scores: Sequence[TokenScore]) -> tuple[TokenScore, ...]:
-    """Return the scores of a prompt's shown tokens with the text and offset of each token.
+    """Return copies of the scores of a prompt's shown tokens, with the texts and offsets of the tokens.
 
-    The scores stay unchanged if the prompt has no texts.
+    If `prompt.texts` is empty, the scores are returned unchanged, as a tuple.
+
+    Args:
+        prompt: the prompt; the texts of its shown tokens are in `prompt.texts`.
+        scores: one score for each shown token.
     """
     if not prompt.texts:
         return tuple(scores)
@@ -388,12 +445,23 @@ def add_prompt_texts(prompt: Prompt, scores: Sequence[TokenScore]) -> tuple[Toke
 
 
 def _replace_infinity(log_prob: float) -> float:
-    """Return a log-probability as JSON can hold it: -9999.0, as other servers send, if not finite."""
+    """Return a log-probability in a form that JSON can hold: -9999.0 if it is not finite.
+
+    Other servers of OpenAI's protocol send the same number.
+    """
     return log_prob if math.isfinite(log_prob) else -9999.0
 
 
 def find_end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the end tokens that a generation configuration and a tokenizer name; may be empty."""
+    """Return the ids of the tokens that end a text.
+
+    The generation configuration and the tokenizer name these tokens. The result is empty if they name none.
+
+    Args:
+        config: the generation configuration of the model; its `eos_token_id` is one id, a list of ids, or
+            None.
+        tokenizer: the model's tokenizer; its `eos_token_id` is an id or None.
+    """
     eos = config.eos_token_id
     listed = eos if isinstance(eos, list) else [eos]
     return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds stop strings in a growing text, and holds back a last part that may begin a stop string.
+    """Finds stop strings in a growing text. Holds back the end of the text while it may begin a stop string.
 
     Args:
-        stops: the stop strings, each of at least one character.
+        stops: the stop strings, each of at least one character. An empty sequence holds nothing back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -15,12 +15,15 @@ class StopStrings:
         self._held = ""
 
     def append_text(self, piece: str) -> tuple[str, bool]:
-        """Append a piece of text, and search the held text together with the piece for stop strings.
+        """Append a piece of text, and search it for stop strings together with the text that is held back.
+
+        Args:
+            piece: the new text; may be empty.
 
         Returns:
-            The text that can be sent to the client, and True if a stop string was found. The text then ends
-            before the first stop string, and the rest is dropped. Otherwise a last part that may begin a stop
-            string is held back.
+            The text that can be sent to the client, and True if a stop string was found. If one was found,
+            the sendable text ends before the first stop string, and the rest is dropped. Otherwise the end of
+            the text is held back if it may begin a stop string.
         """
         text = self._held + piece
         starts = [start for start in map(text.find, self._stops) if start >= 0]
@@ -32,7 +35,7 @@ class StopStrings:
         return text[:safe], False
 
     def release_held(self) -> str:
-        """Return the text that is held back, and hold nothing any more. Call it when the text has ended."""
+        """Return the text that was held back, and hold nothing any more. Call it when the text has ended."""
         held, self._held = self._held, ""
         return held
 

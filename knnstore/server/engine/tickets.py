@@ -1,6 +1,7 @@
 """The interface between the engine and its callers.
 
-`Ticket` is a submitted task, `Observed` describes a turn of the engine, and two exceptions refuse a task.
+`Ticket` is a submitted task with its callback, `Observed` has the counts of a turn of the engine, and two
+exceptions refuse a task.
 """
 
 from collections.abc import Callable
@@ -10,59 +11,68 @@ from knnstore.server.engine.rows import Piece, Task
 
 
 class EngineBusyError(Exception):
-    """Raised if the engine refuses a task or job because too many tasks and jobs are waiting."""
+    """Raised if the engine refuses new work, because too many tasks (requests) and other jobs are waiting."""
 
 
 class EngineStoppedError(Exception):
-    """Raised for a task or job of an engine that is stopping, has stopped or was not started."""
+    """Raised for unfinished or new work if the engine is stopping, has stopped or was not started."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Counts of one turn of the engine, with the duration of its decoding step, for the metrics."""
+    """Counts of one turn of the engine, and the duration of the turn's decoding step, for the metrics.
+
+    In a turn the engine lets the model read prompts, and runs a decoding step. Between the steps it runs
+    parts of jobs (long work, such as explanations).
+    """
 
     rows: int
-    """Number of texts in the step; 0 if the turn had no step."""
+    """Number of texts that the step decoded; 0 if the turn had no step."""
     tokens: int
-    """Number of generated tokens, the first token of each new text included."""
+    """Number of tokens generated in the turn, including the first token of each text that was started."""
     waiting: int
-    """Number of waiting tasks, some of whose texts have not begun, and of unfinished jobs."""
+    """Number of waiting tasks (tasks whose texts have not all been started) and of unfinished jobs."""
     seconds: float
-    """Duration of the step divided by the number of tokens that it gave each text; 0 without a step."""
+    """Duration of the step in seconds, divided by the number of tokens that each text got from the step; 0
+    without a step."""
     drafted: int = 0
-    """Number of draft tokens that the step read."""
+    """Number of draft tokens (guesses of the next tokens) that the step read."""
     accepted: int = 0
-    """Number of draft tokens that equal the chosen tokens, and so needed no step of their own."""
+    """Number of draft tokens that equal the tokens that were chosen. Each of them saved one step."""
     turns: int = 0
-    """Number of turns of jobs, for example explanations, since the previous step."""
+    """Number of parts of jobs that were run since the previous step."""
 
 
 MOST_BEHIND = 1024
-"""Largest number of pieces of a task that its client has not taken yet, if the engine shall start a further
-text of the task."""
+"""Largest backlog of a task with which the engine starts another text of the task. The backlog is the number
+of pieces (parts of the result) that were sent to the client's queue and that the client has not taken."""
 MOST_UNREAD = 16_384
-"""Largest number of pieces of a task that its client has not taken yet. With more, the task fails."""
+"""Largest number of pieces of a task that its client has not taken yet. With more pieces the task fails."""
 
 
 class Ticket:
-    """A task for `Engine.submit`, with the callback that gets its pieces of text.
+    """A task for `Engine.submit`, with the callback that gets its results.
 
     Args:
-        task: the task.
-        tell: called in the engine's thread with each piece, or with the exception if the task fails.
+        task: the task: prompts to continue or to score.
+        tell: called in the engine's thread with each piece (new text or scores of one text of the task), or
+            with the exception if the task fails.
     """
 
     def __init__(self, task: Task, tell: Callable[[Piece | Exception], None]) -> None:
         self.task = task
         self.tell = tell
         self.cancelled = False
-        """True cancels the task. The caller sets it to cancel, and the engine sets it when the task has
-        failed."""
+        """True cancels the task. The caller sets it to cancel the task, and the engine sets it when the task
+        has failed."""
         self.told = self.taken = 0
-        """Number of pieces that `tell` has got, and number of pieces that the client has taken. The caller of
-        the engine counts both."""
+        """Number of pieces that `tell` was called with (`told`), and number of pieces that the client has
+        taken (`taken`). The caller of the engine counts both numbers."""
 
     @property
     def is_behind(self) -> bool:
-        """True if more than `MOST_BEHIND` pieces are not taken, so the engine starts no further text."""
+        """True if the client is slow: it has more than `MOST_BEHIND` parts of its results left to take.
+
+        The engine then starts no further text of the task.
+        """
         return self.told - self.taken > MOST_BEHIND

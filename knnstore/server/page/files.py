@@ -1,4 +1,4 @@
-"""The static files of the inspector page, and their HTTP headers."""
+"""The static files of the inspector page, which shows the sources of each token, and their HTTP headers."""
 
 from collections.abc import Callable
 from importlib.resources import files
@@ -31,10 +31,13 @@ _HEADERS = {
 
 
 def declare_page(routes: Endpoints) -> None:
-    """Add an endpoint for each file of the page.
+    """Add an endpoint to the application for each file of the inspector page.
 
-    The files need no key, because they hold no data of the store. The page sends the same requests as any
-    other client.
+    The start page is at ``/``, each other file at ``/page/NAME``. No API key is needed to load the files,
+    because they hold no data of the store. The page then sends the same requests as any other client.
+
+    Args:
+        routes: adds the endpoints to the application.
     """
     for file in (files(__package__) / "static").iterdir():
         path = "/" if file.name == _START else f"/page/{file.name}"
@@ -43,9 +46,15 @@ def declare_page(routes: Endpoints) -> None:
 
 
 def _make_file_endpoint(content: bytes, kind: str) -> Callable[[], Response]:
-    """Return an endpoint function that answers with `content` and the content type `kind`."""
+    """Return an endpoint function that answers every request with the bytes of one file.
+
+    Args:
+        content: the bytes of the file.
+        kind: the value of the header Content-Type.
+    """
 
     def answer_with_file() -> Response:
+        """Return the answer with the file and the security headers of the page."""
         return Response(content, media_type=kind, headers=_HEADERS)
 
     return answer_with_file
