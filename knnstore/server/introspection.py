@@ -126,9 +126,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
             "model_max_length": serving.window,
         }
         if len(_encode_json(fields)) > max_bytes:
-            raise refused(
-                f"the model's chat template is larger than {max_bytes:,} bytes (`--max-build_answer`)"
-            )
+            raise refused(f"the model's chat template is larger than {max_bytes:,} bytes (`--max-answer`)")
         return fields
 
     @routes.add("POST", "/v1/explain", Right.READ)

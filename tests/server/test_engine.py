@@ -435,7 +435,8 @@ def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
             for knn in ("news", "letters")
         )
     )
-    engine = Engine(lm, settings_of)
+    steps: list[Observed] = []
+    engine = Engine(lm, settings_of, observe=steps.append)
     engine.start()
     listeners = [Listener(task) for task in (good, bad, good)]
 
@@ -452,3 +453,5 @@ def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
         assert listener.written()[0][0] == write_alone(lm, good, 0)
     engine.stop()
     assert (len(listeners[1].pieces), str(listeners[1].error)) == (3, "the domain is damaged")
+    generated = sum(len(listener.written()[0][0]) for listener in (listeners[0], listeners[2])) + 3
+    assert sum(step.tokens for step in steps) == generated

@@ -438,7 +438,7 @@ class Engine:
         """
         started = time.perf_counter()
         rows = batch.rows
-        done, taken, drafted = list[Row](), 1, 0
+        done, taken, drafted = list[Row](), 0, 0
         try:
             step = self._predict_with_retries(batch)
         except Exception as error:
@@ -450,9 +450,15 @@ class Engine:
             done, taken = self._choose_tokens(rows, step)
             batch.keep_tokens(step, taken)
             drafted = len(step.draft_tokens)
-        tokens, seconds = taken * len(rows) + self._first_tokens, (time.perf_counter() - started) / taken
+        seconds = (time.perf_counter() - started) / max(taken, 1)
         observed = Observed(
-            len(rows), tokens, self._waiting_count, seconds, drafted, taken - 1, self._turn_count
+            len(rows),
+            taken * len(rows) + self._first_tokens,
+            self._waiting_count,
+            seconds,
+            drafted,
+            max(taken - 1, 0),
+            self._turn_count,
         )
         self._remove_rows(done)
         self._observe(observed)
@@ -517,16 +523,16 @@ class Engine:
         for attempt in range(_STEP_ATTEMPTS):
             try:
                 scopes = [row.task.knn for row in batch.rows]
-                settings_by_scope = {scope: self._settings_of(scope) for scope in set(scopes)}
-                row_settings = [
-                    self._lm.resolve_settings(settings_by_scope[scope], Purpose.GENERATION)
-                    for scope in scopes
-                ]
-                return batch.predict_next(row_settings)
+                settings_by_scope = {scope: self._resolve_for_generation(scope) for scope in set(scopes)}
+                return batch.predict_next([settings_by_scope[scope] for scope in scopes])
             except KnnstoreError:
                 if attempt == _STEP_ATTEMPTS - 1:
                     raise
         raise AssertionError
+
+    def _resolve_for_generation(self, scope: Hashable) -> KNNSettings:
+        """Return the settings of a scope (`Task.knn`) for generated tokens, at the store's revision now."""
+        return self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION)
 
     def _scope_fails(self, batch: Batch, scope: Hashable) -> bool:
         """Check whether a forward pass fails if only the texts of one scope retrieve.
@@ -542,7 +548,7 @@ class Engine:
             True if the pass, or the resolution of the scope's settings, raises any exception.
         """
         try:
-            scope_settings = self._settings_of(scope)
+            scope_settings = self._resolve_for_generation(scope)
             row_settings = [scope_settings if row.task.knn == scope else _MODEL_ONLY for row in batch.rows]
             batch.predict_next(row_settings)
         except Exception:
