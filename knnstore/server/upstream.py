@@ -248,11 +248,10 @@ class Upstream:
         The first error ends the task and is sent to its client.
         """
         try:
-            if self._is_check_due():
-                await to_thread.run_sync(self.check)
+            options = await to_thread.run_sync(self._prepare, ticket.task)
             async with asyncio.TaskGroup() as group:
                 for number, prompt in enumerate(ticket.task.prompts):
-                    group.create_task(self._run_prompt(ticket, number, prompt))
+                    group.create_task(self._run_prompt(ticket, number, prompt, options))
         except ExceptionGroup as errors:
             ticket.cancelled = True
             ticket.tell(next(_list_errors(errors)))
@@ -260,18 +259,30 @@ class Upstream:
             ticket.cancelled = True
             ticket.tell(error)
 
-    async def _run_prompt(self, ticket: Ticket, number: int, prompt: Prompt) -> None:
+    def _prepare(self, task: Task) -> RequestOptions:
+        """Check the vLLM server if that is due, and return the options of a task's requests to vLLM.
+
+        Reads the store, so it is called in a worker thread.
+
+        Raises:
+            ApiError: 503 if vLLM cannot be used now.
+        """
+        self.check()
+        return replace(self._options_of(task.knn), store=self._store_id)
+
+    async def _run_prompt(self, ticket: Ticket, number: int, prompt: Prompt, options: RequestOptions) -> None:
         """Score a prompt if the task asks for it, and generate the texts of this prompt.
 
         Args:
             ticket: the task with the callback of its client.
             number: index of the prompt in the task.
             prompt: the prompt.
+            options: the options of the requests to vLLM.
         """
         task = ticket.task
         indices = range(number * task.copies, (number + 1) * task.copies)
         if task.score_prompt:
-            scores = await self._score_prompt(task, prompt)
+            scores = await self._score_prompt(task, prompt, options)
             for index in indices:
                 ticket.tell(Piece(index, tokens=scores, is_prompt=True))
         if not task.max_tokens:
@@ -280,9 +291,11 @@ class Upstream:
             return
         async with asyncio.TaskGroup() as group:
             for index in indices:
-                group.create_task(self._generate_text(ticket, index))
+                group.create_task(self._generate_text(ticket, index, options))
 
-    async def _score_prompt(self, task: Task, prompt: Prompt) -> tuple[TokenScore, ...]:
+    async def _score_prompt(
+        self, task: Task, prompt: Prompt, options: RequestOptions
+    ) -> tuple[TokenScore, ...]:
         """Let vLLM score a prompt, and return the scores of the prompt's shown tokens, without hidden tokens.
 
         The first shown token has no log-probability. If the task wants no log-probabilities, vLLM is not
@@ -292,7 +305,7 @@ class Upstream:
         if len(shown) < 2 or task.top is None:
             return add_prompt_texts(prompt, [TokenScore(token) for token in shown])
         body = {"prompt": prompt.tokens, "max_tokens": 1, "prompt_logprobs": task.top}
-        async with self._send_request(task, body) as answer:
+        async with self._send_request(body, options) as answer:
             await answer.aread()
             log_probs = _read_choice(answer.json())["prompt_logprobs"]
         scores = [TokenScore(shown[0])]
@@ -301,7 +314,7 @@ class Upstream:
             scores.append(self._make_score(task, token, listed[token], listed))
         return add_prompt_texts(prompt, scores)
 
-    async def _generate_text(self, ticket: Ticket, index: int) -> None:
+    async def _generate_text(self, ticket: Ticket, index: int, options: RequestOptions) -> None:
         """Let vLLM generate one text, and send each new part of this text to the client.
 
         If the text ends here, for example at a stop string, the connection is closed and vLLM stops
@@ -310,15 +323,16 @@ class Upstream:
         Args:
             ticket: the task with the callback of its client.
             index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
+            options: the options of the request to vLLM.
 
         Raises:
-            ApiError: 500 if vLLM fails, or ends the text before this server does.
+            ApiError: 500 if vLLM fails.
         """
         task = ticket.task
         row = Row(task, index, self._texts, self._ends)
         body = {"prompt": row.tokens[:], "stream": True, **_describe_sampling(task, index)}
         body["stop_token_ids"] = sorted(self._ends)
-        async with self._send_request(task, body) as answer:
+        async with self._send_request(body, options) as answer:
             async for choice in _read_events(answer):
                 scores = list(self._read_scores(task, choice))
                 self._observe(Observed(0, len(scores), max(0, len(self._tickets) - self._max_rows), 0.0))
@@ -327,11 +341,12 @@ class Upstream:
                     ticket.tell(piece)
                     if piece.finish:
                         return
-                if choice.get("finish_reason") == "error":
-                    break
+                if choice.get("finish_reason") in ("stop", "length"):  # vLLM knows a further end token
+                    ticket.tell(row.end(choice["finish_reason"]))
+                    return
                 while ticket.is_behind:
                     await self._caught_up.wait()
-        raise ApiError(500, "the model's server failed; its log says more", code="internal_error")
+        raise _failure_error()
 
     def _read_scores(self, task: Task, choice: Mapping[str, Any]) -> Iterator[TokenScore]:
         """Yield the score of each token in one event of vLLM's stream.
@@ -365,14 +380,16 @@ class Upstream:
     # -- requests
 
     @asynccontextmanager
-    async def _send_request(self, task: Task, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
+    async def _send_request(
+        self, body: Mapping[str, Any], options: RequestOptions
+    ) -> AsyncIterator[httpx.Response]:
         """Send a request to vLLM, and yield the response; its body can be read while the context is open.
 
         Waits until fewer than `max_rows` texts are sent.
 
         Args:
-            task: the task; its `knn` gives the options of retrieval.
-            body: further fields of the request.
+            body: fields of the request, without the model and the options.
+            options: the options of the request.
 
         Raises:
             ApiError: 503 if vLLM cannot be reached, 500 if vLLM fails, 502 if vLLM refuses the request.
@@ -381,7 +398,7 @@ class Upstream:
         whole = {
             "model": self.model.name,
             "add_special_tokens": False,
-            "vllm_xargs": replace(self._options_of(task.knn), store=self._store_id).to_values(),
+            "vllm_xargs": options.to_values(),
             **body,
         }
         async with self._slots:
@@ -462,7 +479,7 @@ def _read_choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "error" in body:
         _logger.error("vLLM failed: %s", body["error"])
-        raise ApiError(500, "the model's server failed; its log says more", code="internal_error")
+        raise _failure_error()
     choice: Mapping[str, Any] = body["choices"][0]
     return choice
 
@@ -477,6 +494,11 @@ def _convert_refusal(answer: httpx.Response) -> Exception:
     _logger.error("vLLM answered %d: %s", answer.status_code, answer.text[:1000])
     if answer.status_code < 500:
         return ApiError(502, "the model's server refused the request; the log says more", code="upstream")
+    return _failure_error()
+
+
+def _failure_error() -> ApiError:
+    """Return the error 500 for a vLLM server that fails a request."""
     return ApiError(500, "the model's server failed; its log says more", code="internal_error")
 
 

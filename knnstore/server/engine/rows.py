@@ -263,6 +263,10 @@ class Row:
             return self._end_text("stop", [], text)
         return Piece(self.index, text, self._pop_complete_scores())
 
+    def end(self, finish: Finish) -> Piece:
+        """End the text after its last token for a reason outside this object, and return the last piece."""
+        return self._end_text(finish, self._detokenizer.end())
+
     def _end_text(self, finish: Finish, pieces: Sequence[TokenPiece], text: str = "") -> Piece:
         """Return the last piece of the text for the client, with all text and tokens that were held back.
 
