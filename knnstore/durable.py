@@ -130,7 +130,9 @@ class FileWriter:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file of a store for reading in binary mode, without blocking if it is a pipe.
+    """Open a file of a store for reading in binary mode.
+
+    A path that leads to a pipe is refused at once, without waiting for a writer of the pipe.
 
     Raises:
         FileNotFoundError: the path does not exist.

@@ -171,9 +171,10 @@ class CellsDatastore(EmbeddedDatastore):
     def optimize(self) -> None:
         """Merge files of records, reclaim the space of deleted records, and save the cells of new records.
 
-        A cell is a cluster of records with near keys. The cell centers of a group stay the same until its
-        number of cells changes, which happens when the group has grown or shrunk by about a half. While the
-        centers stay the same, records stay in their cells.
+        A cell is a cluster of records with near keys, and a group is a set of records with one list of cells.
+        Adjacent files (segments) are merged while the larger is not much larger than the smaller. The cell
+        centers of a group, and the cells of its records, stay the same until the number of cells changes. The
+        parameter `cells` sets this number; without it, the number follows from the number of records.
         """
         with self._remember_cells():
             super().optimize()

@@ -404,9 +404,16 @@ class CellGroup:
         return counts
 
     def _read_cell(self, number: int) -> Cell:
-        """Read the records of the cell with a number from all segments, without the cache.
+        """Read the records of one cell from all segments (immutable sets of records), without the cache.
 
-        A segment is an immutable set of records. Deleted and replaced records are left out.
+        Deleted and replaced records are left out.
+
+        Args:
+            number: number of the cell.
+
+        Returns:
+            The ids of the records; their keys, rotated and minus the group's center (`middle`); and the
+            squared norms of these keys.
         """
         ids, keys = [], []
         for segment, (rows,) in self._iterate_rows([number]):

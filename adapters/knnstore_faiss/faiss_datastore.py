@@ -586,7 +586,10 @@ class FaissDatastore(EmbeddedDatastore):
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return the largest number of bytes that a record takes on disk, including its part of an index.
+        """Estimate the number of bytes that a record takes on disk, including its part of an index.
+
+        The estimate counts keys of 16-bit floats. Keys with components above 65,504 are stored as 32-bit
+        floats and take more.
 
         Args:
             dim: number of components of a vector.

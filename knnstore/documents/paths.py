@@ -64,8 +64,10 @@ def _make_whole_file_reader(
 ) -> Callable[[Source, Fields], Iterator[Entry]]:
     """Return a function for `Kind.read`, for a kind of file that contains one document.
 
+    The function yields one entry. The file is read when the entry's document is made, not before.
+
     Args:
-        make: function that reads the document of a file.
+        make: function that reads a file and returns its document.
     """
 
     def read(source: Source, _: Fields) -> Iterator[Entry]:

@@ -110,8 +110,10 @@ def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 def _check_number_of_values(body: bytes) -> None:
     """Check, without parsing a JSON body, that it does not have too many values.
 
+    Counts commas, opening brackets and braces, and colons. Characters inside strings do not count.
+
     Raises:
-        ApiError: 400 if the body has too many values, lists, objects or fields.
+        ApiError: 400 if the number of values, of lists and objects, or of fields exceeds its own limit.
     """
     # 1) Count quickly; this also counts characters inside strings.
     counts = {byte: body.count(byte) for byte in (b",", b"[", b"{", b":")}

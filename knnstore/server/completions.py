@@ -478,7 +478,7 @@ def _check_sources(body: GenerationRequest, tokens: int) -> None:
 
 
 def _answer_too_large_error(serving: Serving) -> ApiError:
-    """Return, but do not raise, the error 400 for an answer that has too many log-probabilities."""
+    """Return, but do not raise, the error 400 for an answer whose log-probabilities take too many bytes."""
     return refused(
         f"logprobs: the answer is larger than {serving.limits.answer_bytes:,} bytes (`--max-answer`): ask "
         "for fewer of the likeliest tokens, for fewer prompts, or for a stream",

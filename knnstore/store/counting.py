@@ -214,7 +214,11 @@ class Counting:
         """
 
         def count() -> None:
-            """Count the selection; runs in the background thread."""
+            """Count the n-grams of the selection and cache the counts. Runs in the background thread.
+
+            First removes the selection from the queue, so that it can be queued again. An error is logged and
+            not raised.
+            """
             self._queued.discard(selection)
             try:
                 self.get_exact(view(), selection)

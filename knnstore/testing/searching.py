@@ -236,7 +236,10 @@ class FilterTests(KitBase):
         check_search(store, records, 20, records.keys[100:110], where=where)
 
     def test_single_ids(self, store: Datastore, records: Records) -> None:
-        """A filter can select single records, not only whole positions or documents.
+        """A filter can select single records.
+
+        The id of a record is made of the position and the token. The filter selects some tokens of a position
+        and leaves out others.
 
         If this fails, check the borders of half-open ranges.
         """

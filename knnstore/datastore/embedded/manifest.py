@@ -369,13 +369,16 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
 
 
 def _list_allowed_id_sizes(entry: SegmentEntry) -> list[int]:
-    """Return the possible sizes in bytes of a segment's file of record ids.
+    """Return the sizes in bytes that a segment's file of record ids can have.
+
+    An unpacked file takes 8 bytes for each id. A packed file takes 2 or 3 bytes for the token of each id,
+    which gives two possible sizes, and some bytes for each run (a series of consecutive positions).
 
     Args:
-        entry: the segment's entry.
+        entry: the segment's entry; `entry.runs` is None if the ids are not packed.
 
     Raises:
-        ValueError: `entry.runs` is not a valid number of runs of positions.
+        ValueError: the number of runs is not an integer from 1 to the number of records.
     """
     if entry.runs is None:
         return [8 * entry.rows]

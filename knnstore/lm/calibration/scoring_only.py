@@ -184,6 +184,7 @@ def find_scoring_only(
         return repeated
 
     def measure_without(*left: str) -> Repeated:
+        """Generate with all components but these, and measure how much the text repeats itself."""
         return measure(f"all but {', '.join(left)}" if left else "all", settings.without(*left))
 
     # 1) Generate with the model alone, and with all components.

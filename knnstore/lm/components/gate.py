@@ -219,7 +219,10 @@ def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
 
 
 def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tensor) -> Contribution:
-    """Merge the experts of one component to a contribution with the weighted mean of their distributions.
+    """Merge the experts of one component into one contribution.
+
+    An expert is the distribution of a component at one temperature. The distribution of the result is the
+    mean of the experts' distributions, weighted by their shares.
 
     Args:
         experts: e contributions of the same component at different temperatures, with the same tokens in the
@@ -228,8 +231,8 @@ def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tenso
         below: sum of the weights of the model and of all earlier components, shape (n,).
 
     Returns:
-        The contribution. Its λ is the weight of all its experts in the mixture with the model and all earlier
-        components.
+        The contribution. Components are mixed one after another; its λ is s / (below + s), where s is the sum
+        of the shares of the experts.
     """
     total = shares.sum(1)
     merged = experts[0]._replace(lam=total / (below + total))

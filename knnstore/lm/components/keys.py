@@ -388,19 +388,20 @@ def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int
 def _search_within_selection(
     reader: Reader, settings: KeySettings, part: Selection, search: Callable[[Selection], T]
 ) -> T | None:
-    """Call `search` with one of the mixer's selections, limited to what the user selected.
+    """Search one of the selections that the mixer asks for, if the user has selected its domains.
 
-    The mixer is the rule that chooses the weight λ; it may ask for one search in each domain.
+    The mixer is the rule that chooses the weight λ. It can ask for one search in each domain. The search is
+    also limited to the tags, documents and metadata that the user has selected.
 
     Args:
         reader: the store.
-        settings: the settings in force.
-        part: a selection from the mixer: the settings' selection itself, or a selection of domains.
+        settings: the settings in force; `settings.selection` is what the user has selected.
+        part: a selection from the mixer: `settings.selection` itself, or a selection of domains only.
         search: runs the search on the selection that it receives.
 
     Returns:
-        The result of `search`; None if the domain of `part` is not selected or was removed. Then a warning is
-        logged, once for each domain.
+        The result of `search`. None if a domain of `part` is not selected by the user or was removed from the
+        store; then a warning is logged, once in a process for each store, domain and reason.
     """
     if part is settings.selection:
         return search(part)

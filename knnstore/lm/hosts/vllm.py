@@ -228,7 +228,8 @@ def check_config(config: Any) -> None:
     Raises:
         StoreNotFoundError: the folder has no store.
         FingerprintMismatchError: the store was made with another model or tokenizer.
-        ConfigError: the configuration asks for something that does not work with a store, for example LoRA.
+        ConfigError: the model is a pooling model; LoRA, prompt embeddings or batch-sharded sampling is
+            requested; the model's files cannot be read; or ``KNNSTORE_ON_ERROR`` has an unknown value.
     """
     _on_error()
     model = config.model_config

@@ -338,9 +338,14 @@ class Detokenizer:
         return self._split_into_pieces(waiting, new)
 
     def _split_into_pieces(self, tokens: Sequence[int], text: str) -> list[TokenPiece]:
-        """Split the text of tokens into one piece for each token, by the bytes of each token.
+        """Split the text of tokens into one piece (text and bytes) for each token.
 
-        If the bytes do not give the text, the whole text is in the piece of the last token that adds text.
+        There are three attempts; the first whose joined texts equal `text` is returned:
+
+        1. Decode the bytes of each token.
+        2. Take U+FFFD for each fallback byte, and the token's own text for each other token.
+        3. Give the whole text to the last token that adds text, or to the last token if none adds text, and
+           an empty text to all other tokens.
         """
         data = [self._texts.bytes_of(token) if self._adds_text(token) else b"" for token in tokens]
         for texts in (_decode_parts(data), [self._get_invalid_run_text(token) for token in tokens]):
@@ -380,16 +385,16 @@ class Detokenizer:
 
 
 def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]:
-    """Split a text into one part for each of its tokens; the joined parts are the text.
+    """Split a text into one part for each of its tokens, so that the joined parts are the text if possible.
 
-    If the decoded tokens differ from the text, e.g. in upper and lower case, the tokenizer's offsets are
-    used. Slow tokenizers (Python only) have no offsets; then the text of each decoded token is returned. A
-    text without tokens gives no parts.
+    If the decoded tokens differ from the text, for example in upper and lower case, the text is split at the
+    tokenizer's offsets. If there is not one offset for each token, as with a tokenizer in Python only, the
+    decoded tokens are returned, and their join differs from the text. A text without tokens gives no parts.
 
     Args:
-        texts: has the model's tokenizer.
+        texts: the texts of the tokens, with the model's tokenizer.
         text: the text before tokenization.
-        tokens: the tokens of the text, without special tokens before it.
+        tokens: the tokens of the text, without the special tokens that the tokenizer puts before a text.
     """
     pieces = texts.pieces(tokens)
     if "".join(pieces) == text or not pieces or not texts.tokenizer.is_fast:
@@ -407,7 +412,11 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
 
 
 def get_token_letters(tokenizer: PreTrainedTokenizerBase) -> Letters:
-    """Return the spelling of each token in the vocabulary, by id, without spaces and line ends."""
+    """Return the spelling of each token in the tokenizer's vocabulary, by token id.
+
+    The marks for spaces and line ends (for example Ġ, Ċ and ▁) and a leading ``##`` are removed. The spelling
+    is not decoded: in a byte-level vocabulary, a letter stands for a byte.
+    """
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return Letters([_SPACES.sub("", name or "") for name in names])
 

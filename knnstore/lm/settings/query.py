@@ -215,7 +215,7 @@ class KNNSettings:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the components in use, in the order "cache", "n-grams", "keys", other packages' names."""
+        """Names of the components in use: "cache", "n-grams", "keys", then components of other packages."""
         in_use = {
             "cache": self.cache is not None,
             "n-grams": self.ngrams is not None,

@@ -217,7 +217,11 @@ def _warn_of_former_components(names: tuple[str, ...]) -> None:
 
 @cache
 def _warn_of_removed(names: tuple[str, ...]) -> None:
-    """Warn once in a process that settings of an earlier version are ignored."""
+    """Log a warning that settings of an earlier version are ignored, once in a process for the same names.
+
+    Args:
+        names: names of the ignored settings, keys of `_REMOVED`.
+    """
     _logger.warning(
         "of the saved settings this version ignores %s: knnstore calibrate makes new settings",
         ", ".join(f"{name} ({_REMOVED[name]})" for name in names),
@@ -226,7 +230,11 @@ def _warn_of_removed(names: tuple[str, ...]) -> None:
 
 @cache
 def _warn_of_removed_mixer(name: str) -> None:
-    """Warn once in a process that settings of an earlier version are not used."""
+    """Log a warning that saved settings with a removed mixer are not used, once in a process for each name.
+
+    Args:
+        name: name of the mixer (the rule that chooses λ), which this version does not have.
+    """
     _logger.warning(
         "the saved settings are not used, since their mixer %r is in the package knnstore-research now: "
         "install it, or run knnstore calibrate, which makes new settings",

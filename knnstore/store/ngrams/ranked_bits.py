@@ -44,10 +44,10 @@ class RankedBits:
 
     @classmethod
     def join_rows(cls, rows: Sequence[Self]) -> Self:
-        """Join objects with one sequence each to an object with several sequences.
+        """Return one object that contains the sequences of bits of several objects.
 
         Args:
-            rows: one or more objects, whose sequences have equal lengths.
+            rows: one or more objects with one sequence of bits each. All sequences have the same length.
         """
         joined_rows = copy(rows[0])
         joined_rows._words, joined_rows._within, joined_rows._before = (

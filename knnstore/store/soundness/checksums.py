@@ -112,7 +112,8 @@ class Checksums:
     def find_differing(self, stored: Mapping[int, str]) -> list[int]:
         """Return the primary keys of the documents whose stored checksum differs from the computed checksum.
 
-        Documents of which no record was added, and documents without a stored checksum, are left out.
+        A document is left out if none of its records was added to this object, or if it has no stored
+        checksum.
 
         Args:
             stored: stored checksums by primary key of the document.
