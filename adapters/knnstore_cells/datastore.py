@@ -155,7 +155,16 @@ class CellsDatastore(EmbeddedDatastore):
         from knnstore_cells.visiting import visit_cells
 
         def visit_groups(groups: Sequence[GroupSearch]) -> list[Visits]:
-            """Compare the queries with the records of their nearest cells (clusters of near keys)."""
+            """Compare each query with all records of its nearest cells (clusters of near keys).
+
+            The nearest cells are chosen among the cells of all these groups together.
+
+            Args:
+                groups: the groups (numbered sets of records, such as domains) to search.
+
+            Returns:
+                The queries, record ids and distances; empty if no record matches the filter.
+            """
             return visit_cells(
                 [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
             )
@@ -231,7 +240,10 @@ class CellsDatastore(EmbeddedDatastore):
         return self._policy.cells_for(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the parameters of the index of a segment (a set of files with records of one group).
+        """Return the parameters of the index of a segment.
+
+        A group is a numbered set of records, such as a domain. A segment is a set of files with records of
+        one group.
 
         Args:
             rows: number of records of the segment, deleted records included.

@@ -180,13 +180,15 @@ class CellGroup:
     def rotate(self, vectors: Tensor) -> Tensor:
         """Rotate vectors to the space in which the group's codec (compressor of keys) stores keys.
 
-        Distances between vectors stay the same. Without a codec, the vectors are returned unchanged.
+        Distances between vectors stay the same. If the group has no codec, or the codec does not rotate keys,
+        the vectors are returned unchanged.
 
         Args:
             vectors: float32, shape (n, dim).
 
         Returns:
-            float32, shape (n, width).
+            The rotated vectors, float32, shape (n, width). The width is the number of components of a rotated
+            key; it is dim if the vectors are unchanged.
         """
         return vectors if self._rotation is None else vectors @ self._rotation
 

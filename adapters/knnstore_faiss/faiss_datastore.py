@@ -399,16 +399,16 @@ class InvertedIndex:
         return self._live if ids is None else self.segment.live_rows(ids)
 
     def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
-        """Find approximately the k nearest of the selected records for each query.
+        """Find the k nearest of the selected records for each query, approximately.
 
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
-            matching: row numbers of the selected records, a result of the method `matching`.
+            matching: row numbers of the selected records, as `InvertedIndex.matching` returns them.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Only if fewer than k records are
-            selected, the rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
+            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
         """
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
@@ -613,14 +613,17 @@ class FaissDatastore(EmbeddedDatastore):
         return self._policy.is_group_indexed(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Choose the parameters of the index of a segment (a set of files with records of one group).
+        """Choose the parameters of the index of a segment.
+
+        A group is a numbered set of records, such as a domain. A segment is a set of files with records of
+        one group.
 
         Args:
             rows: number of records of the segment, deleted records included.
-            group_rows: number of records of its group, without deleted and replaced records.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
 
         Returns:
-            ``{"faiss": FACTORY_STRING}``; None if the segment needs no index.
+            ``{"faiss": FACTORY_STRING}``; None if the segment needs no index, or is too small for one.
         """
         factory = self._policy.choose_factory(rows, group_rows, self._dim)
         if factory is None or not has_enough_rows(factory, rows, self._dim, self._metric):

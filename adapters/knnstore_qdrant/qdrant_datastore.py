@@ -317,7 +317,11 @@ class QdrantDatastore:
         self._get_writable_points().optimize()
 
     def close(self) -> None:
-        """Close the connections to the server. A second call does nothing."""
+        """Close the connections to the server. A second call does nothing.
+
+        If adding many records has postponed the server's indexing, the server is first told to index again.
+        The call does not wait until the index is built.
+        """
         with self._closing:
             if self._closed:
                 return

@@ -480,9 +480,13 @@ class Catalog:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def problems(self) -> list[str]:
-        """Check the database file and the counter of positions for damage.
+        """Check the database for damage.
 
-        Returns one message for each problem; an empty list if the database is sound.
+        The check includes the counter that gives each new document its positions: it must not give out
+        positions that a stored document has.
+
+        Returns:
+            One message for each problem; an empty list if the database is sound.
         """
         with run_read_transaction(self.sql) as session:
             return find_problems(session)

@@ -163,14 +163,19 @@ def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, 
 
 
 def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
-    """Find the distributions (packages) that provide an adapter's engine, and their installed versions.
+    """Find the packages that provide an adapter's engine, and their installed versions.
 
-    The engine consists of the requirements of the extras named ``ADAPTER`` or ``ADAPTER-...``. If no such
-    extra exists, all requirements of the adapter's distribution count, except knnstore and numpy. For an
-    adapter of knnstore itself without such an extra, and for unreadable requirements, the result is empty.
+    An extra is an optional group of requirements. The packages are the requirements of the extras whose name
+    is the adapter's name, or begins with this name and a hyphen. If these extras have no requirements on this
+    machine, the packages are all requirements of the adapter's distribution without any extra, except
+    knnstore and numpy. For an adapter of knnstore itself, only the extras count.
+
+    Args:
+        offer: the adapter, and the distribution that declares it.
 
     Returns:
-        Version of each distribution, by name; None if the distribution is not installed.
+        Version of each package, by name; None if the package is not installed. Empty if a requirement of the
+        distribution cannot be read, or if there are no such packages.
     """
     adapter, owner = offer.entry_point.name, offer.distribution
     try:

@@ -189,7 +189,11 @@ class _TextParser(HTMLParser):
             self._parts.append(re.sub(r"\s+", " ", data))
 
     def text(self) -> str:
-        """Return the visible text that was collected, without empty lines. Spaces in ``<pre>`` are kept."""
+        """Return the visible text that was collected, without empty lines.
+
+        Spaces at the ends of lines are removed. Other spaces in ``<pre>`` are kept; elsewhere each run of
+        white space becomes one space.
+        """
         lines = re.sub(r" *\t[ \t]*", "\t", "".join(self._parts)).split("\n")
         return "\n".join(line.rstrip().strip("\t") for line in lines if line.strip())
 

@@ -55,7 +55,10 @@ class TextState:
 
     @property
     def has_all_tokens(self) -> bool:
-        """True if every token id is known; False if the model received a part of the text as embeddings."""
+        """True if every token id is known; False if the model received a part of the text as embeddings.
+
+        It stays False after `truncate` has removed this part, until the text is empty.
+        """
         return self._unknown_stop == 0
 
     @property

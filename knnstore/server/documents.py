@@ -28,10 +28,12 @@ OptionalName = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
 
 
 def declare_documents(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints that list, add and remove documents and domains to the application.
+    """Declare the endpoints for domains (list, remove) and documents (list, add, remove).
+
+    No endpoint creates a domain; it is created when its first document is added.
 
     Args:
-        routes: adds the endpoints.
+        routes: the object with which endpoints are added to the application.
         serving: the server's state, with the store.
     """
 

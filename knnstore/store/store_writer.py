@@ -221,10 +221,10 @@ class StoreChanges:
         self._add_checksums()
 
     def remove_orphans(self) -> None:
-        """Delete the records that belong to no document.
+        """Delete the records that belong to no live document.
 
-        Damaged parts (such as files) of the datastore are deleted too, if no document has lost records with
-        them.
+        A live document is completely stored and not removed. Damaged parts of the datastore (such as files)
+        are deleted too. But a damaged part stays if a live document has lost records because of it.
         """
         datastore = self.current.datastore
         orphans = retry_past_damage(datastore, lambda: find_orphans(self.writer.catalog, datastore))

@@ -38,9 +38,10 @@ def calibrate(
         typer.Option(
             min=1,
             metavar="N",
-            help="Largest number of neighbors; a quarter of it, a sixteenth and so on are tried too. Above "
-            "1,024 a fixed lambda and bins are fitted, below all mixers. A store with cells tries 4 to 64 "
-            "probes instead, and takes the fewest within 0.5 % of the lowest perplexity.",
+            help="Largest number of neighbors to try; a quarter of it, a sixteenth and so on are tried too. "
+            "Up to 1,024 neighbors, all mixers (rules for the weight lambda) are fitted; with more "
+            "neighbors, only a fixed lambda and bins. A store with cells tries 4 to 64 probes instead, and "
+            "takes the fewest within 0.5 % of the lowest perplexity.",
         ),
     ] = 4096,
     stored_tokens: Annotated[
@@ -49,16 +50,17 @@ def calibrate(
             "--stored",
             min=1,
             metavar="TOKENS",
-            help="Also predict this number of tokens of stored documents, each document from the store "
-            f"without this document; {STORED_TOKENS:,} if no FILE is given. Not for a model that was trained "
-            "on these documents.",
+            help="Also predict this number of tokens of stored documents. Each document is left out of its "
+            f"own search. The default is {STORED_TOKENS:,} if no FILE is given, else none. Not for a model "
+            "that was trained on these documents.",
         ),
     ] = None,
     leave_out: LeaveOutOption = False,
     networks: Annotated[
         bool,
         typer.Option(
-            "--networks/--no-networks", help="Also fit small networks that choose the weights of each token."
+            "--networks/--no-networks",
+            help="Also fit small networks that choose the weights for each token.",
         ),
     ] = True,
     ngrams: Annotated[
@@ -88,13 +90,17 @@ def calibrate(
     with 95 % intervals over documents, and their ratio to the perplexity of the model alone.
 
     The best settings are saved for these domains (or the whole store); eval, generate and explain use them
-    from then on. They are saved only if they beat the model alone, and the settings saved before, beyond
-    chance. Saved settings that were fitted to this same text are always replaced. The lowest of many
-    perplexities is partly luck, so the perplexity to expect is saved too: that of each half, with the
-    settings that are best on the other half.
+    from then on. New settings are saved only if they are better than the model alone, and better than the
+    settings that were saved before. Both differences must be larger than chance explains. Settings that were
+    fitted to this same text are not compared, because the text cannot judge them; then new settings must only
+    be better than the model alone. If they are not, the command fails and the saved settings stay.
 
-    At the end the model continues beginnings of the documents. Components that make the generated text repeat
-    itself, as a cache can, are left out by generate and by the server.
+    The lowest of many perplexities is partly luck. So the command also saves the perplexity to expect on new
+    text. To compute it, each half of the documents is predicted with the candidate that is best on the other
+    half.
+
+    At the end the model continues beginnings of the documents. This finds components, such as a cache, that
+    make generated text repeat itself. The commands generate and serve do not use these components.
 
     Examples:
       knnstore calibrate dev.jsonl

@@ -91,8 +91,8 @@ def calibrate(
 
     Settings are saved only if their perplexity is lower than that of the model alone beyond chance. If the
     settings in force were not derived by default, the new settings must be better than these beyond chance
-    too. Saved settings that were fitted to this same text are always replaced, because the text cannot judge
-    them.
+    too. Saved settings that were fitted to this same text are not compared, because the text cannot judge
+    them: new settings replace them if they are better than the model alone.
 
     Then beginnings of some documents are continued, to find components that make generated text repeat
     itself; these count in scoring only. This is also measured for calibrated settings that stay in force.

@@ -147,12 +147,13 @@ class TargetContinuation(NamedTuple):
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":
-        """Return an object without predictions for `count` contexts, as for a store without text.
+        """Return an object for `count` contexts (texts before a token) that have no prediction.
 
-        All probabilities are NaN and all suffixes are zeros.
+        A store without text gives such an object. `probs` is NaN for each context. `suffixes` has three zeros
+        for each context, which means that no end of the context was found in the counted text.
 
         Args:
-            order: number of tokens of the longest n-grams.
+            order: number of tokens of the longest n-grams; only kept in the field `order`.
             count: number of contexts.
         """
         suffixes = torch.zeros((count, 3), dtype=torch.int64)
@@ -414,10 +415,12 @@ def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
 def arrange_by_row(
     rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Arrange e entries (row, probability, token) as a matrix of probabilities and a matrix of tokens.
+    """Arrange entries (row, probability, token) as a matrix of probabilities and a matrix of tokens.
+
+    The entries of a row stay in their order.
 
     Args:
-        rows: row number of each entry, ascending, shape (e,).
+        rows: row number of each of the e entries, ascending, shape (e,).
         probs: probability of each entry, shape (e,).
         tokens: token of each entry, shape (e,).
         count: number of rows, n.

@@ -283,10 +283,14 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         )
 
     def needs_text(self, knn: KNNSettings) -> bool:
-        """Check whether predictions with these settings need the earlier tokens or hidden states of a text.
+        """Check whether predictions with these settings need more of a text's past than the model's KV cache.
 
-        The KV cache of the model has neither, so the caller must keep them. False if the settings use the
-        model alone.
+        The KV cache has no tokens, keys or hidden states of earlier tokens, so the caller must keep them.
+
+        Returns:
+            True if the settings use the cache of recent text, n-grams or a component of another package, or
+            if the settings use any component and a key joins the hidden states of several tokens. False for
+            the model alone, and for retrieval by keys of one hidden state each.
         """
         return not knn.is_model_alone and (knn.needs_text or bool(self.encoder.joining.discounts))
 

@@ -282,9 +282,11 @@ class Encoder:
 
     @cached_property
     def _stops_at_keys(self) -> bool:
-        """True if a pass that stops at the keys gives the same keys as a whole pass.
+        """True if the model may stop after the layer that gives the keys, because the keys stay the same.
 
-        Tried once, on 8 tokens.
+        The first use runs the model on 8 tokens twice, with this stop and without it, and compares the keys.
+        For a model that accelerate has placed on devices (`hf_device_map`), the value is False without this
+        test, because layers that accelerate moves to the device would stay there after a stop.
         """
         ids = torch.arange(8, device=self.model.device)[None]
         # Layers that accelerate moves to the device for their turn would stay on the device.

@@ -319,12 +319,11 @@ def score_text_in_turns(
     settings: KNNSettings,
     most: int = _TURN_TOKENS,
 ) -> Iterator[TokenScores | None]:
-    """Score one text in turns, short pieces of work between which a server can do other work.
+    """Score one text in turns. A turn is a short piece of work; between two turns a server can do other work.
 
-    The result is that of `score_texts` with sources.
-
-    The model runs over one window at a time, in parts of 128 tokens; the evidence is looked up for a few
-    tokens at a time.
+    The scores are those of `score_texts` with ``with_sources=True``, which keeps the ids of retrieved
+    records. They may differ by rounding, because the model runs over one window at a time, in parts of 128
+    tokens. After each window the store is searched for a few of its tokens at a time.
 
     Args:
         store: the store that is searched.
@@ -359,9 +358,17 @@ def _follow_texts(
 
 
 def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings) -> Contexts | None:
-    """Append the keys of predicted tokens to their texts, and return the tokens' contexts (earlier text).
+    """Extend texts that are being scored, and return the context of each predicted token.
 
-    Returns None, and appends nothing, if no component needs text.
+    The context of a token is the text before it. For a continuous cache, the key vectors are appended too.
+
+    Args:
+        texts: the texts up to the previous batch; they are extended in place.
+        read: the tokens that the model predicted in this batch, with their keys.
+        settings: the settings in force.
+
+    Returns:
+        The contexts. None if no component needs earlier text; then nothing is appended.
     """
     if not settings.needs_text:
         return None

@@ -238,7 +238,10 @@ class KNNSettings:
 
     @property
     def writes_alone(self) -> bool:
-        """True if the model generates without any component, although components are used in scoring."""
+        """True if components are in use, but all of them in scoring only, so that the model generates alone.
+
+        A component is a source of predictions besides the model: keys, n-grams or a cache, for example.
+        """
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 
     def without(self, *components: str) -> "KNNSettings":

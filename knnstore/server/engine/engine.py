@@ -535,17 +535,17 @@ class Engine:
         return self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION)
 
     def _scope_fails(self, batch: Batch, scope: Hashable) -> bool:
-        """Check whether a forward pass fails if only the texts of one scope retrieve.
+        """Check whether the forward pass fails because of one scope (documents and settings of retrieval).
 
-        All other texts of the batch use λ = 0, so they do not read the store. The result of the pass is
-        dropped.
+        The pass runs once more. Only the texts of this scope search the store; all other texts of the batch
+        use λ = 0. The predictions of the pass are not used.
 
         Args:
             batch: the texts.
-            scope: a value of `Task.knn`: which documents texts retrieve from, and with which settings.
+            scope: the scope to test, a value of `Task.knn`.
 
         Returns:
-            True if the pass, or the resolution of the scope's settings, raises any exception.
+            True if the pass raises any exception, or if the settings of the scope cannot be resolved.
         """
         try:
             scope_settings = self._resolve_for_generation(scope)

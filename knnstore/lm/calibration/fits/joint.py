@@ -23,9 +23,10 @@ def fit_together(
     others: Mapping[str, Fitting],
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the keys, then each other component over the earlier ones, then a gate over all of them.
+    """Fit the keys, then the other components one after another, and last a gate. Return the fitted settings.
 
-    The gate is a network that weighs all components for each token.
+    Each other component is fitted to be mixed with the components that were fitted before it. The gate is a
+    network that weighs all components anew for each token.
 
     Args:
         evidence: probabilities of the tokens to fit on.
