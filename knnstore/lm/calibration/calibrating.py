@@ -85,9 +85,9 @@ def calibrate(
 ) -> Calibration:
     """Fit all settings on held-out text, and save the best settings for a selection of domains.
 
-    The model scores the text once. The store is searched with k up to `PASS_K`, then with larger k (or with
-    several numbers of probes), then in each domain alone. All candidates are fitted on these results; see
-    `compare`.
+    The model scores the text once. The store is searched with k up to `PASS_K`, then with larger k (or
+    several numbers of cells), then in each domain alone. All candidates (settings of different kinds) are
+    fitted on these results; see `compare`.
 
     Settings are saved only if their perplexity is lower than that of the model alone beyond chance. If the
     settings in force were not derived by default, the new settings must be better than these beyond chance
@@ -106,14 +106,14 @@ def calibrate(
             these documents is left out of its own search; see `choose_stored`. Do not use it for a model that
             was trained on the stored documents. When one of these documents is removed or replaced, the
             settings are deleted.
-        max_k: largest number of neighbors to try; smaller numbers are tried too. A store with cells tries the
-            numbers of probes in `PROBES` instead, and chooses the smallest number with which the perplexity
-            of keys, n-grams and cache together is at most 0.5 % above the lowest, because each probe takes
-            time.
+        max_k: largest number of neighbors to try; smaller numbers are tried too. In a store with cells
+            (groups of records with near keys), numbers of searched cells are tried instead: the numbers in
+            `PROBES`. The smallest number is chosen with which the perplexity of keys, n-grams and cache
+            together is at most 0.5 % above the lowest, because each searched cell takes time.
         leave_out: True to leave a document that is in the store out of its own search; when the stored
             document is removed or replaced, the settings are deleted. With False, the document raises an
             error.
-        networks: True to fit gates as further candidates.
+        networks: True to fit gates (networks that choose weights for each token) as further candidates.
         ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
@@ -245,7 +245,8 @@ def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: 
         lineage: the documents that were searched, as the store identifies them.
 
     Returns:
-        False if the settings were not calibrated; then nothing is changed.
+        True if the record was updated. False if no settings are saved, or if they were not calibrated; then
+        nothing is changed.
     """
     domains = selection.domains or ()
     saved, record = store.settings(domains), CalibrationRecord.of(store, selection)
@@ -265,10 +266,10 @@ def _measure_generation(
 ) -> tuple[str, ...]:
     """Find the components that make generated text repeat itself; save and return their names.
 
-    Components with these names are used when text is scored, and left out when text is generated.
-
-    Beginnings of the documents that leave out no stored document are continued. If every document leaves out
-    stored documents, one group of documents that leave out the same stored documents is used.
+    The saved settings use these components when text is scored, and leave them out when text is generated. To
+    find them, the model continues beginnings of documents. The documents used are those that leave no stored
+    document out of their search. If there are none, a group of documents that leave out the same stored
+    documents is used.
 
     Args:
         lm: the model.

@@ -67,12 +67,13 @@ class FittableMixer(Protocol):
 
         Args:
             evidence: probabilities of the tokens to fit on: by the model (p_LM) and by the retrieved records
-                (p_kNN). If n-grams are used, both are already mixed with n-grams.
-            scored: the text, for other features; ``evidence.tokens`` has the indices of the tokens in it.
+                (p_kNN). If n-grams are used, both probabilities are already mixed with n-grams.
+            scored: the text, from which further features can be computed; ``evidence.tokens`` has the indices
+                of the tokens in the text.
 
         Returns:
-            ``evidence.settings(temperature, mixer)``; None if the mixer cannot be used with this text, for
-            example because it needs single neighbors or squared distances.
+            The settings, ``evidence.settings(temperature, mixer)``. None if the mixer cannot be used with
+            this text, for example because it needs single neighbors or squared distances.
         """
 
 
@@ -145,6 +146,8 @@ def compare(
 ) -> Comparison:
     """Fit every candidate, and judge it on documents that it was not fitted on.
 
+    A candidate is settings of one kind, for example with a fixed weight λ and a certain k.
+
     Args:
         scored: held-out text that was scored once.
         current: settings to compare the candidates with; None for no comparison.
@@ -155,7 +158,8 @@ def compare(
             best larger k is better than every k of the first search.
         domains: search results for each domain alone, to fit one weight for each domain; None tries no such
             weights.
-        networks: True to fit gates, which takes most of the time.
+        networks: True to fit gates (networks that choose weights for each token), which takes most of the
+            time.
         ngrams: True to try n-grams of the stored text (if the text was scored with n-grams), and n-grams of
             the text itself together with a continuous cache.
 
@@ -262,9 +266,10 @@ def _fit_key_candidates(
 
 
 def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
-    """Return functions that fit other packages' mixers, by name, for mixers that can use the text.
+    """Return the functions that fit the mixers of other packages, by name.
 
-    A mixer is a rule that chooses the weight λ. Runs each function once, to find out whether it returns None.
+    A mixer is a rule that chooses the weight λ. Each function is run once; a function that returns None is
+    left out, because its mixer cannot be used with the text.
 
     Args:
         scored: the text.
@@ -281,7 +286,12 @@ def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> 
 def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list[str]:
     """Return the names of components in `settings.others` for which the scored text has no valid results.
 
-    A component has none if the text was scored without it, or with other trained weights.
+    A component has no valid results if the text was scored without the component, or with other trained
+    weights.
+
+    Args:
+        settings: the settings whose components are checked.
+        scored: the text.
     """
     return [
         name
@@ -317,8 +327,8 @@ def _make_judgeable(
         domains: search results for each domain alone; None if domains were not searched alone.
 
     Returns:
-        The settings, with a k that was searched, or None if they cannot be judged; and the function that
-        computes the tokens' log-probabilities with the settings.
+        The settings, whose k is lowered if necessary to a k that was searched; None if the settings cannot be
+        judged. And the function that computes the tokens' log-probabilities with the settings.
     """
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):

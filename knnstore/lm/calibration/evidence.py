@@ -56,10 +56,11 @@ class GridEvidence:
         return KNNSettings(self.k, temperature, mixer, probes=self.probes)
 
     def only(self, wanted: Tensor) -> "GridEvidence":
-        """Return the probabilities of a subset of the tokens.
+        """Return the probabilities of the tokens that a mask selects.
 
         Args:
-            wanted: mask over all tokens of the scored text (not only the n tokens here), bool.
+            wanted: True for the tokens to keep, bool; one value for each token of the scored text, also for
+                tokens that are not in this object.
         """
         rows = wanted[self.tokens]
         return replace(
@@ -88,10 +89,12 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
 
 
 def evidence_without_keys(scored: ScoredText) -> GridEvidence:
-    """Return probabilities for a text for which no neighbor was found.
+    """Return the model's probabilities of all tokens of a text for which no neighbor was found.
 
-    The result has the model's probability (p_LM) of all tokens, k = 1 and an empty temperature grid, so no
-    probabilities by neighbors.
+    The result has k = 1 and an empty temperature grid, so it has no probabilities by neighbors.
+
+    Args:
+        scored: the text.
     """
     tokens = torch.arange(len(scored))
     nothing = torch.zeros(len(scored), 0)

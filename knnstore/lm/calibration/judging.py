@@ -60,6 +60,8 @@ class Judge:
     def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
         """Return the perplexity, and the perplexity divided by that of the model alone.
 
+        Both values have a 95 % confidence interval.
+
         Args:
             log_probs: log p of every token of the text, shape (n,).
         """

@@ -57,7 +57,7 @@ class Repeated(NamedTuple):
         )
 
     def means(self, of: str) -> Repetition:
-        """Return the means over the texts.
+        """Return the means over the texts, as a `Repetition` for reports.
 
         Args:
             of: name of the source of the texts, such as ``model`` or ``text``, for the result.
@@ -150,9 +150,10 @@ def find_scoring_only(
 ) -> tuple[tuple[str, ...], tuple[Repetition, ...]]:
     """Find the components of settings that make generated text repeat itself.
 
-    Continues beginnings of documents greedily with all components, with the model alone, and without single
-    components. The cache is left out of generation if text repeats itself more with it; other components are
-    left out until the text repeats itself at most as much as text of the model alone.
+    The model continues beginnings of documents greedily: with all components, with the model alone, and
+    without single components. The cache must be left out of generation if text repeats itself more with it.
+    Then other components must be left out, one after another, until the text repeats itself at most as much
+    as text of the model alone.
 
     Args:
         lm: the model that generates.
@@ -163,8 +164,8 @@ def find_scoring_only(
         progress: receives the start and the end of each generation.
 
     Returns:
-        The names of the components that must count in scoring only, all components if the model must generate
-        alone; and the measured repetition of each generation.
+        The names of the components that must count in scoring only; all components if the model must generate
+        alone. And the measured repetition of each generation; empty if nothing was measured.
     """
     settings = replace(settings, scoring_only=())
     components = settings.components

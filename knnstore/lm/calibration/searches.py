@@ -64,6 +64,9 @@ class FurtherSearches:
 
         Args:
             ks: numbers of neighbors, ascending.
+
+        Returns:
+            For each k the probabilities by the nearest k records, in the order of `ks`.
         """
         parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
         return [
@@ -71,14 +74,15 @@ class FurtherSearches:
         ]
 
     def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
-        """Compute the probability of every token by all records of the probed cells, at several temperatures.
+        """Compute the probability of every token by all records of the searched cells.
+
+        A cell is a group of stored records with near keys; a query searches the nearest cells.
 
         Args:
-            probes: numbers of probed cells for each query, ascending.
+            probes: numbers of searched cells for each query, ascending.
 
         Returns:
-            The probabilities at each temperature of a grid, for each number of probed cells. A cell is a
-            group of stored records with near keys.
+            For each number of searched cells the probabilities at each temperature of a grid.
         """
         title = f"searching {probes[-1]:,} cells"
         found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
@@ -116,16 +120,18 @@ class FurtherSearches:
     def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
-        """Sum the weights of all records in the cells (groups of records) nearest to each token's key.
+        """Compute the probability of every token by all records in the cells nearest to the token's key.
+
+        A cell is a group of stored records with near keys.
 
         Args:
-            probes: numbers of probed cells, ascending.
+            probes: numbers of searched cells, ascending.
             title: title of the progress display.
             selection: the documents to search.
             temperatures: the temperature grid, shape (m,).
 
         Returns:
-            For each number of probed cells, the probability of every token at each temperature.
+            For each number of searched cells, the probability of every token at each temperature.
         """
         found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
         for members, reached in self._group_tokens(title, selection):
@@ -146,11 +152,14 @@ class FurtherSearches:
         return found
 
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
-        """Sum the weights of all records in the cells nearest to each query, apart for its target token.
+        """Sum the weights of all records in the cells nearest to each query.
+
+        A cell is a group of records with near keys. The records of the query's target token are also summed
+        apart.
 
         Args:
             tokens: indices of q tokens of the text; their keys are the queries. int64, shape (q,).
-            probes: number of cells (groups of records with near keys) for each query.
+            probes: number of cells that are searched for each query.
             selection: the documents to search.
         """
         keys, targets = self._document_keys.keys[tokens].numpy(), self._document_keys.targets[tokens]
@@ -158,7 +167,7 @@ class FurtherSearches:
         return sum_cells(self.store, keys, targets, settings)
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, NeighborSums]]:
-        """Search the k nearest records for each token of the text, chunk by chunk.
+        """Search the store for the k records nearest to each token's key, chunk by chunk.
 
         Args:
             k: number of neighbors.
@@ -167,7 +176,7 @@ class FurtherSearches:
 
         Yields:
             For each chunk the indices of the tokens with a neighbor, int64, shape (q,); and the neighbors of
-            these tokens, with hits (whether a neighbor's token is the target token).
+            these tokens, with hits (True for a neighbor with the target token).
         """
         reading = self._document_keys
         for members, reached in self._group_tokens(title, selection):
@@ -224,8 +233,8 @@ class WideEvidence:
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
         """Compute log-probabilities of tokens in the mixture of settings that have this k.
 
-        The probability by the neighbors is interpolated between the two nearest temperatures of the grid. A
-        token without a neighbor has the model's probability, and the weight λ = 0.
+        The probability by the neighbors is interpolated between the temperatures of the grid. A token without
+        a neighbor has the model's probability, and the weight λ = 0.
 
         Args:
             settings: settings with the k of the evidence.

@@ -90,13 +90,15 @@ class Trial:
     def fit_candidate(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
     ) -> Candidate:
-        """Fit settings on each half and on the whole text, and judge each half by the other half's settings.
+        """Fit settings on each half of the text, and judge each half with the settings of the other half.
+
+        The settings of the result are fitted on the whole text.
 
         Args:
             name: name of the candidate.
-            fit: fits the settings to given tokens; called three times.
+            fit: function that fits the settings to given tokens; called three times.
             evidence: probabilities of the tokens of the whole text, to fit on.
-            mix: computes the tokens' log-probabilities with fitted settings; default is
+            mix: function that computes the tokens' log-probabilities with fitted settings; default is
                 `ScoredText.log_probs`.
         """
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
@@ -114,7 +116,7 @@ class Trial:
         without target tokens.
 
         Args:
-            fit: fits the settings of the keys.
+            fit: function that fits the settings of the keys.
             evidence: probabilities of the tokens of the whole text, to fit on.
         """
         if self._ngrams is not None:
@@ -163,16 +165,19 @@ class Trial:
     def try_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
-        """Try n-grams alone, n-grams mixed over the best candidate, and n-grams fitted together with it.
+        """Try n-grams with the model alone, with the best candidate, and fitted anew together with the keys.
+
+        For the last, the best candidate is taken whose fit can be repeated. If it is the best candidate of
+        all, n-grams are not also mixed with its old fit.
 
         Args:
             candidates: the candidates so far.
-            evidence: probabilities of the tokens for each k or number of probes.
+            evidence: probabilities of the tokens for each k or number of searched cells.
             fits: for each candidate's name, the function that fits the keys.
 
         Returns:
-            The new candidates. Empty if the trial does not try n-grams; only n-grams alone if `candidates` is
-            empty.
+            The new candidates. Empty if the trial does not try n-grams. If `candidates` is empty, only
+            n-grams with the model alone.
         """
         if self._ngrams is None:
             return []
@@ -204,14 +209,16 @@ class Trial:
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
 
     def try_other_components(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Try the continuous cache and other packages' components, each alone and over the best candidate.
+        """Try the continuous cache and the components of other packages.
+
+        Each component is tried with the model alone, and with the best candidate so far.
 
         Args:
             candidates: the candidates so far. Each new candidate counts as a candidate for the next
                 component.
 
         Returns:
-            The new candidates.
+            The new candidates, two for each component; one if there is no candidate so far.
         """
         found = list[Candidate]()
         for name, component in self._others.items():
@@ -221,12 +228,14 @@ class Trial:
     def try_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
     ) -> list[Candidate]:
-        """Try one gate (a network that weighs all components), with k or probes of the best fixed λ.
+        """Try one gate, a network that weighs all components.
+
+        The gate uses the k, or the number of searched cells, with which a fixed λ is best.
 
         Args:
             candidates: the candidates so far.
-            evidence: probabilities of the tokens for each k or number of probes.
-            fit: fits a fixed λ of the keys, before the gate is fitted.
+            evidence: probabilities of the tokens for each k or number of searched cells.
+            fit: function that fits a fixed λ of the keys, before the gate is fitted.
 
         Returns:
             A list with one candidate; empty if the text was scored without target tokens.

@@ -152,11 +152,13 @@ class Component(Protocol):
     def cite(self, question: Question[Any], found: Any, weights: Tensor, most: int) -> Citations | None:
         """List the places that the component's predictions of n tokens come from.
 
+        A place is a record of the store, or an earlier token of the same text.
+
         Args:
             question: the input of the look-up; its contexts contain the tokens.
             found: the result of the look-up with `Form.SOURCES`.
-            weights: share of each column of the component's contribution among all components' columns,
-                between 0 and 1, shape (n, columns).
+            weights: weight of each column of the component's `Contribution`, float32, shape (n, columns). A
+                weight is between 0 and 1; the columns of all components together sum to 1.
             most: largest number of nearest places, and of causes, of each token. A component may return more
                 causes.
 
@@ -204,7 +206,10 @@ class Fitting(Protocol):
         ...
 
     def lam(self, fitted: Any) -> float:
-        """Return the weight λ of settings that `fit` returned, for reports; the mean if there are several."""
+        """Return the weight λ of settings that `fit` returned, for reports.
+
+        If the settings have several weights, their mean is returned.
+        """
         ...
 
 
@@ -231,7 +236,13 @@ KEYS = "keys"
 def find_by_name(evidence: Evidence, name: str) -> Any:
     """Return the look-up result of one component.
 
-    For the component `KEYS` the whole evidence is returned, because the evidence holds the searches for keys.
+    Args:
+        evidence: the look-up results of all components at n positions.
+        name: name of the component.
+
+    Returns:
+        The result that `look_up` of the component returned. For the component `KEYS` the evidence itself,
+        because it holds the searches for keys.
 
     Raises:
         KeyError: the component was not looked up.

@@ -164,10 +164,14 @@ class OneWeightComponent(ABC):
     def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Check the settings, and return a copy. An override may convert values.
 
-        Settings may name a file of weights under ``weights``, and the documents that the weights were trained
-        on under ``traces``, a `Lineage` as a dict. The store keeps the file while saved settings name it.
-        When one of the documents is removed or replaced, the store deletes the file, and the settings stay in
-        force without the component. A selection that excludes one of the documents is refused with an error.
+        A component with trained weights may have two more settings: ``weights`` is the name of a file of
+        weights, and ``traces`` says which documents the weights were trained on (a `Lineage` as a dict). The
+        store keeps the file while saved settings name it. When one of these documents is removed or replaced,
+        the store deletes the file; the settings then stay in force without the component. Settings that
+        select documents, but not all of these documents, raise an error.
+
+        Args:
+            settings: all settings of the component, by name.
 
         Raises:
             ConfigError: a name is unknown or a value is out of range.

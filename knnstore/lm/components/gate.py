@@ -50,7 +50,7 @@ class Experts(NamedTuple):
     """True where an expert has a prediction, bool, shape (n, e)."""
 
     query: slice
-    """Which columns of `features` contain the query vector."""
+    """The slice of the columns of `features` that contain the query vector."""
 
 
 def collect_experts(
@@ -73,6 +73,9 @@ def collect_experts(
         factors: for each component that the gate weighs, the factors of its temperature; each factor gives
             one expert.
         unit: distance by which distances are divided, so that features do not depend on the model.
+
+    Returns:
+        The distributions of each expert, the features of each position, and which experts have a prediction.
 
     Raises:
         ConfigError: the gate weighs a component that this version does not have.
@@ -107,21 +110,26 @@ def collect_experts(
 def weigh_by_gate(
     gate: JointGate, components: Sequence[Component], parts: Mapping[str, Any], evidence: Evidence
 ) -> dict[str, Contribution]:
-    """Return the contribution of each component in use, with weights that the gate chooses.
+    """Return the predictions of each component in use at n positions, with weights λ that a gate chooses.
+
+    A gate is a network that weighs the experts. An expert is one component at one temperature. The experts of
+    a component are merged into one distribution.
 
     Args:
         gate: the network.
         components: all available components.
         parts: settings of the components in use, by name.
-        evidence: look-up results of the components for n positions, with the query vectors and the
+        evidence: look-up results of the components for the n positions, with the query vectors and the
             model's entropy.
 
     Returns:
-        Contributions by name. λ of a contribution is its weight in the mixture with the model and all earlier
-        components.
+        For each component name its distributions with their weights λ. Components are mixed in this order; λ
+        is the weight of a component in the mixture with the model and all earlier components. A component
+        that the gate was not fitted for is left out.
 
     Raises:
-        ConfigError: the gate weighs a component that this version does not have.
+        ConfigError: the gate weighs a component that this version does not have, or was fitted with another
+            number of features.
     """
     experts = collect_experts(components, parts, evidence, gate.factors, gate.unit)
     shares = gate.shares(experts.features, experts.found)
@@ -138,7 +146,7 @@ def weigh_by_gate(
 
 
 class ScoredPart(NamedTuple):
-    """A group of n scored tokens to fit a gate on."""
+    """A group of n scored tokens, to fit a gate (a network that weighs all components) on."""
 
     evidence: Evidence
     """Look-up results of the components for the tokens, with `Form.TARGET`."""
@@ -158,7 +166,8 @@ def fit_gate_over(
 ) -> JointGate:
     """Train a gate (a network that weighs all components in use) to give scored tokens a high likelihood.
 
-    The network starts from constant weights: the weights, equal for all tokens, with the largest likelihood.
+    The fit starts from weights that are equal for all tokens: the constant weights with the largest
+    likelihood.
 
     Args:
         components: all available components.
@@ -168,6 +177,9 @@ def fit_gate_over(
             blocks are held out to decide when the fit of the network stops.
         unit: distance by which distances are divided, so that features do not depend on the model.
         purpose: metadata that is saved with the weights: the store and the model that they were fitted for.
+
+    Returns:
+        The trained gate.
     """
     # 1) Collect each expert's probability of each token.
     factors = {component.name: component.factors for component in components if component.name in parts}
@@ -208,7 +220,7 @@ def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
         present: True where an expert has a prediction, bool, shape (n, e).
 
     Returns:
-        The weights, float32, shape (1 + e,), which sum to 1: the model's first.
+        The weight of the model, then of each expert; float32, shape (1 + e,). The weights sum to 1.
     """
     shares = torch.full((probs.shape[1],), 1 / probs.shape[1])
     allowed = torch.cat([present.new_ones((len(present), 1)), present], 1)
@@ -219,20 +231,19 @@ def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:
 
 
 def _merge_experts(experts: Sequence[Contribution], shares: Tensor, below: Tensor) -> Contribution:
-    """Merge the experts of one component into one contribution.
+    """Merge one component's distributions at several temperatures into one distribution for each position.
 
-    An expert is the distribution of a component at one temperature. The distribution of the result is the
-    mean of the experts' distributions, weighted by their shares.
+    An expert is the component at one temperature. The merged distribution is the mean of the experts'
+    distributions, weighted by their shares.
 
     Args:
-        experts: e contributions of the same component at different temperatures, with the same tokens in the
-            same columns.
+        experts: the distributions of the e experts, with the same tokens in the same columns.
         shares: weight of each expert in the whole mixture, shape (n, e).
         below: sum of the weights of the model and of all earlier components, shape (n,).
 
     Returns:
-        The contribution. Components are mixed one after another; its λ is s / (below + s), where s is the sum
-        of the shares of the experts.
+        The merged distributions with their weights λ. Components are mixed one after another, so λ is s /
+        (below + s), where s is the sum of the shares of the experts.
     """
     total = shares.sum(1)
     merged = experts[0]._replace(lam=total / (below + total))

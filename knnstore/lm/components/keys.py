@@ -81,12 +81,18 @@ class KeySettings(Protocol):
 
     @property
     def retrieves(self) -> bool:
-        """True if the weight λ of the keys can be above 0, so that a search can change a prediction."""
+        """True if the weight λ of the keys can be above 0, so that a search can change a prediction.
+
+        False if λ is always 0; then no search is needed.
+        """
         ...
 
     @property
     def needs_nearest_only(self) -> bool:
-        """True if all weights are chosen from the nearest distance and the model's confidence alone."""
+        """True if all weights are chosen from the nearest distance and the model's confidence alone.
+
+        False if the choice also depends on other neighbors.
+        """
         ...
 
 
@@ -110,8 +116,8 @@ class Keys:
             form: how much of the result is kept.
 
         Returns:
-            The result of each search, at least one. A result is empty at padding positions. It is empty at
-            all positions if λ is always 0.
+            The result of each search, at least one. Padding positions have no records. If λ is always 0, or
+            if every position is padding, nothing is searched, and one result without records is returned.
 
         Raises:
             ConfigError: `form` is a distribution, and the store contains a token that the model does not
@@ -135,7 +141,7 @@ class Keys:
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
         """Return each position's token distribution from the retrieved records, with a weight λ.
 
-        The mixer of the settings chooses λ and the temperature T.
+        The mixer of the settings (a rule) chooses λ and the temperature T.
 
         Args:
             settings: the settings in force.
@@ -192,12 +198,19 @@ def probes_cells(reader: Reader, settings: KeySettings) -> bool:
 
 
 def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
-    """Return the settings' k, lowered to the number of selected records, to save memory.
+    """Return the number of neighbors to search for: the settings' k, or less if fewer records are selected.
+
+    A lower number saves memory. It is at least `DISTINCT_AMONG`, the number of records from which weights are
+    chosen, so that the weights do not change.
+
+    Args:
+        reader: the store.
+        settings: the settings in force.
 
     Returns:
-        At most the settings' k, and at least `DISTINCT_AMONG` (or k, if k is smaller), which is the number of
-        records from which the weights are chosen, so that the weights do not change. The unchanged k if whole
-        cells (groups of records) are searched.
+        The settings' k if it is at most `DISTINCT_AMONG`, or if whole cells (groups of records with near
+        keys) are searched. Else the number of records of the largest search, but at least `DISTINCT_AMONG`
+        and at most k.
 
     Raises:
         DomainNotFoundError: a selected domain does not exist.
@@ -210,10 +223,15 @@ def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
 
 
 def bound_record_count(reader: Reader, settings: KeySettings) -> int:
-    """Return an upper bound of the number of records that are retrieved for one query, over all its searches.
+    """Estimate the largest number of records that one query retrieves in all its searches together.
 
-    The bound is k times the number of searches. If whole cells (groups of records with near keys) are
-    retrieved, each cell is assumed to have at most `_ASSUMED_CELL_RECORDS` records.
+    Without cells, the number is k times the number of searches. If the settings retrieve whole cells (groups
+    of records with near keys), a search counts `_ASSUMED_CELL_RECORDS` records for each cell, but not more
+    than the selected documents have.
+
+    Args:
+        reader: the store.
+        settings: the settings in force.
     """
     columns = settings.k
     if probes_cells(reader, settings):
@@ -226,19 +244,21 @@ def bound_record_count(reader: Reader, settings: KeySettings) -> int:
 def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> list[Neighbors]:
     """Run every search that the settings ask for, and return the ids and distances of the records.
 
-    The mixer of the settings (the rule that chooses the weight λ) decides which searches are needed.
+    The mixer of the settings (the rule that chooses the weight λ) decides which searches are needed, for
+    example one in each domain.
 
     Args:
         reader: the store.
-        queries: float32, shape (q, d).
-        settings: give k or the number of cells (groups of records with near keys) to search, the mixer and
-            the selection of documents.
+        queries: query vectors, float32, shape (q, d).
+        settings: the settings in force, with k or the number of cells (groups of records with near keys) to
+            search, the mixer and the selection of documents.
 
     Returns:
-        The records of each search, with the same number of columns for all searches: the k nearest records,
-        fewer in a smaller store; or all records of the probed cells, the nearest first. For a domain that is
-        not selected or was removed, the result has no records. If the mixer asks for no search, one result
-        without records.
+        One result for each search; all results have the same number of columns. A result has the k nearest
+        records of each query, or fewer in a smaller store. If cells are searched, it has all records of the
+        cells that the query probes, with the nearest records first. For a domain that is not selected or was
+        removed, the result has no records. If the mixer asks for no search, one result without records is
+        returned.
     """
 
     def search_selection(selection: Selection) -> Neighbors:
@@ -259,14 +279,20 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
 
 
 def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings) -> CellSums:
-    """Run one search, and sum the weights of all records in the probed cells, apart for the target token.
+    """Run one search, and sum the weights of all records in the cells that each query searches.
+
+    A cell is a group of records with near keys. The records of the query's target token are also summed
+    apart.
 
     Args:
-        reader: a store with cells (groups of records with near keys).
+        reader: a store with cells.
         queries: query vectors, float32, shape (q, d).
         targets: the target token of each query, int64, shape (q,).
-        settings: give the number of probed cells, the selection, and a mixer (rule that chooses λ) that asks
-            for exactly one search.
+        settings: the settings in force, with the number of searched cells, the selection, and a mixer (rule
+            that chooses λ) that asks for exactly one search.
+
+    Returns:
+        The sums, from which the probability of each target token can be computed at any temperature.
     """
     (found,) = _sum_cells(reader, queries, targets, settings, 0, Form.TARGET)
     return found
@@ -282,14 +308,15 @@ def _sum_cells(
 
     Args:
         reader: a store with cells.
-        queries: float32, shape (q, d).
+        queries: query vectors, float32, shape (q, d).
         targets: the target token of each query, int64, shape (q,).
-        settings: give the number of probed cells, the mixer and the selection of documents.
+        settings: the settings in force, with the number of searched cells, the mixer and the selection of
+            documents.
         vocabulary: number of tokens that the model predicts; not used if `form` is `Form.TARGET`.
         form: `Form.TARGET` sums for the target tokens only, `Form.DISTRIBUTION` for all tokens.
 
     Returns:
-        The sums of each search; a search of a domain that is not selected or was removed has sums of nothing.
+        The sums of each search. The sums are 0 for a domain that is not selected or was removed.
     """
     assert settings.probes is not None
 
@@ -317,11 +344,11 @@ def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form
     """Convert the records of a search to `NeighborSums`, which hold tensors on the device of the batch.
 
     Args:
-        found: the records, n rows.
+        found: the records that a search found for n queries.
         batch: the n positions; with targets if `form` is `Form.TARGET`.
         settings: the settings in force.
-        form: what the result keeps: tokens (`DISTRIBUTION`), tokens and ids (`SOURCES`), or for each record
-            only whether its token is the target (`TARGET`).
+        form: how much of each record the result keeps: its token (`DISTRIBUTION`), its token and id
+            (`SOURCES`), or only whether its token is the target token (`TARGET`).
 
     Raises:
         ConfigError: `form` is a distribution, and the store contains a token that the model does not predict.

@@ -127,7 +127,7 @@ class Continuation(NamedTuple):
         """Return the distributions as a contribution to the mixture.
 
         Args:
-            settings: give the weight λ for each length of the longest found suffix.
+            settings: the n-grams' settings, with the weight λ for each length of the longest found suffix.
             name: name of the component.
         """
         lam = select_ngram_lambdas(settings, self.suffixes[:, 0])
@@ -191,7 +191,7 @@ class TargetContinuation(NamedTuple):
         Both columns are 0 for a context without a prediction.
 
         Args:
-            settings: give the weight λ for each length of the longest found suffix.
+            settings: the n-grams' settings, with the weight λ for each length of the longest found suffix.
             name: name of the component.
         """
         known = self.probs.isfinite()
@@ -207,12 +207,11 @@ class NGramFitting(NamedTuple):
     """The n-grams' predictions of the n target tokens."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
-        """Return settings with the weight λ for each suffix length that gives the largest likelihood.
+        """Fit the weight λ for each suffix length to the largest likelihood, and return it as settings.
 
-        A suffix is the end of a context that occurs in the counted text.
-
-        A prior of `PRIOR_TOKENS` tokens draws each λ towards the best λ for all lengths together. λ is 0 if
-        n-grams predict none of the wanted tokens.
+        A suffix is the end of a context that occurs in the counted text. A prior of `PRIOR_TOKENS` tokens
+        draws each λ towards the best λ for all lengths together. λ is 0 if n-grams predict none of the wanted
+        tokens.
 
         Args:
             log_probs: log p of each token in the mixture without the n-grams, float32, shape (n,).
@@ -265,7 +264,7 @@ class CountedNGrams:
         """Convert the result of a look-up to distributions over tokens, with a weight λ each.
 
         Args:
-            settings: give λ for each length of the longest found suffix.
+            settings: the n-grams' settings, with λ for each length of the longest found suffix.
             found: the result of the look-up at n positions.
             factor: ignored, because n-grams have no temperature.
         """
@@ -274,12 +273,13 @@ class CountedNGrams:
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
         """Compute inputs for the gate network from the longest found suffix of each context.
 
-        Returns float32, shape (n, 3). The columns are the suffix's length, log(1 + its count) and log(1 +
-        number of different next tokens).
-
         Args:
             found: the result of the look-up at n positions.
             unit: ignored, because n-grams have no distances.
+
+        Returns:
+            Float32, shape (n, 3). The columns are the suffix's length, log(1 + its count) and log(1 + number
+            of different next tokens).
         """
         length, *counts = found.suffixes.to(torch.float32).unbind(1)
         return torch.stack([length, *(count.log1p() for count in counts)], 1)
@@ -340,7 +340,7 @@ class NGrams(CountedNGrams):
         Args:
             question: the n positions, the store and the settings; the texts contain the target tokens.
             found: ignored.
-            weights: share of each column of the component's contribution, shape (n, columns).
+            weights: weight of each column of the component's contribution, shape (n, columns).
             most: number of places to list for each length of n-grams, if it is above the minimum.
         """
         contexts, order = question.contexts, question.settings.order
@@ -357,13 +357,16 @@ def cite_occurrences(
     *,
     is_same_text: bool = False,
 ) -> Citations:
-    """Convert occurrences of the target tokens to `Citations`, whose two lists are the same places.
+    """Convert the occurrences of n target tokens to `Citations`, which name the places of predictions.
+
+    An occurrence is a place where n-grams found the target token. Both lists of the result (`nearest` and
+    `causes`) are the same.
 
     Args:
         name: name of the component.
         contexts: n positions, whose texts contain the target tokens.
-        weights: share of each column of the component's contribution among all components' columns, shape
-            (n, columns). The sum of a row is divided among the occurrences by their own shares.
+        weights: weight of each column of the component's contribution, shape (n, columns). The sum of a row
+            is divided among the occurrences by their own shares.
         occurrences: the occurrences of each position's target token.
         is_same_text: True if the occurrences are positions in the same text, False if they are in the store.
     """
@@ -387,13 +390,15 @@ def _match_contexts(
 ) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
     """Find the end of each context in the counted text.
 
+    Only the last tokens of each text that n-grams can use are matched: the texts are cut before.
+
     Args:
         counts: the counts of the selected documents.
         contexts: n positions in texts.
         order: number of tokens of the longest n-grams.
 
     Returns:
-        The matches for every position of the (cut) texts; the indices of the m contexts that are not padding;
+        The matches at every position of the cut texts; the indices of the m contexts that are not padding;
         and for each of the m contexts its index in the matches. Both arrays are int64, shape (m,).
     """
     cut = contexts.cut(order)

@@ -100,7 +100,7 @@ class OwnNGrams(CountedNGrams):
         Args:
             question: the n positions, whose texts contain the target tokens.
             found: ignored.
-            weights: share of each column of the component's contribution, shape (n, columns).
+            weights: weight of each column of the component's contribution, shape (n, columns).
             most: largest number of places of each token; the places with the largest probabilities are kept.
         """
         contexts = question.contexts
@@ -122,6 +122,9 @@ class OwnNGrams(CountedNGrams):
 
 def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Places, Places]:
     """Concatenate the texts of contexts to one array; each text ends with its last position's target token.
+
+    Args:
+        contexts: n positions in texts.
 
     Returns:
         The concatenated texts; the indices of the m contexts that are not padding; and for each of the m
@@ -165,7 +168,10 @@ class _ConcatenatedTexts(NamedTuple):
 
 
 class _Continuations(NamedTuple):
-    """e earlier places in texts, whose tokens followed the same last token (or tokens) as a context."""
+    """e earlier places in texts that continue the same last token (or tokens) as a context.
+
+    A place is an index of the concatenated texts.
+    """
 
     rows: Places
     """For each place the index of its context (one of q contexts), ascending, shape (e,)."""
@@ -259,9 +265,12 @@ def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray
 def _count_earlier_equals(values: Places) -> tuple[Places, Places]:
     """Count, for each value of an array, the equal values before it; also sort the array.
 
+    Args:
+        values: numbers, shape (p,).
+
     Returns:
-        The counts, and the indices that sort the values, both int64, in the shape of `values`. The sort is
-        stable: equal values stay in their order.
+        The counts, and the indices that sort the values, both int64, shape (p,). The sort is stable: equal
+        values stay in their order.
     """
     in_order = np.argsort(values, kind="stable")
     ordered, places = values[in_order], np.arange(len(values))

@@ -79,7 +79,7 @@ class CacheSettings:
 class Recent(NamedTuple):
     """The last m tokens before each of n positions, with the distances of their keys.
 
-    The latest token is last.
+    A column is one preceding token; the token just before the position is in the last column.
     """
 
     distances: Tensor
@@ -294,8 +294,9 @@ def look_back(
         metric: ``l2`` or ``ip``.
 
     Returns:
-        Distances and tokens with at least one column, and at most `size`; missing keys have the distance
-        +inf.
+        The distances to the preceding keys, and the tokens that these keys predict, each with one row for
+        each of the n keys. The number of columns is the longest distance back that is needed, at least one
+        and at most `size`. Missing keys have the distance +inf.
     """
     reach = int((at - starts).max()) if len(at) else 0
     width = min(size, max(reach, 1))
@@ -334,6 +335,10 @@ def look_back_for_targets(
         size: largest number of preceding keys that are compared.
         metric: ``l2`` or ``ip``.
         temperatures: the temperatures at which probabilities are computed, at least one.
+
+    Returns:
+        The probabilities of the n target tokens at each temperature; for each query also the number of
+        preceding keys, and the distance of the nearest of these keys.
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
     for rows in torch.split(torch.arange(len(at), device=at.device), _BLOCK_ROWS):
@@ -374,9 +379,9 @@ class _KeysInReach(NamedTuple):
 
     @classmethod
     def from_contexts(cls, contexts: Contexts, size: int) -> "_KeysInReach":
-        """Concatenate the keys that contexts compare.
+        """Concatenate the keys that are needed to compare each context's key with the keys before it.
 
-        Of each text the keys from `size` tokens before its first position to its last position are taken.
+        From each text it takes the keys from `size` tokens before its first context to its last context.
 
         Args:
             contexts: n positions, at least one of which is not padding.
@@ -428,6 +433,10 @@ class DocumentKeys:
         Args:
             tokens: indices of the selected tokens, int64, shape (m,), ascending.
             size: largest number of preceding keys that are compared.
+
+        Returns:
+            The distances to the preceding keys, and the tokens that these keys predict; one row for each
+            selected token.
         """
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
@@ -489,11 +498,10 @@ class RecentFitting:
         )
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
-        """Return the cache's size, temperature and weight λ with the largest likelihood of the tokens.
+        """Fit the cache's size, temperature and weight λ to the largest likelihood; return the settings.
 
-        Then fits the weight λ of the n-grams of the text itself, if the object has them.
-
-        λ of the cache is 0, and n-grams are left out, if no token in `wanted` has preceding keys.
+        If the object has predictions of the documents' own n-grams, their weights λ are fitted next. If no
+        token in `wanted` has preceding keys, λ of the cache is 0, and n-grams are left out.
 
         Args:
             log_probs: log p of each token in the mixture without the cache, float32, shape (n,).

@@ -23,7 +23,8 @@ _registered: dict[str, Any] = {}
 def register_component(component: C) -> C:
     """Register a component class in this process, without an entry point, and return the class.
 
-    Can be used as a decorator. Creates one instance of the class.
+    A component is one kind of memory whose predictions are mixed with the model's. The function can be used
+    as a decorator. It creates one instance of the class.
 
     Args:
         component: a class whose constructor takes no arguments; see
@@ -37,7 +38,7 @@ def register_component(component: C) -> C:
 
 
 def other_components() -> Mapping[str, Any]:
-    """Return the components of other packages, by name: one instance of each class.
+    """Return the components that other packages offer: one instance of each class, by name.
 
     A component is one kind of memory whose predictions are mixed with the model's. Classes come from
     installed packages' entry points and from `register_component`.
@@ -55,7 +56,8 @@ def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
         others: settings of each component, by the component's name.
 
     Raises:
-        ConfigError: a component is not installed, or refuses its settings.
+        ConfigError: a component is not installed or cannot be loaded, two components have the same name, or a
+            component refuses its settings.
     """
     checked = {}
     for name, values in others.items():
@@ -77,7 +79,7 @@ def _load_installed_components() -> dict[str, Any]:
     The result is cached, so entry points are loaded once in a process.
 
     Raises:
-        ConfigError: an entry point cannot be loaded, or another component has the same name.
+        ConfigError: an entry point cannot be loaded, or a component has the name of another component.
     """
     found: dict[str, Any] = {}
     for entry in entry_points(group=GROUP):

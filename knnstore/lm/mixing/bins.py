@@ -56,7 +56,7 @@ class BinnedLambda(SimpleMixer):
             raise ConfigError("every temperature factor of bins must be above 0 and finite")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose the weight λ and the temperature T of each query by its bin.
+        """Return the weight λ and the temperature T of each query, which depend on the query's bin.
 
         The bin depends on the distance to the nearest record, and on the model's confidence.
 

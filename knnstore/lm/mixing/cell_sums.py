@@ -57,7 +57,8 @@ class Hits(NamedTuple):
     """h hits. A hit is a record that has the query's target token, in a cell that the query probes."""
 
     pairs: Tensor
-    """For each hit the number of its pair of query and cell, counted over all cells, int64, shape (h,)."""
+    """For each hit the number of its pair (a query with a cell that it probes), int64, shape (h,). Pairs
+    are numbered over all cells."""
 
     distances: Tensor
     """Distance of the query to the record of each hit, float32, shape (h,)."""
@@ -66,7 +67,8 @@ class Hits(NamedTuple):
 class CellSums:
     """The results of one search for n queries, summed over all records of the probed cells.
 
-    A cell is a group of stored records with near keys; a query probes the cells nearest to it.
+    A cell is a group of stored records with near keys; a query probes (searches) the cells nearest to it. A
+    pair is a query with a cell that it probes.
 
     Sums are computed on the device of the distances; results are on the device of the targets.
 
@@ -110,14 +112,20 @@ class CellSums:
 
     @property
     def hits(self) -> Tensor | None:
-        """True for the first of two columns, the target token, bool, shape (n, 2); None with v columns."""
+        """Mask of the columns of `weights`, bool, shape (n, 2): True for the target token, else False.
+
+        None if `weights` has a column for each token of the vocabulary.
+        """
         if self._vocabulary is not None:
             return None
         return torch.tensor([[True, False]], device=self._device).expand(len(self.nearest), -1)
 
     @property
     def distances(self) -> Tensor:
-        """Distances of the nearest records, ascending, float32, shape (n, m); +inf if missing."""
+        """Distances of the nearest records, ascending, float32, shape (n, m); +inf if missing.
+
+        m is `features` of the constructor, or 1 if `features` is 0.
+        """
         return self._nearest_records[0] if self._features else self.nearest[:, None]
 
     @cached_property
@@ -146,9 +154,9 @@ class CellSums:
         return CellSums(cells, targets, self._vocabulary, self._features)
 
     def nearest_only(self) -> NeighborSums:
-        """Return only the `features` nearest records, as `NeighborSums`.
+        """Return only the nearest records, as `NeighborSums`; their number is `features` of the constructor.
 
-        The result has no tokens, but `hits`: whether a record has the query's target token.
+        The result has no tokens. It has `hits` instead: True for a record with the query's target token.
         """
         distances, tokens = self._nearest_records
         hits = tokens == self._targets[:-1, None].to(tokens.device)
@@ -199,6 +207,9 @@ class CellSums:
     def target_weights(self, temperatures: Tensor) -> Tensor:
         """Compute the probability of each target token by the records, at m temperatures.
 
+        Args:
+            temperatures: m temperatures, each > 0.
+
         Returns:
             Float32, shape (n, m); 0 for a query that searched no cell (group of records).
         """
@@ -207,16 +218,17 @@ class CellSums:
 
     @property
     def is_ranked(self) -> bool:
-        """True if for every cell and query it is known how many cells are nearer to the query."""
+        """True if for every cell and query it is known how many cells are nearer to the query, else False."""
         return all(some.ranks is not None for some in self._cells)
 
     def target_weights_within(self, probes: Sequence[int], temperatures: Tensor) -> Tensor:
-        """Compute the probability of each target token as if fewer cells had been searched, in one pass.
+        """Compute the probability of each target token as if each query had searched fewer cells.
 
-        A cell is a group of records with near keys. The ranks of all cells must be known (`is_ranked`).
+        All results are computed in one pass over the records. A cell is a group of records with near keys.
+        The ranks of all cells must be known (`is_ranked`).
 
         Args:
-            probes: c numbers of cells that each query would probe, ascending.
+            probes: c numbers of cells that each query would search, ascending.
             temperatures: m temperatures.
 
         Returns:
@@ -356,13 +368,13 @@ class CellSums:
         return find_hits(self._cells, self._query_of_pair, self._targets)
 
     def _iterate_cells(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yield each group of cells with the part of each column that belongs to the group's pairs.
+        """Yield each `ProbedCells` object with the values that belong to its pairs of query and cell.
 
         Args:
-            *of_pairs: columns, each of shape (pairs,).
+            *of_pairs: columns of values, each of shape (pairs,).
 
         Yields:
-            The cells, then the part of each column, reshaped to (b, m, 1).
+            The object (b cells, each with m queries), then its part of each column, shape (b, m, 1).
         """
         sizes = [some.queries.numel() for some in self._cells]
         columns = [torch.split(one, sizes) for one in of_pairs]
@@ -387,8 +399,11 @@ def _flatten_pairs(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
     """Group temperatures into lists in which each temperature is half of the temperature before it.
 
+    Args:
+        temperatures: the temperatures, in any order.
+
     Returns:
-        The lists; a temperature without a double and a half among the others is a list of its own.
+        The lists. A temperature is a list of its own if neither its double nor its half is given.
     """
     chains: list[list[float]] = []
     for temperature in sorted(temperatures, reverse=True):
@@ -402,15 +417,15 @@ def group_into_halving_chains(temperatures: Iterable[float]) -> list[list[float]
 
 
 def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
-    """Find the hits: the records that have a query's target token and are in a cell that it probes.
+    """Find the hits: the records that have a query's target token and are in a cell that the query probes.
 
-    A cell is a group of records with near keys. A pair is a cell with a query that probes (searches) it. This
+    A cell is a group of records with near keys. A pair is a query with a cell that it probes (searches). This
     function sorts the records of each cell by token and finds the target tokens by bisection.
 
     Args:
         cells: the cells, on one device.
-        queries: the query of each pair, for all cells one after another, int64, shape (pairs,), from 0 to n -
-            1.
+        queries: number of the query of each pair, from 0 to n - 1, int64, shape (pairs,); the pairs of the
+            first cell, then of the next cell, and so on.
         targets: target token of each query, int64, shape (n,).
 
     Returns:
@@ -453,8 +468,8 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
 
     Args:
         cells: the cells, on one device.
-        asked: the query of each pair of query and cell, for all cells one after another, int64, shape
-            (pairs,); `count` for a missing query.
+        asked: number of the query of each pair (a query with a cell that it probes), int64, shape (pairs,);
+            the pairs of the first cell, then of the next cell, and so on. `count` for a missing query.
         count: number of queries, n.
         k: number of records.
 
@@ -487,9 +502,19 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
 def _bound_kth_distances(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
     """Compute a close upper bound of the distance from each query to its k-th nearest record.
 
-    Returns shape (n + 1,). The records of each cell that the query probes, except at most k - 1, are divided
-    into k groups, and the nearest of each group is taken. The k-th nearest of the taken records, over all
-    cells of a query, is at least as far as the k-th nearest of all records.
+    The records of each cell that the query probes, except at most k - 1, are divided into k groups, and the
+    nearest record of each group is taken. The k-th nearest of the taken records, over all cells of a query,
+    is at least as far as the k-th nearest of all records.
+
+    Args:
+        cells: the cells (groups of records), on one device.
+        asked: number of the query of each pair (a query with a cell that it probes), int64, shape (pairs,);
+            `count` for a missing query.
+        count: number of queries, n.
+        k: number of records.
+
+    Returns:
+        The bound of each query, float32, shape (n + 1,); the last entry is for missing queries.
     """
     leasts = [torch.empty(0, k, device=asked.device)]
     for some in cells:
@@ -510,7 +535,10 @@ def _bound_kth_distances(cells: Sequence[ProbedCells], asked: Tensor, count: int
 
 
 def _find_true_indices(mask: Tensor) -> Tensor:
-    """Return the flat indices of True in a mask. On a CPU numpy is faster."""
+    """Return the flat indices at which a mask is True, int64.
+
+    On a CPU they are computed with numpy, which is faster.
+    """
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.flatten().nonzero()[:, 0]

@@ -55,7 +55,12 @@ class DomainWeights:
         return tuple(number for number, lam in enumerate(self.lambdas) if lam > 0)
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return one selection for each domain with a weight above 0: `selection` with only this domain."""
+        """Return one selection for each domain with a weight above 0: `selection` with only this domain.
+
+        Args:
+            selection: the stored documents that the user selected. Its domains are replaced, its other limits
+                stay.
+        """
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:

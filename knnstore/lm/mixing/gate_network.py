@@ -38,8 +38,8 @@ _MIN_DEVIATION = 1e-5
 _HELD_OUT_DIVISOR = 8  # one document in 8 is held out, to decide when the fit stops
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""A function that computes the mean loss of m tokens from the network's outputs for the tokens, shape (m, o),
-and the tokens' indices, shape (m,)."""
+"""A function that returns the mean loss of m tokens. Its arguments are the network's outputs for these
+tokens, shape (m, o), and the indices of these tokens, shape (m,)."""
 
 
 class Network(nn.Module):
@@ -113,11 +113,7 @@ def fit_network(
 ) -> Network:
     """Fit a network with AdamW until the loss on held-out documents no longer improves.
 
-    Deterministic on one machine; the global random state stays unchanged.
-
-    Returns:
-        The network with the lowest held-out loss, in evaluation mode. If the fit never improves, its outputs
-        are `start` for all features.
+    The fit is deterministic on one machine; the global random state stays unchanged.
 
     Args:
         features: float32, shape (n, f).
@@ -125,8 +121,12 @@ def fit_network(
         documents: number of each token's document, int64, shape (n,). One document in eight is held out, or
             the first eighth of a single document.
         start: outputs before the fit, the best outputs that are equal for all tokens, shape (o,).
-        query: which columns of `features` are the query vector; at each step a random half of these columns
-            is replaced by the mean. Default: no columns.
+        query: slice of the columns of `features` that are the query vector. At each step a random half of
+            these columns is replaced by the mean. Default: no columns.
+
+    Returns:
+        The network with the lowest held-out loss, in evaluation mode. If the fit never improves, its outputs
+        are `start` for all features.
     """
     names, order = torch.unique(documents, return_inverse=True)
     if len(names) == 1:
@@ -209,7 +209,7 @@ class GateLambda(SimpleMixer):
         object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose the weight λ and the temperature T of each query with the network.
+        """Return the weight λ and the temperature T of each query, computed by the network.
 
         Args:
             evidence: the search result, query vectors, and the model's confidence and entropy for n queries.
@@ -242,9 +242,10 @@ def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
 
 
 def make_gate_start(lam: float) -> list[float]:
-    """Return the two gate outputs for which `decode_gate` returns about this weight, and an unchanged T.
+    """Return the two gate outputs for which `decode_gate` returns about this weight λ, and an unchanged T.
 
-    λ / `MAX_LAMBDA` is limited to the range from 0.001 to 0.999.
+    Args:
+        lam: the weight λ; λ / `MAX_LAMBDA` is limited to the range from 0.001 to 0.999.
     """
     share = min(max(lam / MAX_LAMBDA, 1e-3), 1 - 1e-3)
     return [math.log(share / (1 - share)), 0.0]
@@ -255,11 +256,12 @@ def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
 
     Args:
         evidence: the search result for n queries, with the query vectors (`keys`) and the model's entropy.
-        k: number of nearest neighbors whose distances are used.
+        k: the farthest neighbor whose distance is used has the rank k or less; ranks are powers of two.
         scale: distance by which distances are divided.
 
     Returns:
-        float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 16)⌋ + 1 + d.
+        The model's confidence and entropy, features of the neighbors, and the d components of the query
+        vector: float32, shape (n, f), f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 16)⌋ + 1 + d.
     """
     assert evidence.keys is not None
     assert evidence.lm_entropy is not None
@@ -371,9 +373,8 @@ def fill_unknown_features(features: Tensor, mean: Tensor) -> Tensor:
 def compute_mixture_shares(outputs: Tensor, found: Tensor) -> Tensor:
     """Convert outputs of a gate network to mixture weights of the model and all experts, by a softmax.
 
-    An expert is one component at one temperature.
-
-    The weights of the experts sum to at most `MAX_LAMBDA`, so that no token gets the probability 0.
+    An expert is one component at one temperature. The weights of the experts sum to at most `MAX_LAMBDA`, so
+    that no token gets the probability 0.
 
     Args:
         outputs: logits of the model and of each expert, shape (n, 1 + e).

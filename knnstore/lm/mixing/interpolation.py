@@ -96,7 +96,8 @@ class Contribution(NamedTuple):
     the places are the whole vocabulary (k = v for each search)."""
 
     hits: Tensor | None = None
-    """In place of `tokens`: True where a place has the target token; bool, shape (n, k)."""
+    """In place of `tokens`: True where a place has the target token; bool, shape (n, k). None if `tokens`
+    is set, or if the places are the whole vocabulary."""
 
     rest: Tensor | None = None
     """Probability that each row spreads over the vocabulary in proportion to `base`, float32, shape (n,);
@@ -188,7 +189,8 @@ class Mixture:
     def weights(self) -> Tensor:
         """Weights of all columns of all components, divided by λ, float32, shape (n, columns).
 
-        A row sums to 1, or is 0 without a prediction. The weight of a component's `rest` is not included.
+        λ is the weight of all components together. A row sums to 1, or is 0 without a prediction. The weight
+        of a component's `rest` is not included.
         """
         return torch.cat([self.weights_in(number) for number in range(len(self.components))], 1)
 
@@ -202,9 +204,10 @@ class Mixture:
         return weights if len(self.components) == 1 else self.share_in(number)[:, None] * weights
 
     def share_in(self, number: int) -> Tensor:
-        """Compute the share of one component among all components without the model, float32, shape (n,).
+        """Compute the part of λ that belongs to one component, as a fraction of λ, float32, shape (n,).
 
-        0 at positions where no component has a share. With a single component always 1.
+        λ is the weight of all components together; the model has the rest. The result is 0 at positions where
+        λ is 0. With a single component it is always 1.
 
         Args:
             number: index of the component.
@@ -324,7 +327,7 @@ def mix_target_log_probs(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Te
 
 
 def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
-    """Mix several components at once: (1 - Σ λ_i) p + Σ λ_i p_i.
+    """Return probabilities in the mixture with several components: (1 - Σ λ_i) p + Σ λ_i p_i.
 
     Args:
         below: p, probabilities of target tokens without the components, float32, any shape.
@@ -353,7 +356,9 @@ def _mix_log_probs(lm_log_probs: Tensor, mixed_in: Tensor, lam: Tensor) -> Tenso
 def fit_lambdas(
     lm: Tensor, knn: Tensor, bins: Tensor, count: int, prior: Tensor | float = 0.0, strength: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Find the λ with the largest likelihood for each bin of tokens, by bisection: the function is concave.
+    """Find the weight λ with the largest likelihood for each bin (group) of tokens.
+
+    The likelihood of λ p_kNN + (1 - λ) p_LM is concave in λ, so bisection finds its maximum.
 
     Args:
         lm: p_LM of n tokens, float32, shape (n, 1), above 0.
@@ -364,8 +369,8 @@ def fit_lambdas(
         strength: weight of the prior, in tokens. If it is above 0, a bin without tokens has the prior as λ.
 
     Returns:
-        λ, at most `MAX_LAMBDA`, for each bin and column of `knn`, and the negative log-likelihood with it,
-        without the prior; float32, shape (g, m).
+        λ of each bin and each column of `knn`, at most `MAX_LAMBDA`, float32, shape (g, m); and the negative
+        log-likelihood with this λ, without the prior, of the same shape.
     """
     difference = knn - lm
     low, high = torch.zeros(count, knn.shape[1]), torch.full((count, knn.shape[1]), MAX_LAMBDA)

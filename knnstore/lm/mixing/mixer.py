@@ -20,9 +20,8 @@ from knnstore.store import Selection
 class Evidence:
     """What the model and all components found at n positions: the input from which they are mixed.
 
-    All tensors are on one device.
-
-    `knnstore.lm.mixture.look_up` creates it.
+    A component is a memory whose predictions are mixed with the model's. All tensors are on one device.
+    `knnstore.lm.mixture.look_up` creates the object.
     """
 
     lm_max: Tensor
@@ -54,9 +53,9 @@ class Evidence:
 
     @property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest 1, 2, 4, ...
+        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r).
 
-        Neighbors of the first search, int16, shape (n, r).
+        Only the first search counts.
         """
         return self.searches[0].distinct
 
@@ -190,18 +189,22 @@ class Mixer(Protocol):
 
     @property
     def needs_nearest_only(self) -> bool:
-        """True if the mixer chooses by the nearest distance and the model's confidence alone."""
+        """True if the mixer chooses by the nearest distance and the model's confidence alone.
+
+        False if it also uses other neighbors or the query vector.
+        """
         ...
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
         """Return the selections of documents to search, one for each search that the mixer needs.
 
         Args:
-            selection: the selection of the settings.
+            selection: the stored documents that the user selected.
 
         Returns:
-            `selection` itself, or one selection for each domain. A search of a domain that was removed or is
-            not selected finds nothing. Empty if the weight λ is always 0, so that no search is needed.
+            A sequence with `selection` itself, or with one selection for each domain. A search of a domain
+            that was removed or is not selected finds nothing. Empty if the weight λ is always 0, so that no
+            search is needed.
         """
         ...
 
@@ -226,7 +229,9 @@ class SimpleMixer(ABC):
         return (selection,)
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Compute the distribution of the records, and its weight λ; ``__call__`` chooses λ and T.
+        """Compute the distribution of the records (p_kNN) and its weight λ.
+
+        The method ``__call__`` chooses λ and T.
 
         Args:
             evidence: the result of one search for n queries.
@@ -260,9 +265,9 @@ class FixedLambda(SimpleMixer):
             raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Return a tuple with `selection` alone.
+        """Return a tuple with `selection` alone, or an empty tuple if the weight λ is 0.
 
-        An empty tuple if the weight λ is 0, so nothing is searched.
+        An empty tuple means that nothing is searched.
         """
         return (selection,) if self.lam > 0 else ()
 

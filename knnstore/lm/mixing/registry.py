@@ -61,7 +61,8 @@ def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
 def is_registered(mixer: Mixer) -> bool:
     """Check whether the name of a mixer is known, so that settings with the mixer can be saved and loaded.
 
-    A mixer is a rule that chooses the weight λ and the temperature of each token.
+    A mixer is a rule that chooses the weight λ and the temperature of each token. Its name is known if the
+    mixer is part of knnstore, comes from an installed package, or was registered in this process.
     """
     return mixer.name in _BUILT_IN or mixer.name in other_mixers()
 
@@ -69,7 +70,8 @@ def is_registered(mixer: Mixer) -> bool:
 def load_mixer(values: Mapping[str, Any]) -> Mixer:
     """Create a mixer (a rule that chooses the weight λ of each token) from saved values.
 
-    The values are the ``name`` of the mixer's class, and the fields of the class.
+    Args:
+        values: the ``name`` of the mixer's class, and the fields of the class.
 
     Raises:
         ConfigError: no mixer has this name, the mixer has other fields, or a value is out of range.

@@ -149,9 +149,9 @@ class NeighborSums:
         return compute_neighbor_weights(self.distances, temperature)
 
     def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
-        """Return the results with `hits` in place of `tokens`: 5 bytes for each neighbor, not 12.
+        """Return a smaller copy, in which `hits` replaces `tokens`: 5 bytes for each neighbor instead of 12.
 
-        `hits` says whether a neighbor has the target token.
+        `hits` is True for a neighbor with the target token.
 
         Args:
             targets: target token of each query, int64, shape (n,).
@@ -163,12 +163,10 @@ class NeighborSums:
         return NeighborSums(self.distances, hits=hits, known_distinct=distinct)
 
     def nearest(self, k: int) -> "NeighborSums":
-        """Return only the first k neighbors of each query, which are the nearest.
-
-        `known_distinct` does not change.
+        """Return a copy with only the first k neighbors of each query; `known_distinct` does not change.
 
         Args:
-            k: number of neighbors. The neighbors must be sorted by distance.
+            k: number of neighbors. The neighbors must be sorted by distance, the nearest first.
         """
         return self._map_columns(lambda column: column[:, :k])
 
@@ -298,9 +296,9 @@ def compute_target_probs_on_grid(
 
 
 def interpolate_on_grid(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
-    """Interpolate probabilities between temperatures, by a cubic through the nearest four points.
+    """Interpolate tokens' probabilities between temperatures, by a cubic through the nearest four points.
 
-    If the grid has fewer than four temperatures, all points are used.
+    If the grid has fewer than four temperatures, the curve goes through all of them.
 
     Args:
         knn: probability of each token by its neighbors at each temperature of the grid, shape (n, m).
@@ -365,7 +363,7 @@ class TargetSums:
 
     @property
     def hits(self) -> Tensor:
-        """True for the first of two columns, which is the target token; bool, shape (n, 2)."""
+        """Mask of the columns of `weights`, bool, shape (n, 2): True for the target token, else False."""
         return torch.tensor([[True, False]]).expand(len(self.found), -1)
 
     def select_rows(self, rows: slice | Tensor) -> "TargetSums":

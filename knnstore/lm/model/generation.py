@@ -123,14 +123,14 @@ class StoreGeneration(GenerationMixin):
     ) -> Any:
         """Run the model over the prompts, as `GenerationMixin._prefill` does.
 
+        If another model filled the cache and the settings need the earlier text, the base model first
+        computes the cached tokens again, and their `TextState` (tokens and keys) is added to the cache.
+
         Args:
             input_ids: the prompts, int64, shape (b, n).
             generation_config: the options of `generate`.
             model_kwargs: arguments of the model, with the KV cache.
             **options: further arguments of `GenerationMixin._prefill`.
-
-        If another model filled the cache and the settings need the earlier text, the base model first
-        computes the cached tokens again, and their `TextState` is added to the cache.
 
         Raises:
             ConfigError: the cache already contains all of the input tokens.
@@ -183,7 +183,10 @@ class StoreGeneration(GenerationMixin):
     def _get_logits_processor(
         self: Any, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Return the logits processors of transformers, but `Guidance` in place of its guidance processor."""
+        """Return the logits processors of transformers, but with `Guidance` instead of its own guidance.
+
+        `Guidance` uses the store and the settings ``knn`` of the call.
+        """
         processors: LogitsProcessorList = super()._get_logits_processor(  # type: ignore[misc]
             *args, model_kwargs=model_kwargs, **kwargs
         )

@@ -33,7 +33,7 @@ class KeylessText:
 
     @property
     def reader(self) -> TextReader:
-        """Raises ConfigError, always: a store without keys is used without a model."""
+        """Always raise ConfigError, because a store without keys is used without a model that reads text."""
         raise ConfigError("text is read by a model with its tokenizer, and here is none")
 
     def after_adding(self) -> None:

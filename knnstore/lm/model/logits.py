@@ -54,7 +54,7 @@ class LogitMixer:
     def likelihoods(
         self, parts: Sequence[ForwardPass], targets: Tensor, settings: KNNSettings, count: int
     ) -> Likelihoods:
-        """Compute the mixture's log-probability of the target token, and its most probable tokens.
+        """Compute the mixture's log-probabilities of the target tokens and of the most probable tokens.
 
         Args:
             parts: forward passes of one text each, with logits at all t_i positions.
@@ -63,7 +63,7 @@ class LogitMixer:
             count: number of most probable tokens; at most the size of the vocabulary is returned.
 
         Returns:
-            The likelihoods of all positions, in the order of the passes.
+            The log-probabilities at all positions, in the order of the passes.
         """
         contexts = [_get_contexts(part) for part in parts] if settings.needs_text else []
         known = [context for context in contexts if context is not None]

@@ -303,8 +303,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             each: the settings of the texts.
 
         Returns:
-            The token; None if documents have no prefix. Also None if no component in `each` looks at tokens,
-            and only then the model needs no tokenizer.
+            The token; None if documents have no prefix. Also None if no component in `each` looks at tokens;
+            then the model needs no tokenizer.
 
         Raises:
             ConfigError: a component looks at tokens, and the model has no tokenizer.

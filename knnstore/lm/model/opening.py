@@ -62,7 +62,7 @@ def create(
         home: the folder of the store; new or empty.
         model: folder or hub id of a causal language model, the path of a GGUF file, or a loaded model.
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
-        store: name of the adapter that stores the keys.
+        store: name of the adapter (vector engine) that stores the keys.
         location: URL or folder where the adapter stores the keys; default ``HOME/keys``.
         params: parameters of the adapter.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.

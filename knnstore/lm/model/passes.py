@@ -35,7 +35,10 @@ class ForwardPass:
 
     @cached_property
     def kept(self) -> Tensor:
-        """Indices, among the b * t positions, of those whose logits were computed, int64, shape (b, kept)."""
+        """Indices of the positions whose logits were computed, among all b * t positions.
+
+        int64, shape (b, kept).
+        """
         batch, length = self.keys.shape[:2]
         at = torch.arange(batch * length, device=self.keys.device).reshape(batch, length, 1)
         return keep_positions(at, self.logits_to_keep)[..., 0]

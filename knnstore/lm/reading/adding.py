@@ -98,7 +98,10 @@ class Adds(Protocol):
         """Runs the model that computes keys; not used if the store has no keys and `tokenizer` is set."""
 
     def after_adding(self) -> None:
-        """Do what must follow a call of `add` that processed at least one document, even an unchanged one."""
+        """Do what must follow the adding of documents, such as saving default settings.
+
+        `add` calls it if at least one document was processed, even an unchanged document.
+        """
 
 
 def add(

@@ -49,7 +49,7 @@ def check_checkpoint(
 def _read_fingerprint(model: str, revision: str) -> str | None:
     """Compute the fingerprint of a model by reading 16 values of each weight from its safetensors files.
 
-    Returns None if the files have other names or shapes than the model in transformers, cannot be read, or or
+    Returns None if the files have other names or shapes than the model in transformers, cannot be read, or
     are of another format, such as GGUF.
     """
     with ExitStack() as opened:

@@ -65,12 +65,12 @@ class Audit:
     """Number of tokens of the sample."""
     checks: tuple[Check, ...]
     stored_share: float
-    """Fraction of the tokens of all documents that are in runs of 32 tokens that the selected stored text has
-    too."""
+    """Fraction of the tokens of all documents that are in a passage which the selected stored text
+    contains too. Only passages of 32 tokens or more count."""
 
     @property
     def passed(self) -> bool:
-        """True if every check passed."""
+        """True if every check passed, False if a check found an error."""
         return all(check.passed for check in self.checks)
 
 
@@ -136,7 +136,7 @@ def _check_distributions(
 ) -> list[Check]:
     """Check that scores come from a distribution over the vocabulary that depends on earlier tokens only.
 
-    Each text is scored again with all tokens from a random position on replaced by other tokens.
+    Each text is scored again after all tokens from a random position on were replaced by other tokens.
 
     Args:
         lm: the model.
@@ -144,6 +144,10 @@ def _check_distributions(
         scored: the scores of each sampled text.
         settings: the settings in force.
         rng: chooses the positions and the other tokens.
+
+    Returns:
+        Three results: whether the probabilities sum to 1, whether scores equal those of the whole
+        distribution, and whether no score depends on its own or a later token.
     """
     cuts = [int(rng.integers(1, len(tokens))) for tokens in sample]
     vocabulary = lm.store.identity.vocab_size
@@ -187,10 +191,12 @@ def _check_distributions(
 def _check_base(lm: ReadingModel, sample: Texts, scored: Sequence[_Scored], settings: KNNSettings) -> Check:
     """Check that model and mixture are compared on the same tokens, each token once.
 
+    The texts are scored once more, with the model alone.
+
     Args:
         lm: the model.
         sample: the tokens of each sampled text.
-        scored: the scores of each sampled text.
+        scored: the scores of each sampled text by the mixture.
         settings: the settings in force.
     """
     model_alone = KNNSettings(lam=0, selection=settings.selection)
@@ -213,7 +219,13 @@ def _replace_tokens(
 
 
 def _score_texts(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[_Scored]:
-    """Score texts as `evaluate` does, and return the scores of each text, sorted by position."""
+    """Score texts as `evaluate` does, and return the scores of each text, sorted by position.
+
+    Args:
+        lm: the model.
+        texts: the tokens of each text.
+        settings: the settings in force.
+    """
     log_probs = [dict[int, tuple[float, float]]() for _ in texts]
     for scores in score_texts(lm.store, lm.reader, texts, settings):
         mixed = mixture_of(settings, scores.evidence).gold(scores.lm_log_probs, scores.targets)

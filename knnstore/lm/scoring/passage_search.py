@@ -122,10 +122,10 @@ def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> 
 
 
 def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
-    """Find each token of a text in stored text, after the longest match, and return shares of records.
+    """Find the places in stored text that continue as the given text does; return the share of each record.
 
-    Each token but the first has the same share, which is divided among its places with the longest match of
-    the preceding tokens.
+    Each token of the text but the first has the same share. It is divided among the places of the same token
+    in stored text. Only the places with the longest match of the preceding tokens count.
 
     Args:
         store: a store, with or without keys.
@@ -164,7 +164,12 @@ def _compute_shares(distances: NDArray[np.float32], temperature: float) -> NDArr
 
 
 def _group_hits(hits: list[_Hit]) -> list[list[_Hit]]:
-    """Group hits of the same document whose neighbors in the text are at most `_MAX_GAP` tokens apart.
+    """Group hits (found records) that are close to each other in the same document.
+
+    Two hits that follow each other in a group are at most `_MAX_GAP` tokens apart.
+
+    Args:
+        hits: the hits, in any order.
 
     Returns:
         The groups; each is sorted by position.

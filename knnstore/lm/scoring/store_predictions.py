@@ -45,7 +45,10 @@ class TextNeighbors:
     """Probability of each record in p_kNN, shape (n, m). A row sums to 1, or is 0 if nothing was found."""
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame with a row for each record of each token.
+        """Return a pandas DataFrame with a row for each record that was retrieved for each token.
+
+        The columns are ``position``, ``token``, ``rank`` (0 is the nearest record), ``ids``, ``retrieved``,
+        ``distances`` and ``weights``.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -65,9 +68,13 @@ class TextNeighbors:
 def keys(lm: ReadingModel, text: str) -> Keys:
     """Compute the key (hidden state of the model) from which each token of a text is predicted.
 
+    Args:
+        lm: the model.
+        text: the text.
+
     Returns:
         Float32, shape (n, dim), in the order of the text; a search in the store uses the keys as query
-        vectors. Without a prefix token the first token has no key.
+        vectors. If the tokenizer has no BOS token, the first token has no key.
     """
     reader = lm.reader
     tokens = reader.tokens(text)

@@ -347,12 +347,14 @@ def score_text_in_turns(
 def _follow_texts(
     reader: TextReader, texts: Sequence[NDArray[np.integer[Any]]], settings: KNNSettings
 ) -> DocumentTexts:
-    """Create the `DocumentTexts` of texts to score; it keeps as many keys as the continuous cache needs.
+    """Create the object that keeps texts and their keys while they are scored, for components that need them.
+
+    It keeps as many keys of each text as the continuous cache compares.
 
     Args:
         reader: has the token that precedes every document.
         texts: token ids of each text.
-        settings: the settings in force; without a cache no keys are kept.
+        settings: the settings in force; without a continuous cache no keys are kept.
     """
     return DocumentTexts(texts, reader.prefix, 0 if settings.cache is None else settings.cache.size)
 
@@ -382,7 +384,9 @@ def predict_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:
 
 
 def _predict_window_in_turns(reader: TextReader, batch: WindowBatch) -> Generator[None, None, ReadTokens]:
-    """Run the model over one window in several turns (short pieces of work); return its predictions.
+    """Run the model over one window (part of a document) in several turns; return its predictions.
+
+    A turn is a short piece of work; between two turns a server can do other work.
 
     Args:
         reader: runs the model.
@@ -419,9 +423,8 @@ def _collect_predictions(encoded: Encoded, log_probs: LogProbs, batch: WindowBat
 class EvidenceLookup:
     """Looks up the evidence of tokens (what the components find for them), a group of tokens at a time.
 
-    A group is as large as memory allows.
-
-    If the probed cells are smaller than assumed, the next groups have more tokens.
+    A group is as large as memory allows. If whole cells (groups of records with near keys) are searched, and
+    the cells are smaller than assumed, the next groups have more tokens.
 
     Args:
         store: the store that is searched.
@@ -463,21 +466,24 @@ class EvidenceLookup:
             self._adapt(scores)
 
     def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
-        """Look up what the components find for some of the tokens, and return the tokens' scores.
+        """Look up what the components find for some of the tokens, and return the scores of these tokens.
 
         Args:
             read: the model's predictions of all tokens.
             batch: the positions of all tokens.
-            rows: which tokens.
+            rows: the slice that selects the tokens.
         """
         if rows.stop - rows.start < len(read):
             read, batch = read.select_rows(rows), batch.select_rows(rows)
         return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
 
     def _adapt(self, scores: TokenScores) -> None:
-        """Set the number of tokens of the next group from the number of records found for the last group.
+        """Set the size of the next group of tokens from the number of records found for the last group.
 
-        Nothing changes if only the k nearest records are kept, without their ids.
+        The size does not change if only the k nearest records are kept, without their ids.
+
+        Args:
+            scores: the scores of the last group.
         """
         searches = scores.evidence.searches
         cell_sums = [search for search in searches if isinstance(search, CellSums)]
@@ -495,14 +501,14 @@ class EvidenceLookup:
 
 
 def _join_batches(predictions: Iterable[ReadTokens], min_tokens: int) -> Iterator[ReadTokens]:
-    """Concatenate consecutive batches until each result has at least `min_tokens` tokens.
+    """Concatenate consecutive batches of predictions until a result has at least `min_tokens` tokens.
 
     Args:
-        predictions: the batches.
+        predictions: the model's predictions of each batch.
         min_tokens: least number of tokens of a result.
 
     Yields:
-        The results; the last one may have fewer tokens.
+        The results; the last result may have fewer tokens.
     """
     batches: list[ReadTokens] = []
     for read in predictions:

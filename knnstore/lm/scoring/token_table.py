@@ -136,7 +136,10 @@ class TokenTable:
 
 
 def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Convert rows (dicts with the same keys) to a pandas DataFrame.
+    """Convert rows to a pandas DataFrame with one column for each key of the rows.
+
+    Args:
+        rows: dicts with the same keys.
 
     Raises:
         ConfigError: pandas is not installed.

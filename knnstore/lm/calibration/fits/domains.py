@@ -25,7 +25,7 @@ _MAX_ROUNDS = 8
 class DomainEvidence:
     """Probabilities of n tokens, for fitting one weight for each domain (a named set of stored documents).
 
-    Takes 4 bytes for each token, domain and temperature.
+    The object takes 4 bytes for each token, domain and temperature.
     """
 
     k: int
@@ -56,12 +56,14 @@ class DomainEvidence:
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
         """Compute log-probabilities of tokens in a mixture with one weight for each domain.
 
-        The probability by a domain's records is interpolated between the two nearest temperatures of the
-        grid.
+        The probability by a domain's records is interpolated between the temperatures of the grid.
 
         Args:
             settings: settings whose mixer is a `DomainWeights` with weights of domains in `domains`.
             tokens: indices of tokens of the text, int64, shape (m,).
+
+        Returns:
+            The log-probability of each token, and the sum of the weights of the domains that found a record.
         """
         mixer = cast(DomainWeights, settings.mixer)
         lm = self.lm[tokens]
@@ -78,8 +80,11 @@ class DomainEvidence:
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     """Fit a weight λ_j and a temperature T_j for each domain j; return settings with `DomainWeights`.
 
-    The log-likelihood per token is within `_GAP` nats of the best for the chosen temperatures. Domains with a
-    λ_j below `_MIN_WEIGHT` get λ_j = 0.
+    A domain is a named set of stored documents. Domains with a λ_j below `_MIN_WEIGHT` get λ_j = 0. The
+    log-likelihood per token is within `_GAP` nats of the best for the chosen temperatures.
+
+    Args:
+        evidence: the tokens' probabilities by each domain.
     """
     # 1) Start with the best T of each domain alone, at a weight of one half.
     losses = [-(evidence.lm[:, None] + knn).log().mean(0) for knn in evidence.knn]
@@ -130,12 +135,12 @@ def fit_mixture_weights(probs: Tensor) -> Tensor:
 
 
 def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
-    """Fit the weight λ_j of each domain at fixed temperatures.
+    """Fit the weight λ_j of each domain at fixed temperatures. The model has the weight 1 - Σ λ_j.
 
     Args:
         evidence: the tokens' probabilities by each domain.
         points: index of each domain's temperature in the grid, int64, shape (j,).
-        worth: mask of the domains to fit, bool, shape (j,); None means all.
+        worth: True for the domains to fit, bool, shape (j,); None means all domains.
 
     Returns:
         The weights, float32, shape (j,); 0 for domains that are not fitted.

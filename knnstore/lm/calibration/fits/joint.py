@@ -31,10 +31,10 @@ def fit_together(
     Args:
         evidence: probabilities of the tokens to fit on.
         scored: the text.
-        ngrams: fits n-grams, alternating with the keys; None leaves n-grams out.
+        ngrams: the object that fits n-grams, alternating with the keys; None leaves n-grams out.
         others: for each component that is mixed after keys and n-grams, by name and in this order, the object
             that fits it.
-        fit: fits the settings of the keys.
+        fit: function that fits the settings of the keys.
     """
     at = evidence.tokens
     settings = fit(evidence) if ngrams is None else fit_with_ngrams(evidence, scored, ngrams, fit)

@@ -85,21 +85,32 @@ def fit_bins(
 
 
 def _fit_all_tokens(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
-    """Return the best weight λ for all tokens at each of m temperatures, and its loss, both shape (1, m)."""
+    """Fit one weight λ for all tokens at each of m temperatures; return λ and its loss, each of shape (1, m).
+
+    The loss is the negative log-likelihood of the tokens.
+
+    Args:
+        evidence: probabilities of the tokens to fit on.
+    """
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
 
 
 def _compute_edges(values: Tensor, bins: int) -> tuple[float, ...]:
-    """Return the quantiles that divide values into `bins` bins with equal numbers of values, ascending.
+    """Return the edges that divide values into bins with about equal numbers of values, ascending.
 
-    There are fewer than ``bins - 1`` edges if quantiles are equal, because equal quantiles are returned once.
+    The edges are quantiles. There are fewer than ``bins - 1`` edges if quantiles are equal, because equal
+    quantiles are returned once.
+
+    Args:
+        values: the values, shape (n,).
+        bins: number of bins.
     """
     quantiles = np.quantile(values.numpy(), np.arange(1, bins) / bins)
     return tuple(np.unique(quantiles.astype(np.float32)).tolist())
 
 
 def _find_minimum(loss: Tensor) -> Tensor:
-    """Find the minimum of each row between columns, and return its fractional column index, shape (g,).
+    """Find the column of the minimum in each row; the result may lie between two columns, float, shape (g,).
 
     The minimum is the vertex of the parabola through the lowest column and its two neighbors.
 

@@ -21,13 +21,13 @@ def fit_with_ngrams(
 ) -> KNNSettings:
     """Fit the settings of the keys and the weight λ of n-grams alternately; return settings with both.
 
-    Each is fitted twice.
+    The keys and the n-grams are each fitted twice.
 
     Args:
         evidence: probabilities of the tokens to fit on.
         scored: the text.
-        ngrams: fits n-grams; has their predictions for all tokens of the text.
-        fit: fits the settings of the keys.
+        ngrams: the object that fits n-grams; it has their predictions for all tokens of the text.
+        fit: function that fits the settings of the keys.
     """
     at = evidence.tokens
     of_tokens = NGramFitting(ngrams.found.rows(at))
