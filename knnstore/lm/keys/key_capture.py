@@ -54,6 +54,10 @@ class KeyLocation:
 def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
     """Return the number of components of a key, d. Runs the model once on two tokens to find it.
 
+    Args:
+        model: the model.
+        location: the tensor that serves as key.
+
     Raises:
         ConfigError: the model does not call the location's module, or the tensor is not one vector for each
             token.

@@ -165,13 +165,13 @@ def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int)
 def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
     """Find the input of the normalization whose output is the tensor at a location.
 
+    Runs the model once on two tokens, and looks for a normalization whose output has the same memory as the
+    tensor at the location.
+
     Args:
         model: the model.
         key: the key that was asked for, for the error message.
         location: the location of the normalization's output.
-
-    Runs the model once on two tokens, and looks for a normalization whose output has the same memory as the
-    tensor at the location.
 
     Raises:
         ConfigError: the tensor at the location is not the output of a normalization.

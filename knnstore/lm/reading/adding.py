@@ -95,7 +95,10 @@ class Adds(Protocol):
 
     @property
     def reader(self) -> TextReader:
-        """Runs the model that computes keys; not used if the store has no keys and `tokenizer` is set."""
+        """The object that runs the model to compute keys.
+
+        It is not used if the store has no keys and `tokenizer` is set.
+        """
 
     def after_adding(self) -> None:
         """Do what must follow the adding of documents, such as saving default settings.

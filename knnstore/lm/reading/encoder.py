@@ -99,6 +99,10 @@ class Encoder:
     def of(cls, model: PreTrainedModel, store: Reader) -> Self:
         """Create the encoder that computes keys as a store has them: same place, joining and projection.
 
+        Args:
+            model: the causal language model.
+            store: the store.
+
         Raises:
             ConfigError: the model does not have the place of the keys.
             CorruptWeightsError: the file of the projection is missing or damaged.
@@ -128,7 +132,9 @@ class Encoder:
         self._is_checked = True
 
     def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
-        """Compute the keys at selected positions of rows of tokens. Later layers do not run, if possible.
+        """Compute the keys at selected positions of rows of tokens.
+
+        Layers after the place of the keys do not run, if the model allows it.
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
@@ -141,9 +147,10 @@ class Encoder:
         return self.project(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
 
     def key_states(self, input_ids: NDArray[np.int64] | Tensor) -> Tensor:
-        """Compute the hidden states at the key's location in the model.
+        """Compute the hidden states of rows of tokens at the place in the model where keys are captured.
 
-        `joining` and `project` turn them into keys. Layers behind the location do not run, if possible.
+        `joining` and `project` turn the states into keys. Layers after this place do not run, if the model
+        allows it.
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
@@ -262,7 +269,12 @@ class Encoder:
         return found
 
     def _compute_logits(self, states: Tensor) -> Tensor:
-        """Compute the logits of n positions, shape (n, v), from ``Encoded.states``, in model precision."""
+        """Compute the logits of n positions, shape (n, v), in model precision.
+
+        Args:
+            states: ``Encoded.states`` of the positions. If they are logits already, they are returned
+                unchanged.
+        """
         if not self._head_suffices:
             return states
         with model_precision():
@@ -297,9 +309,10 @@ class Encoder:
 
     @cached_property
     def _head_suffices(self) -> bool:
-        """True if the head computes the logits from the final hidden states alone.
+        """True if the output head alone computes the logits from the final hidden states.
 
-        Tried once, on 8 tokens.
+        False if the model has no separate head, or changes the head's output, for example by a cap. The test
+        runs once, on 8 tokens.
         """
         if self.head is None or self.model.base_model is self.model:
             return False

@@ -493,7 +493,8 @@ def check_fingerprint(found: str, name: str, identity: Identity) -> None:
         identity: the store's identity.
 
     Raises:
-        FingerprintMismatchError: the model differs; the message names both.
+        FingerprintMismatchError: the weights or the configuration of the model differ; the message says
+            which.
     """
     if not same_model(found, identity.model_fingerprint):
         if found.partition(":")[0] == identity.model_fingerprint.partition(":")[0]:

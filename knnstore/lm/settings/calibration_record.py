@@ -50,7 +50,10 @@ class CalibrationRecord:
 
     @classmethod
     def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
-        """Return the record of the saved settings that `resolve` uses; None if they were not calibrated."""
+        """Return the record of the saved settings that `resolve` uses for a selection.
+
+        None if no settings are saved, or if the saved settings were not calibrated.
+        """
         saved = find_saved_settings(store, selection)
         if saved is None or saved.calibration is None:
             return None
@@ -85,8 +88,8 @@ class CalibrationRecord:
 def find_trained_settings(store: Reader, selection: Selection, component: str) -> Mapping[str, Any] | None:
     """Return the settings of a component that was trained on exactly the selected domains.
 
-    The component need not be in use. Without domains in the selection, the component must be trained on the
-    whole store.
+    A component is one kind of memory whose predictions are mixed with the model's; it need not be in use. If
+    the selection has no domains, the component must have been trained on the whole store.
 
     Args:
         store: the store.

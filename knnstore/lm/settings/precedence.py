@@ -72,9 +72,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Purpose(Enum):
-    """What settings are used for. Some components count in scoring only.
+    """The use that settings are resolved for: scoring or generation.
 
-    `KNNSettings.scoring_only` names them.
+    Some components count in scoring only; `KNNSettings.scoring_only` names them.
     """
 
     SCORING = "scoring"
@@ -99,7 +99,8 @@ class Overrides:
     k: int | None = None
     """Number of neighbors for each query."""
     probes: int | None = None
-    """Number of probed cells; 0 searches for the k nearest records, also in a store with cells."""
+    """Number of cells (groups of records with near keys) that are searched for each query. 0 searches for
+    the k nearest records, also in a store with cells."""
     temperature: float | None = None
     """T of the softmax over distances of the keys."""
     lam: float | None = None
@@ -225,8 +226,12 @@ def find_saved_settings(
 def save_default_settings(store: KNNStore) -> bool:
     """Save the derived default for the whole store, so that documents that are added later do not change it.
 
+    Args:
+        store: the store, opened for writing.
+
     Returns:
-        False if settings are saved for the whole store already; then nothing is changed.
+        True if the default was saved. False if settings are saved for the whole store already; then nothing
+        is changed.
     """
     if find_saved_settings(store) is not None:
         return False
@@ -258,13 +263,17 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
-    """Compute default settings from the variance of keys: of the first records of selected documents.
+    """Compute default settings from the variance of the keys of selected documents.
 
-    The best temperature grows with the scale of the distances, which differs between models by orders of
-    magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the variance
-    is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. The weight λ falls with the
-    distance in the same unit, so that retrieval hardly hurts on text unlike the stored text. Calibration on
-    held-out text is better.
+    The variance is that of the first records. Twice the variance is the mean squared distance between two
+    keys. The best temperature grows with the scale of the distances, which differs between models by orders
+    of magnitude. A tenth of the variance is near the best temperature in the domains of docs/benchmarks.md;
+    T=1 is far from it. The weight λ falls with the distance in the same unit, so that retrieval hardly hurts
+    on text unlike the stored text. Calibration on held-out text gives better settings.
+
+    Args:
+        store: the store.
+        selection: the documents whose keys are used.
 
     Returns:
         Settings whose selection is all documents. In a store without keys they use only n-grams.
@@ -286,10 +295,13 @@ def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSetti
 
 
 def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
-    """Return a copy of complete settings with the k, probes, T and weight λ that `asked` sets.
+    """Return a copy of settings with the k, number of searched cells, T and weight λ that `asked` sets.
 
-    If λ is set, all components other than the keys are switched off. Values of `asked` that are None change
-    nothing.
+    If `asked` sets λ, all components other than the keys are switched off.
+
+    Args:
+        settings: settings without unset fields.
+        asked: the values that the caller sets; values that are None change nothing.
     """
     values = _select_given(k=asked.k, temperature=asked.temperature, lam=asked.lam)
     if values or asked.probes:
@@ -304,7 +316,9 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
 def _load_stored(
     store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
 ) -> KNNSettings:
-    """Return the store's settings for a selection, saved or default (steps 2 to 5 of the module).
+    """Return the store's settings for a selection, saved or default.
+
+    These are the steps 2 to 5 in the docstring of the module.
 
     Args:
         store: the store.
@@ -373,7 +387,14 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
 
 
 def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
-    """Return a copy of `asked` in which each unset field has the value of `stored` (step 1 of the module)."""
+    """Return a copy of `asked` in which each unset field has the value of `stored`.
+
+    A component that the caller sets is used in generation, even if `stored` names it in `scoring_only`.
+
+    Args:
+        asked: the settings of the caller.
+        stored: the store's settings, without unset fields.
+    """
     values = {name: getattr(stored, name) for name in asked.unset}
     if "scoring_only" in values:
         values["scoring_only"] = tuple(
@@ -383,7 +404,7 @@ def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
 
 
 def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
-    """Return a copy of the store's settings with the values that `asked` sets (step 1 of the module).
+    """Return a copy of the store's settings with the values that `asked` sets.
 
     Args:
         stored: the store's settings.
@@ -428,9 +449,13 @@ def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool)
 
 
 def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
-    """Switch off the components that count in scoring only, if the purpose is generation.
+    """Return settings for a purpose: for generation without the components that count in scoring only.
 
     For the purpose scoring the same object is returned.
+
+    Args:
+        settings: settings without unset fields.
+        purpose: scoring or generation.
     """
     return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
 

@@ -167,17 +167,23 @@ class KNNSettings:
 
     @property
     def needs_nearest_only(self) -> bool:
-        """True if the nearest distance and the model's confidence are enough to choose all weights."""
+        """True if the nearest distance and the model's confidence are enough to choose all weights.
+
+        False if a gate or the mixer (rule that chooses λ) also uses other neighbors.
+        """
         return self.mixer.needs_nearest_only and self.gate is None
 
     @property
     def retrieves(self) -> bool:
-        """True if the weight λ of the keys can be above 0, so that a search can change a prediction."""
+        """True if the weight λ of the keys can be above 0, so that a search can change a prediction.
+
+        False if λ is always 0; then no search is needed.
+        """
         return bool(self.mixer.searches(self.selection))
 
     @property
     def is_model_alone(self) -> bool:
-        """True if no component is mixed with the model."""
+        """True if no component is mixed with the model; False if at least one component is in use."""
         return not self.components
 
     @property

@@ -278,6 +278,10 @@ def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> 
 def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
     """Create an object of a class, with the values as keyword arguments.
 
+    Args:
+        part: the class.
+        values: the keyword arguments.
+
     Raises:
         ConfigError: a name is unknown or missing.
     """
