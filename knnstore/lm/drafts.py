@@ -110,8 +110,9 @@ class Drafts:
 def _repeated(text: NDArray[np.int64]) -> Draft:
     """Draft the tokens that followed the latest earlier occurrence of the text's last tokens.
 
-    The longest end of the text that occurs earlier is searched. If fewer tokens than a draft has follow that
-    occurrence, they are repeated cyclically. Returns an empty draft if fewer than `_LEAST_END` tokens match.
+    A draft is a guess of several next tokens. The longest end of the text that occurs earlier is searched. If
+    fewer tokens follow this occurrence than a draft has, they are repeated cyclically. If fewer than
+    `_LEAST_END` tokens match, the draft is empty.
 
     Args:
         text: the tokens so far, at least one.

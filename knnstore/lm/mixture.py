@@ -46,7 +46,9 @@ def all_components() -> Sequence[Component]:
 
 
 def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
-    """Let every component in use look up its predictions at n positions, and return them as `Evidence`.
+    """Let every component in use look up its predictions at n positions, and return all results.
+
+    A component is a memory that is mixed with the model, such as the keys or n-grams.
 
     Args:
         reader: the store.
@@ -56,7 +58,7 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
         form: how much of each component's result is kept, e.g. all tokens or the target token only.
 
     Returns:
-        The evidence, on the device of the batch.
+        The results of the components with the model's confidence, on the device of the batch.
 
     Raises:
         ConfigError: the store contains a token that the model does not predict.
@@ -104,6 +106,9 @@ def cite_places(
 ) -> dict[str, Citations]:
     """List the places that each component's predictions of n tokens come from.
 
+    A component is a memory that is mixed with the model, such as the keys or n-grams. A place is a stored
+    record, or an earlier token of the text.
+
     Args:
         reader: the store.
         settings: the settings of the mixture.
@@ -114,7 +119,7 @@ def cite_places(
             causes.
 
     Returns:
-        The places of each component in use, by its name, without components that list no places.
+        The places of each component in use, by its name. Components that list no places are left out.
     """
     components, parts = {component.name: component for component in all_components()}, settings.parts
     cited = {}

@@ -117,6 +117,10 @@ class RowMixer:
 
         The rows are processed in chunks, to bound memory.
 
+        Args:
+            rows: the n rows; a row is one position of one text.
+            settings: the settings of all rows.
+
         Returns:
             Log-probabilities of the mixture, float32, shape (n, v); the unchanged logits if no component
             found anything for any row, or if the settings use the model alone.
@@ -144,10 +148,10 @@ class RowMixer:
 
 
 def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
-    """Create the `Batch` that `look_up` takes from rows with the same settings.
+    """Create the input of `look_up`, a `Batch`, from rows with the same settings.
 
     Args:
-        rows: the n rows.
+        rows: the n rows; a row is one position of one text.
         log_probs: the model's log-probabilities, float32, shape (n, v).
         settings: the settings of all rows.
         targets: the target tokens, int64, shape (n,); None when text is generated.

@@ -205,7 +205,7 @@ class TextBatch(NamedTuple):
 
     @property
     def has_all_tokens(self) -> bool:
-        """True if every token id of every text is known."""
+        """True if every token id of every text is known; False if a text has a part that is not known."""
         return all(text.has_all_tokens for text in self.texts)
 
 

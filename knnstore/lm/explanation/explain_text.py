@@ -54,6 +54,9 @@ def explain(
 ) -> Explanation:
     """Explain the probability of each token of a text by components, sources and documents.
 
+    A component is a memory that is mixed with the model, such as the keys or n-grams. A source is a place
+    that a prediction comes from: a stored record, or an earlier token of the text.
+
     Args:
         lm: the model.
         text: the text to explain.
@@ -84,12 +87,15 @@ def explain_tokens(
 ) -> Explanation:
     """Explain the probability of each token of a tokenized text, by components, sources and documents.
 
+    A component is a memory that is mixed with the model, such as the keys or n-grams. A source is a place
+    that a prediction comes from: a stored record, or an earlier token of the text.
+
     Args:
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors, and of causes, of each token; with 0 the effects of documents
-            are not computed either.
+        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
+            token), of each token. With 0 there are none, and effects of documents are not computed.
         start: index of the first token to explain; the tokens before are only context.
 
     Returns:
@@ -114,7 +120,9 @@ def explain_in_turns(
     neighbors: int = 8,
     start: int = 0,
 ) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
-    """Explain the tokens of a text in turns: short pieces of work between which a server can do other work.
+    """Explain the tokens of a text in turns.
+
+    A turn is a short piece of work; between two turns a server can do other work.
 
     The results equal those of `explain_tokens`, except for rounding.
 
@@ -122,8 +130,8 @@ def explain_in_turns(
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors, and of causes, of each token; with 0 the effects of documents
-            are not computed either.
+        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
+            token), of each token. With 0 there are none, and effects of documents are not computed.
         start: index of the first token to explain; the tokens before are only context.
 
     Yields:
@@ -146,14 +154,14 @@ def _explain_scored_tokens(
     neighbors: int,
     start: int,
 ) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
-    """Explain tokens group by group, as soon as a group is scored.
+    """Explain the tokens of a text, one group of tokens at a time, as soon as the group is scored.
 
     Args:
         lm: the model.
         tokens: tokens of the text, shape (n,).
         settings: the settings in force.
-        scored: the scores of groups of tokens, with the ids of the retrieved records; None for a turn in
-            which nothing was scored.
+        scored: the scores of groups of tokens, with the ids of the retrieved records; None for a turn (short
+            piece of work) in which nothing was scored.
         neighbors: largest number of neighbors, and of causes, of each token.
         start: index of the first token to explain.
 
@@ -230,7 +238,7 @@ def _explain_scored_tokens(
 def _choose_places(
     cited: Mapping[str, Citations], targets: Tensor, settings: KNNSettings, count: int
 ) -> tuple[list[list[Place]], list[list[Place]]]:
-    """Choose the nearest places, and the causes, of each token from all components, at most `count` each.
+    """Choose the nearest places and the causes of each token among the places of all components.
 
     A place is a stored record or an earlier token of the text; a cause is a place that predicts the token.
 
@@ -238,7 +246,7 @@ def _choose_places(
         cited: the places of each component, by its name.
         targets: the explained tokens, int64, shape (n,).
         settings: the settings in force.
-        count: largest number of places of each kind.
+        count: largest number of nearest places, and of causes, of each token.
 
     Returns:
         For each token the nearest places, whatever token they predict: in the order of their distances, or

@@ -72,7 +72,8 @@ class TokenExplanation:
     p_lm: float
     """Probability of the token by the model alone."""
     p_knn: float
-    """Probability of the token by the records that were retrieved with keys; 0 if none was retrieved."""
+    """Probability of the token by all components together, without the model; 0 if nothing was retrieved.
+    With keys alone this is the probability by the retrieved records."""
     lam: float
     """Weight λ of all components together for this token; 0 if nothing was retrieved."""
     p: float
@@ -107,10 +108,9 @@ class DocumentEffect:
 
     The probability without the document is estimated from the records that were retrieved, without another
     search: the records of the document are removed, and the weights of the other records are normalized
-    again.
-    λ and T stay. If no record is left, the model's probability is used. The contributions of n-grams in the
-    document are subtracted, and n-grams are not counted again. A search without the document would find other
-    records in place of the removed ones; `Selection.without` makes such a search.
+    again. λ and T stay. If no record is left, the model's probability is used. The contributions of n-grams
+    in the document are subtracted, and n-grams are not counted again. A search without the document would
+    find other records in place of the removed records; `Selection.without` makes such a search.
     """
 
     document: str

@@ -67,8 +67,8 @@ class Evaluation:
     knn_byte_ppl: float
     """Perplexity per byte of the mixture."""
     helped: float
-    """Fraction of the tokens that are more probable by the retrieved records than by the model alone (p_kNN >
-    p_LM)."""
+    """Fraction of the tokens that are more probable by all components together (p_kNN) than by the model
+    alone (p_LM)."""
     k: int
     """Number of neighbors in the settings."""
     probes: int | None

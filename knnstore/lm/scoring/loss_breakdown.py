@@ -184,7 +184,8 @@ class TokenLosses:
             gold: gold tokens, int64, shape (n,); the other arguments have the same shape.
             lm: log p_LM.
             mixed: log p of the mixture.
-            helped: True where the retrieved records give the token a higher probability than the model; bool.
+            helped: True where the components together give the token a higher probability than the model;
+                bool.
             nearest: distance to the nearest neighbor, +inf where none was found.
         """
         self._batches.append(tuple(column.cpu().numpy() for column in (gold, lm, mixed, helped, nearest)))

@@ -55,8 +55,8 @@ class TokenTable:
 
         Args:
             scores: the tokens.
-            p_knn: probability of each target token by the retrieved records, shape (n,).
-            lam: weight λ of the retrieved predictions for each token, shape (n,).
+            p_knn: probability of each target token by all components together, without the model, shape (n,).
+            lam: weight λ of all components together for each token, shape (n,).
             log_p: log-probability of each target token in the mixture, shape (n,).
         """
         columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.evidence.distances.amin(1))
