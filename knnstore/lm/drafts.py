@@ -72,7 +72,9 @@ class Drafts:
         return tokens[: max(0, most)]
 
     def _expected(self, draft: Draft, kind: int) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
-        """Cut a draft to the tokens that are likely enough to be accepted to be worth their cost.
+        """Cut a draft where further tokens are not worth their cost; estimate the number of accepted tokens.
+
+        A token is worth its cost if it is likely enough that it and all tokens before it are accepted.
 
         Args:
             draft: the drafted tokens.

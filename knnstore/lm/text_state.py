@@ -225,8 +225,9 @@ def append_pass(
         tokens: token ids of the pass, int64, shape (b, t); None if the model received embeddings only.
         states: hidden states of the layer from which keys are made, shape (b, t, width).
         is_text: True at tokens of the texts, False at padding, shape (b, t); None means no padding.
-        joining: says how many earlier hidden states are added to each key, and with which weights.
-        project: converts joined states, shape (..., width), to the store's keys, float32, shape (..., d).
+        joining: the number of earlier hidden states that are added to each key, and their weights.
+        project: function that converts joined states, shape (..., width), to the store's keys, float32, shape
+            (..., d).
 
     Returns:
         The keys, float32, shape (b, t, d), undefined at padding; and the texts after the pass.

@@ -43,7 +43,8 @@ PASS_K = 1024
 """Number of neighbors that are kept for each token, for mixers that use them. For larger k only p_kNN is
 kept."""
 PROBES = (4, 8, 16, 32, 64)
-"""Numbers of probes that are tried in a store with cells; the smallest sufficient number is chosen."""
+"""Numbers of searched cells (groups of records with near keys) that are tried for each query; the smallest
+sufficient number is chosen."""
 
 _logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def calibrate(
         ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
-        progress: receives the number of tokens of each batch.
+        progress: progress display, which receives the number of tokens of each batch; None for no display.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
@@ -267,16 +268,17 @@ def _measure_generation(
     """Find the components that make generated text repeat itself; save and return their names.
 
     The saved settings use these components when text is scored, and leave them out when text is generated. To
-    find them, the model continues beginnings of documents. The documents used are those that leave no stored
-    document out of their search. If there are none, a group of documents that leave out the same stored
-    documents is used.
+    find them, the model continues beginnings of documents. It uses the documents that leave no stored
+    document out of their search. If there is no such document, a group of documents that leave out the same
+    stored documents is used.
 
     Args:
         lm: the model.
         settings: the calibrated settings, with their selection.
         documents: the text that the settings were fitted to.
         reached: for the content hash of a document, the content hashes of stored documents to leave out.
-        progress: receives the start and the end of each generation.
+        progress: progress display, which receives the start and the end of each generation; None for no
+            display.
     """
     groups = group_by_left_out(documents, reached)
     members, excluded = next((group for group in groups if not group[1]), groups[0])

@@ -39,8 +39,8 @@ from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
 WORTH_PROBES = 1.005
-"""Each probe costs time, so the fewest probes are chosen whose perplexity is at most the lowest times
-this."""
+"""Factor above the lowest perplexity that is accepted. Each searched cell costs time, so the smallest
+number of cells is chosen whose perplexity is at most the lowest perplexity times this factor."""
 
 BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
@@ -104,8 +104,8 @@ class Comparison:
     """Expected perplexity divided by that of the settings in force; None if no settings in force were
     judged."""
     probes: Mapping[int, float] = field(default_factory=dict)
-    """For each tried number of probed cells, the perplexity by which the number was chosen; empty without
-    cells."""
+    """For each number of searched cells (groups of records with near keys) that was tried, the perplexity
+    by which the number was chosen. Empty in a store without cells."""
 
     @property
     def best(self) -> Candidate:
@@ -206,14 +206,15 @@ class _KeyCandidates(NamedTuple):
 
     candidates: list[Candidate]
     evidence: list[GridEvidence]
-    """Search results for each k, or for the chosen number of probed cells."""
+    """Search results for each k, or for the chosen number of searched cells (groups of records with near
+    keys)."""
     at_best_k: GridEvidence
     """The item of `evidence` for which a fixed λ is best."""
     fits: Mapping[str, Fit]
     """The fits that were tried, by the name of the candidate."""
     by_probes: Mapping[int, float]
-    """For each tried number of probed cells, the perplexity by which the number was chosen; empty without
-    cells."""
+    """For each number of searched cells that was tried, the perplexity by which the number was chosen.
+    Empty in a store without cells."""
 
 
 def _fit_key_candidates(
@@ -231,7 +232,7 @@ def _fit_key_candidates(
     λ) are then fitted with the best k or the chosen number of cells.
 
     Args:
-        trial: fits and judges candidates.
+        trial: the object that fits and judges candidates.
         scored: the text.
         fits: functions that fit settings of the keys, by name; None tries bins and the mixers of other
             packages.
@@ -301,12 +302,13 @@ def _find_unscored_components(settings: KNNSettings, scored: ScoredText) -> list
 
 
 def choose_probes(perplexities: Mapping[int, float]) -> int:
-    """Return the smallest number of probes whose perplexity is at most `WORTH_PROBES` times the lowest.
+    """Return the smallest number of searched cells whose perplexity is nearly the lowest.
 
-    A probe is a cell (group of records with near keys) that is searched for a query.
+    A cell is a group of records with near keys. Nearly means at most `WORTH_PROBES` times the lowest
+    perplexity.
 
     Args:
-        perplexities: the perplexity for each tried number of probes; at least one number.
+        perplexities: the perplexity for each number of cells that was tried; at least one number.
     """
     enough = min(perplexities.values()) * WORTH_PROBES
     return min(probes for probes, ppl in perplexities.items() if ppl <= enough)

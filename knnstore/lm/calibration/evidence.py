@@ -25,7 +25,7 @@ _SAMPLE_TOKENS = 2048  # tokens to choose the temperatures by
 
 @dataclass(frozen=True, slots=True)
 class GridEvidence:
-    """Probabilities of n target tokens for fitting, for one k or one number of probed cells.
+    """Probabilities of n target tokens for fitting, for one k or one number of searched cells.
 
     p_LM is the probability by the model alone, p_kNN by the retrieved records. Only tokens with a neighbor
     are included; `evidence_without_keys` includes all tokens.
@@ -44,7 +44,8 @@ class GridEvidence:
     tokens: Tensor
     """Indices of the n tokens in the scored text, int64, shape (n,)."""
     probes: int | None = None
-    """Number of probed cells over whose records p_kNN sums; None if p_kNN sums over k neighbors."""
+    """Number of cells (groups of records with near keys) that are searched for each query. p_kNN then sums
+    over all their records. None if p_kNN sums over k neighbors."""
 
     def settings(self, temperature: float, mixer: Mixer) -> KNNSettings:
         """Return settings with the given temperature and mixer, and with `k` and `probes` of this object.
@@ -78,7 +79,7 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
     A cell is a group of stored records with near keys; a query searches the nearest cells.
 
     Args:
-        scored: the text, with p_kNN for each number of probed cells in `visited`.
+        scored: the text, with p_kNN for each number of searched cells in `visited`.
     """
     tokens = scored.found
     nearest, lm = _select_nearest(scored, tokens)

@@ -83,8 +83,9 @@ class ScoredText:
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """For each component of another package that was looked up, by name: the settings of the look-up."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)
-    """For each number of probed cells: p_kNN (the probability by the retrieved records) of every token over
-    all records of the cells. The evidence then has only the nearest records. Empty without cells."""
+    """For each number of searched cells (groups of records with near keys): p_kNN (the probability by the
+    retrieved records) of every token over all records of the cells. The evidence then has only the nearest
+    records. Empty in a store without cells."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -159,11 +160,12 @@ class ScoredText:
     def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
         """Return the look-up results of some tokens, reduced to what settings use.
 
-        The results have the k neighbors or the probed cells of the settings, and the preceding tokens of
-        their continuous cache.
+        The results have the neighbors or the searched cells (groups of records) that the settings ask for,
+        and the preceding tokens of their continuous cache.
 
         Args:
-            settings: settings whose `k` is at most the text's k, or whose `probes` is a key of `visited`.
+            settings: the settings; their `k` is at most the text's k, or their `probes` is a key of
+                `visited`.
             tokens: indices of the tokens, int64, shape (m,).
         """
         search: TokenSums = self.sums.nearest(settings.k)
@@ -189,8 +191,9 @@ class ScoredText:
         """Compute the log-probability of target tokens in the mixture that settings describe.
 
         Args:
-            settings: settings whose `k` is at most the text's k, or whose `probes` is a key of `visited`, and
-                whose mixer (the rule that chooses λ) asks for one search. Their selection is ignored.
+            settings: the settings. Their `k` is at most the text's k, or their `probes` is a key of
+                `visited`. Their mixer (the rule that chooses λ) asks for one search. Their selection is
+                ignored.
             tokens: indices of the tokens, int64, shape (m,); default all tokens.
         """
         parts = []
@@ -217,7 +220,7 @@ def score_once(
 
     Args:
         store: the store.
-        reader: tokenizes the documents and runs the model.
+        reader: the object that tokenizes the documents and runs the model.
         documents: the documents.
         k: number of neighbors to keep for each token. If `probes` is not None, `DISTINCT_AMONG` neighbors are
             kept instead.
@@ -227,7 +230,7 @@ def score_once(
         ngrams: settings of n-grams; only their order is used. None scores without n-grams.
         left_out: for the content hash of a document, the content hashes of stored documents that are left out
             of its search.
-        progress: receives the number of scored tokens.
+        progress: progress display, which receives the number of scored tokens; None for no display.
     """
     if probes is not None:
         k = DISTINCT_AMONG

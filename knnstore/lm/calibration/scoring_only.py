@@ -102,7 +102,8 @@ class Beginnings:
         shorter than a prompt are left out.
 
         Args:
-            reader: tokenizes the documents; the sizes of prompts and continuations depend on its window.
+            reader: the object that tokenizes the documents; the sizes of prompts and continuations depend on
+                its window.
             documents: the documents.
         """
         length = min(PROMPT_TOKENS, reader.max_length // 4)
@@ -157,11 +158,12 @@ def find_scoring_only(
 
     Args:
         lm: the model that generates.
-        documents: documents whose beginnings are continued; the selection of `settings` must exclude them. If
-            they have fewer than `LEAST_PROMPTS` beginnings, nothing is measured, and the cache is returned if
-            the settings have one.
+        documents: documents whose beginnings are continued; the selection of `settings` must exclude these
+            documents. If they have fewer than `LEAST_PROMPTS` beginnings, nothing is measured, and the cache
+            is returned if the settings have one.
         settings: the settings in force, with their selection.
-        progress: receives the start and the end of each generation.
+        progress: progress display, which receives the start and the end of each generation; None for no
+            display.
 
     Returns:
         The names of the components that must count in scoring only; all components if the model must generate

@@ -49,7 +49,7 @@ class FurtherSearches:
         selection: the documents to search.
         left_out: for the content hash of a document, the content hashes of stored documents that are left out
             of its search.
-        progress: receives the number of searched tokens.
+        progress: progress display, which receives the number of searched tokens; None for no display.
     """
 
     store: Reader

@@ -85,7 +85,7 @@ def choose_text(
 
     Args:
         store: the store.
-        reader: tokenizes the documents.
+        reader: the object that tokenizes the documents.
         documents: held-out documents; a text that occurs twice is used once.
         selection: the stored documents that are searched, and from which documents are chosen.
         tokens: number of tokens of stored documents; 0 for no stored documents.
@@ -127,7 +127,7 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
 
     Args:
         store: the store.
-        reader: decodes the stored tokens.
+        reader: the object that decodes the stored tokens.
         selection: the stored documents to choose from.
         tokens: total number of tokens to reach; the result has fewer if the store has less text.
 

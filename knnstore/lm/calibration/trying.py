@@ -72,7 +72,7 @@ class Trial:
 
     Args:
         scored: the text.
-        ngrams: True to try n-grams of the store, if the text was scored with them, and n-grams of the text
+        ngrams: True to try n-grams of the store, if the text was scored with n-grams, and n-grams of the text
             itself together with a continuous cache.
 
     Raises:
@@ -200,7 +200,7 @@ class Trial:
         Args:
             fits: for each candidate's name, the function that fits the keys.
             candidates: the candidates so far.
-            evidence: probabilities of the tokens for each k or number of probes.
+            evidence: probabilities of the tokens for each k or number of searched cells.
         """
         best = find_best_candidate(
             [one for one in candidates if one.name in fits and one.settings.k <= self._scored.k]

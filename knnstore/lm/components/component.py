@@ -142,7 +142,7 @@ class Component(Protocol):
         Args:
             settings: the component's settings.
             found: the result of the component's look-up at the n positions.
-            factor: multiplies the component's temperature.
+            factor: factor by which the component's temperature is multiplied.
 
         Returns:
             The distribution and λ of each position. A position where the look-up found nothing has weights 0.

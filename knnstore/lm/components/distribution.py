@@ -147,7 +147,7 @@ class OneWeightComponent(ABC):
         return self.weigh(found, settings)
 
     def settings_to_fit(self, reader: Reader, selection: Selection) -> Mapping[str, Any] | None:
-        """Return the settings with which `calibrate` looks up predictions, to fit the weight λ on them.
+        """Return the settings with which `calibrate` looks up predictions to fit the weight λ.
 
         This implementation returns `default_settings`. A component that must be trained first returns its
         trained settings; see `knnstore.lm.settings.find_trained_settings`.

@@ -146,7 +146,7 @@ class Keys:
         Args:
             settings: the settings in force.
             found: the search results and the model's confidence at n positions.
-            factor: multiplies the temperature of the settings.
+            factor: factor by which the temperature of the settings is multiplied.
         """
         if settings.gate is not None and len(found.searches) == 1:
             found.prepare([settings.temperature * each for each in self.factors])
@@ -262,7 +262,7 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
     """
 
     def search_selection(selection: Selection) -> Neighbors:
-        """Return the nearest records of one selection, or those in the probed cells, for each query."""
+        """Return for each query the nearest records of a selection, or the records in the searched cells."""
         if not probes_cells(reader, settings):
             return reader.search(queries, limit_k_to_store(reader, settings), selection)
         assert settings.probes is not None
@@ -301,7 +301,7 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeyS
 def _sum_cells(
     reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings, vocabulary: int, form: Form
 ) -> list[CellSums]:
-    """Run every search that the settings ask for, and sum over all records of the probed cells.
+    """Run every search that the settings ask for, and sum over all records of the searched cells.
 
     The mixer of the settings (the rule that chooses the weight λ) decides which searches are needed. A cell
     is a group of records with near keys.
@@ -321,7 +321,7 @@ def _sum_cells(
     assert settings.probes is not None
 
     def probe_selection(selection: Selection) -> list[ProbedCells]:
-        """Return the records in the probed cells of one selection, as tensors."""
+        """Return the records of a selection that are in the searched cells, as tensors."""
         assert settings.probes is not None
         return [
             ProbedCells(
@@ -424,7 +424,7 @@ def _search_within_selection(
         reader: the store.
         settings: the settings in force; `settings.selection` is what the user has selected.
         part: a selection from the mixer: `settings.selection` itself, or a selection of domains only.
-        search: runs the search on the selection that it receives.
+        search: function that runs the search on the selection that it receives.
 
     Returns:
         The result of `search`. None if a domain of `part` is not selected by the user or was removed from the

@@ -333,9 +333,9 @@ class NGrams(CountedNGrams):
     ) -> Citations:
         """List the places in stored text where the target token follows the end of its context.
 
-        For each length of n-grams at most `_MIN_CITED_PLACES` places are listed, or `most` places if `most`
-        is larger: the places with the longest match before them. So more than `most` places may be returned;
-        the effects of documents are computed from all of them.
+        For each length of n-grams, up to `_MIN_CITED_PLACES` places are listed, or up to `most` places if
+        `most` is larger. Places with a longer match before the token come first. So more than `most` places
+        may be returned; the effects of documents are computed from all places.
 
         Args:
             question: the n positions, the store and the settings; the texts contain the target tokens.

@@ -212,7 +212,7 @@ class RecentText:
         Args:
             settings: temperature and weight λ of the cache.
             found: the result of the look-up at n positions.
-            factor: multiplies the temperature of the settings.
+            factor: factor by which the temperature of the settings is multiplied.
         """
         temperature = settings.temperature * factor
         tokens, hits = None, None
@@ -225,7 +225,7 @@ class RecentText:
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
     def cite(self, question: Question[CacheSettings], found: Recent, weights: Tensor, most: int) -> Citations:
-        """List the preceding tokens with the largest weights, and those that are the target token.
+        """List the preceding tokens with the largest weights, of any token and of the target token.
 
         Args:
             question: the n positions; their texts contain the target tokens.

@@ -50,7 +50,7 @@ def other_components() -> Mapping[str, Any]:
 
 
 def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Check the settings of components of other packages, and return them with default values filled in.
+    """Check the settings of components of other packages; fill in default values, and return the settings.
 
     Args:
         others: settings of each component, by the component's name.
@@ -95,7 +95,7 @@ def _add_instance(components: dict[str, Any], component: type, source: str) -> N
     """Create an instance of a component class, and add it to `components` under its name.
 
     Args:
-        components: instances by name; changed.
+        components: instances by name; the new instance is added.
         component: the class.
         source: name of the class or of the entry point, for the error message.
 

@@ -460,7 +460,7 @@ class _SourceDescriber:
 
     Args:
         store: the store in which the records were retrieved.
-        reader: decodes tokens.
+        reader: the object that decodes tokens.
         tokens: tokens of the explained text, shape (n,).
     """
 

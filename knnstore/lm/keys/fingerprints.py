@@ -82,8 +82,8 @@ def compute_fingerprint(
 
     Args:
         sizes: number of values of each weight, by its name in the model's `state_dict`.
-        read_values: returns values of a weight, given its name and the indices of the values in the flattened
-            weight, int64, shape (m,).
+        read_values: function that returns values of a weight; its arguments are the name of the weight, and
+            the indices of the values in the flattened weight, int64, shape (m,).
         config: the model's configuration.
 
     Returns:

@@ -171,7 +171,7 @@ def _mean_loss(network: Network, features: Tensor, loss: Loss, rows: Tensor) -> 
     Args:
         network: the network.
         features: input features of all tokens, shape (n, f).
-        loss: computes the loss.
+        loss: the function that computes the loss.
         rows: indices of the tokens, shape (m,).
     """
     with torch.inference_mode():

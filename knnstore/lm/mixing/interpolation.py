@@ -266,7 +266,8 @@ class Mixture:
     def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
         """Compute the mixture's log-probabilities of one given token and of the most probable tokens.
 
-        The values equal those of `distribution`, but logarithms of the other tokens are not computed.
+        The values equal the values of `distribution`, but the log-probabilities of all other tokens are not
+        computed.
 
         Args:
             lm_log_probs: log p_LM of every token, float32, shape (n, v).

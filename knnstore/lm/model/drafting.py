@@ -144,11 +144,14 @@ def generate_with_drafts(
     Args:
         model: the model with a store.
         input_ids: the prompt, int64, shape (1, t).
-        drafts: proposes tokens, and learns from the number of accepted tokens how many to propose.
-        streamer: receives each generated token on the CPU, and the end; None for no streaming.
-        logits_processor: as in `generate`.
-        stopping_criteria: as in `generate`.
-        generation_config: has the sampling mode (`do_sample`) and the largest length of the text.
+        drafts: the object that proposes tokens, and that learns from the number of accepted tokens how many
+            to propose.
+        streamer: the object that receives each generated token on the CPU, and the end of the text; None for
+            no streaming.
+        logits_processor: the logits processors that `generate` of transformers has prepared.
+        stopping_criteria: the stopping criteria that `generate` of transformers has prepared.
+        generation_config: the options of `generate`, with the sampling mode (`do_sample`) and the largest
+            length of the text.
         **model_kwargs: arguments for the model that `generate` prepared, with the empty cache.
 
     Returns:

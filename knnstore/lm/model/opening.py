@@ -66,9 +66,9 @@ def create(
         location: URL or folder where the adapter stores the keys; default ``HOME/keys``.
         params: parameters of the adapter.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
-        key: the place in the model where keys are captured, see `locate`; default is ``ffn_input``, or
-            ``final_hidden`` if the model has no ``ffn_input``. None stores no keys: adding text does not need
-            the model, and the store retrieves with n-grams only.
+        key: name of the place in the model where keys are captured; `locate` lists the names. Default is
+            ``ffn_input``, or ``final_hidden`` if the model has no ``ffn_input``. None stores no keys: adding
+            text does not need the model, and the store retrieves with n-grams only.
         states: number of hidden states that are combined in a key: the state of its token and of the
             preceding tokens. A key has as many components as one state.
         discounts: discount of the state of the preceding token, then of the token before the preceding one,
@@ -83,9 +83,11 @@ def create(
         stride: number of tokens between the ends of two windows; default is half of `max_length`.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
-        progress: receives the number of keys of each batch of the sample.
+        progress: progress display, which receives the number of keys of each batch of the sample; None for no
+            display.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map,
-            quantization_config, ...). The store saves only ``gguf_file``, so `load` needs the others again.
+            quantization_config, ...). The store saves only ``gguf_file``, so `load` needs all other options
+            again.
 
     Raises:
         StoreExistsError: the folder has a store already.

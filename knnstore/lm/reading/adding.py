@@ -140,7 +140,7 @@ def add(
         commit_seconds: time in seconds that the model should take for one group. A document is never divided.
         batch_tokens: number of tokens in one forward pass, padding included.
         total_bytes: size of all texts in UTF-8 bytes, if known, to estimate the remaining time.
-        progress: receives the number of tokens of each batch.
+        progress: progress display, which receives the number of tokens of each batch; None for no display.
 
     Raises:
         InputError: the domain or a tag is not a valid name; or a document cannot be used and `on_bad` is
@@ -273,7 +273,7 @@ def sync(
         tags: tags that are added to every document; tags that a stored document has are kept.
         on_bad: called with the error of each document that cannot be used; the document is skipped. None
             raises the first error.
-        progress: receives the number of tokens of each batch.
+        progress: progress display, which receives the number of tokens of each batch; None for no display.
 
     Raises:
         InputError: no usable document was given; the domain is not changed. Also raised if a name is not
@@ -336,10 +336,10 @@ def _find_problem(
 
 
 def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
-    """Compute the keys of documents and store them, batch by batch; yield each batch's number of keys.
+    """Compute and store the keys of documents, batch by batch; yield the number of keys of each batch.
 
     Args:
-        reader: runs the model.
+        reader: the object that runs the model.
         documents: the documents of a group.
         ingest: the open transaction that stores the keys.
 
@@ -366,8 +366,8 @@ class _GroupSize:
     """Chooses how many tokens are committed together, from the measured speed of the model.
 
     Args:
-        reader: has the model, whose speed is estimated from its size until it is measured; None if the store
-            needs no model.
+        reader: the object with the model, whose speed is estimated from its size until it is measured; None
+            if the store needs no model.
         tokens: largest number of tokens in a group.
         seconds: time in seconds that a group should take.
 

@@ -73,7 +73,7 @@ class Encoder:
         model: a causal language model in evaluation mode.
         location: the place of the hidden states that make keys.
         joining: how a key is computed from the states of several tokens; default is a single state.
-        projection: maps keys to fewer dimensions; None leaves keys unchanged.
+        projection: linear map of keys to fewer dimensions; None leaves keys unchanged.
     """
 
     def __init__(

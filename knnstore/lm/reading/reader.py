@@ -117,7 +117,7 @@ def usable_documents(
     """Yield the documents whose tokens the model has. Documents without tokens are yielded as well.
 
     Args:
-        reader: has the model and its tokenizer.
+        reader: the object with the model and its tokenizer.
         documents: rows (dicts), texts or `TextDocument`s.
         on_bad: called with the error of each row that is not a document, and of each document with a token
             that the model does not have; the row or document is skipped. None raises the first error.

@@ -69,7 +69,7 @@ def sample_tokens(
     The documents with the lowest content hashes are chosen, so the sample does not depend on their order.
 
     Args:
-        reader: tokenizes the documents.
+        reader: the object that tokenizes the documents.
         documents: the documents to choose from; read once, to the end.
         count: total number of tokens; the last document is cut to reach it exactly.
         longest: number of tokens to which each document is cut; default `count`.
@@ -108,11 +108,11 @@ def sample_keys(
     """Compute the keys of a random sample of at most 32,768 tokens.
 
     Args:
-        reader: computes the keys.
+        reader: the object that computes the keys.
         documents: the documents to choose from; read once, to the end.
         on_bad: called with the error of each chosen document that has a token that the model does not have;
             the document is skipped. None raises the first error.
-        progress: receives the number of keys of each batch.
+        progress: progress display, which receives the number of keys of each batch; None for no display.
 
     Returns:
         The keys, float32, shape (n, d), n >= 1.

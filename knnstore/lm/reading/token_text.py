@@ -83,7 +83,7 @@ class TokenPiece(NamedTuple):
     token: int
     """The token id."""
     text: str
-    """Text of the token. If a character spans several tokens, the last of them has the character."""
+    """Text of the token. If a character spans several tokens, the last token has the whole character."""
     data: bytes
     """Bytes of the token; they may be a part of a character."""
 
@@ -170,7 +170,8 @@ class TokenTexts:
         """Return the text that each token adds after the previous tokens.
 
         The joined pieces are the text of ``[*before, *tokens]`` without the text of `before`. If a character
-        spans several tokens, the last of them has the character. Bytes that are not valid UTF-8 give U+FFFD.
+        spans several tokens, the last token has the whole character. Bytes that are not valid UTF-8 give
+        U+FFFD.
 
         Args:
             tokens: token ids; no tokens give no pieces.
@@ -253,7 +254,7 @@ class Detokenizer:
     begins after the common prefix of the old and the new text.
 
     Args:
-        texts: has the model's tokenizer.
+        texts: the object with the model's tokenizer.
         before: tokens before the text. Incomplete bytes at their end count as returned.
         special: True to include the text of special tokens.
     """

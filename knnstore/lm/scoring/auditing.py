@@ -90,10 +90,10 @@ def audit(
 ) -> Audit:
     """Check that documents are scored correctly, and return the results of all checks.
 
-    The checks: the probabilities of the vocabulary sum to 1; scores equal those of the whole distribution; no
-    score depends on its own or a later token; model and mixture are compared on the same tokens; and no
-    document is in the store. The last check covers all documents, the other checks the beginnings of a few
-    documents.
+    The checks: the probabilities of the vocabulary sum to 1; scores equal the values of the whole
+    distribution; no score depends on its own or a later token; model and mixture are compared on the same
+    tokens; and no document is in the store. The last check covers all documents, the other checks the
+    beginnings of a few documents.
 
     Args:
         lm: the model.
@@ -143,7 +143,7 @@ def _check_distributions(
         sample: the tokens of each sampled text.
         scored: the scores of each sampled text.
         settings: the settings in force.
-        rng: chooses the positions and the other tokens.
+        rng: random generator that chooses the positions and the other tokens.
 
     Returns:
         Three results: whether the probabilities sum to 1, whether scores equal those of the whole

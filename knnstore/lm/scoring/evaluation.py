@@ -72,7 +72,8 @@ class Evaluation:
     k: int
     """Number of neighbors in the settings."""
     probes: int | None
-    """Number of probed cells, whose records all count instead of the k nearest; None without probing."""
+    """Number of cells (groups of records with near keys) that are searched for each query; all records of
+    these cells count. None if the k nearest records are searched."""
     temperature: float
     """Mean T over the tokens."""
     lam: float
@@ -142,7 +143,7 @@ def evaluate(
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out of the evaluation. With None the first bad document raises an
             error.
-        progress: receives the number of scored tokens.
+        progress: progress display, which receives the number of scored tokens; None for no display.
 
     Raises:
         InputError: the documents have no token to predict, or a document cannot be used and `on_bad` is None.

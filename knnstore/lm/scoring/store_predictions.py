@@ -91,8 +91,8 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
     Args:
         lm: the model.
         text: the text.
-        knn: settings of this call; default ``lm.knn``. If the settings have `probes`, all records of the
-            nearest cells (groups of records with near keys) are returned.
+        knn: settings of this call; default ``lm.knn``. If the settings have `probes`, a number of cells
+            (groups of records with near keys), all records of the nearest cells are returned.
     """
     settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
     parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))
@@ -155,7 +155,7 @@ def export(
         path: the file; an existing file is replaced when the new one is complete.
         knn: settings of this call; default ``lm.knn``. Only the store's keys count.
         neighbors: largest number of sources for each token, >= 0.
-        progress: receives the number of written rows.
+        progress: progress display, which receives the number of written rows; None for no display.
 
     Returns:
         The number of rows.

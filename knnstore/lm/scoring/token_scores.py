@@ -172,7 +172,7 @@ class HeldOut(NamedTuple):
 
         Args:
             store: the store.
-            reader: tokenizes the documents.
+            reader: the object that tokenizes the documents.
             documents: the held-out documents, in any form that `add` takes.
             selection: the stored documents to compare with.
 
@@ -217,12 +217,12 @@ def score_held_out(
 
     Args:
         store: the store that is searched.
-        reader: tokenizes the documents and runs the model.
+        reader: the object that tokenizes the documents and runs the model.
         documents: the held-out documents.
         settings: the settings in force.
         left_out: for the content hash of a held-out document, the content hashes of stored documents that are
             left out of its search.
-        progress: receives the number of scored tokens.
+        progress: progress display, which receives the number of scored tokens; None for no display.
 
     Yields:
         The scores of a few tokens at a time; `TokenScores.documents` has indices into `documents`.
@@ -266,10 +266,10 @@ def score_documents(
 
     Args:
         store: the store that is searched.
-        reader: tokenizes the documents and runs the model.
+        reader: the object that tokenizes the documents and runs the model.
         documents: the documents.
         settings: the settings in force.
-        progress: receives the number of scored tokens.
+        progress: progress display, which receives the number of scored tokens; None for no display.
 
     Yields:
         The scores of a few tokens at a time, in the order in which windows are packed into batches. Every
@@ -295,7 +295,7 @@ def score_texts(
 
     Args:
         store: the store that is searched.
-        reader: runs the model.
+        reader: the object that runs the model.
         texts: token ids of each text, shapes (n_i,).
         settings: the settings in force.
         with_sources: True to keep each retrieved record with its id in the evidence, which needs more memory.
@@ -327,7 +327,7 @@ def score_text_in_turns(
 
     Args:
         store: the store that is searched.
-        reader: runs the model.
+        reader: the object that runs the model.
         text: token ids, shape (n,).
         settings: the settings in force.
         most: largest number of tokens of one look-up.
@@ -352,7 +352,7 @@ def _follow_texts(
     It keeps as many keys of each text as the continuous cache compares.
 
     Args:
-        reader: has the token that precedes every document.
+        reader: the object with the token that precedes every document.
         texts: token ids of each text.
         settings: the settings in force; without a continuous cache no keys are kept.
     """
@@ -389,7 +389,7 @@ def _predict_window_in_turns(reader: TextReader, batch: WindowBatch) -> Generato
     A turn is a short piece of work; between two turns a server can do other work.
 
     Args:
-        reader: runs the model.
+        reader: the object that runs the model.
         batch: a batch with one window.
 
     Yields:

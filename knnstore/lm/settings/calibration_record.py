@@ -17,7 +17,7 @@ STALE_GONE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """A record of the calibration that found saved settings, saved together with them."""
+    """A record of the calibration that found saved settings; it is saved together with the settings."""
 
     date: str
     """Date and time of the calibration, ISO 8601, UTC."""

@@ -69,8 +69,9 @@ def overridden(
     temperature: float | None = None,
     lam: float | None = None,
 ) -> KNNSettings:
-    """Return a copy of `settings` with another k, probes, temperature or weight λ; None keeps a value.
+    """Return a copy of `settings` with another k, temperature, weight λ or number of cells.
 
-    If λ is set, all components other than the keys are switched off.
+    Values that are None are kept. `probes` is the number of cells (groups of records with near keys) to
+    search. If λ is set, all components other than the keys are switched off.
     """
     return override_keys(settings, Overrides(k=k, probes=probes, temperature=temperature, lam=lam))

@@ -46,7 +46,7 @@ from knnstore.lm.settings.saved import (
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
 
 DEFAULT_PROBES = 16
-"""Default number of probed cells for each query, in a store with cells."""
+"""Default number of cells (groups of records with near keys) that are searched for each query."""
 
 _DEFAULT_K = 1024
 _DEFAULT_LAMBDA = 0.25
@@ -87,7 +87,7 @@ class Purpose(Enum):
 class Overrides:
     """Single values that replace values of the settings in force, for commands and requests.
 
-    `KNNSettings` replaces the settings of a whole component; `Overrides` can change one value of them: with
+    `KNNSettings` replaces all settings of a component; `Overrides` can change one value: with
     ``cache_lam=0.3`` the saved cache keeps its size and temperature. None keeps the value in force.
 
     Raises:

@@ -70,7 +70,8 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
 
     Args:
         values: the values.
-        load: loads the weights that the values name, see `weights_for`; needed for networks.
+        load: function that loads weights by name, from `weights_for`. It is needed if the values name the
+            weights of a network; None otherwise.
 
     Raises:
         ConfigError: a name is unknown, a value is out of range, or `load` is needed and None.
@@ -261,7 +262,7 @@ def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> 
 
     Args:
         values: the saved values of a part of the settings that may have a network.
-        load: loads weights by name; None if weights cannot be loaded.
+        load: function that loads weights by name; None if weights cannot be loaded.
 
     Raises:
         ConfigError: `load` is None, and there are weights to load.

@@ -43,7 +43,8 @@ class DomainEvidence:
     lm: Tensor
     """p_LM of each token, float32, shape (n,)."""
     probes: int | None = None
-    """Number of probed cells whose records all count; None if only the k nearest records count."""
+    """Number of cells (groups of records with near keys) that are searched for each query, whose records
+    all count. None if only the k nearest records count."""
 
     def only(self, wanted: Tensor) -> "DomainEvidence":
         """Return the probabilities of the tokens that a mask selects.
