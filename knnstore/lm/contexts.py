@@ -165,7 +165,7 @@ class Contexts:
         return replace(self, owners=self.owners[rows], lengths=self.lengths[rows], ends=self.ends[rows])
 
     def targets(self, rows: Numbers) -> Numbers:
-        """Return the target token, which stands at the position itself, of each selected position.
+        """Return the target token of each selected position: the token at the position itself.
 
         Args:
             rows: indices of m positions that are not padding. The texts must contain their target tokens.
@@ -229,6 +229,7 @@ class DocumentTexts:
     def read_on(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
         """Append the keys of a batch of windows to the texts, and return the contexts of its positions.
 
+        The context of a position is the text before it; the positions are those of the batch's target tokens.
         Frees the memory of keys and texts that later positions do not need.
 
         Args:

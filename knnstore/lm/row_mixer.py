@@ -66,8 +66,8 @@ class RowMixer:
 
         Args:
             rows: the n rows.
-            each: one settings object for all rows, or n, one for each row. Rows with the same object form a
-                group and are retrieved together.
+            each: one settings object for all rows, or n settings objects, one for each row. Rows with the
+                same object form a group and are retrieved together.
 
         Returns:
             Shape (n, v). For each group of rows: log p of the mixture, float32, if a component found anything

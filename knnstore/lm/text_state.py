@@ -118,7 +118,7 @@ class TextState:
             self._states = _write(self._states, states, start - self._first_state)
 
     def append_without_keys(self, tokens: Tokens) -> None:
-        """Append tokens without keys, because their KV cache is reused or no setting needs keys.
+        """Append tokens without keys, because the tokens' KV cache is reused or no setting needs keys.
 
         Also drops the keys and hidden states of all earlier tokens, so later keys cannot use earlier states.
 

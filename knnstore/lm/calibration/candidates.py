@@ -125,12 +125,15 @@ class Comparison:
 
     @property
     def beats_base(self) -> bool:
-        """True if the 95 % interval of `change` is below 1: better than the model alone beyond chance."""
+        """True if the gain over the model alone is not chance: the 95 % interval of `change` is below 1."""
         return self.change.high < 1
 
     @property
     def beats_current(self) -> bool:
-        """True if the 95 % interval of `gain` is below 1, or if no settings in force were judged."""
+        """True if the gain over the settings in force is not chance: the 95 % interval of `gain` is below 1.
+
+        Also True if no settings in force were judged.
+        """
         return self.gain is None or self.gain.high < 1
 
 

@@ -104,9 +104,9 @@ def evidence_without_keys(scored: ScoredText) -> GridEvidence:
 
 
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]:
-    """Compute p_kNN of a text's tokens for each k, from the neighbors that the text keeps.
+    """Compute the probabilities of a text's tokens by their k nearest neighbors, for several k.
 
-    Nothing is searched.
+    They are computed from the neighbors that the text keeps; the store is not searched.
 
     Args:
         scored: the text.
@@ -123,14 +123,16 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]
 def compute_grid_evidence(
     scored: ScoredText, ks: Sequence[int], parts: Iterable[tuple[Tensor, NeighborSums]]
 ) -> list[GridEvidence]:
-    """Compute p_kNN of a text's tokens for each k, at each temperature of a grid.
+    """Compute the probabilities of a text's tokens by their k nearest neighbors, for several k.
+
+    The probabilities (p_kNN) are computed at each temperature of a grid.
 
     Args:
         scored: the text.
         ks: numbers of neighbors, ascending.
         parts: groups of tokens. A group has the indices of its tokens, and the nearest ``ks[-1]`` neighbors
-            of each token, with hits (whether a neighbor's token is the target token). The groups together
-            have all tokens with a neighbor.
+            of each token, with hits (True for a neighbor with the target token). The groups together have all
+            tokens with a neighbor.
 
     Returns:
         The probabilities for each k, in the order of `ks`.

@@ -68,7 +68,12 @@ class Judge:
         return compute_interval(self._sum_losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
 
     def ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
-        """Return the perplexity of `log_probs` divided by that of `reference`, both of shape (n,)."""
+        """Return the perplexity of `log_probs` divided by that of `reference`, with its 95 % interval.
+
+        Args:
+            log_probs: log p of every token of the text, shape (n,).
+            reference: log p of every token by the settings (or the model) to compare with, shape (n,).
+        """
         return compute_interval(self._sum_losses(log_probs.double() - reference.double()), self._lengths)
 
     def _sum_losses(self, log_probs: Tensor) -> NDArray[np.float64]:

@@ -57,7 +57,7 @@ class Repeated(NamedTuple):
         )
 
     def means(self, of: str) -> Repetition:
-        """Return the means over the texts, as a `Repetition` for reports.
+        """Return the mean shares of repeated n-grams over the texts, as a `Repetition` for reports.
 
         Args:
             of: name of the source of the texts, such as ``model`` or ``text``, for the result.
@@ -67,7 +67,13 @@ class Repeated(NamedTuple):
         )
 
     def is_more_than(self, other: "Repeated") -> bool:
-        """Check whether these texts repeat themselves more than `other`: the mean of a share is larger."""
+        """Check whether these texts repeat themselves more than other texts.
+
+        True if the mean share of repeated bigrams, or the mean share of repeated 4-grams, is larger.
+
+        Args:
+            other: the shares of the other texts.
+        """
         return any(ours.mean() > theirs.mean() for ours, theirs in zip(self, other, strict=True))
 
 
@@ -96,9 +102,9 @@ class Beginnings:
 
     @classmethod
     def from_documents(cls, reader: TextReader, documents: Sequence[TextDocument]) -> Self:
-        """Cut up to `PROMPTS` prompts from documents.
+        """Take up to `PROMPTS` prompts (short texts to continue) from documents.
 
-        The beginnings of the documents come first, then later parts of long documents. Documents that are
+        The beginning of each document comes first, then later parts of long documents. Documents that are
         shorter than a prompt are left out.
 
         Args:

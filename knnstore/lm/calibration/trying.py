@@ -112,7 +112,7 @@ class Trial:
     def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """Fit keys, n-grams and a continuous cache, and return the held-out perplexity of their mixture.
 
-        N-grams are left out if the trial does not try them. The cache is left out if the text was scored
+        N-grams are left out if the trial does not try n-grams. The cache is left out if the text was scored
         without target tokens.
 
         Args:
@@ -165,19 +165,19 @@ class Trial:
     def try_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
-        """Try n-grams with the model alone, with the best candidate, and fitted anew together with the keys.
+        """Fit n-grams in up to three ways, and return the new candidates.
 
-        For the last, the best candidate is taken whose fit can be repeated. If it is the best candidate of
-        all, n-grams are not also mixed with its old fit.
+        1. The n-grams are mixed with the model alone. 2. The n-grams are mixed with the best candidate so
+        far, which stays as it is. 3. Keys and n-grams are fitted together, with the kind of fit of the best
+        candidate that can be fitted again. If this is the best candidate of all, the second way is left out.
 
         Args:
-            candidates: the candidates so far.
+            candidates: the candidates so far. If there are none, only the first way is tried.
             evidence: probabilities of the tokens for each k or number of searched cells.
             fits: for each candidate's name, the function that fits the keys.
 
         Returns:
-            The new candidates. Empty if the trial does not try n-grams. If `candidates` is empty, only
-            n-grams with the model alone.
+            The new candidates; empty if the trial does not try n-grams.
         """
         if self._ngrams is None:
             return []

@@ -137,7 +137,7 @@ class Component(Protocol):
         ...
 
     def contribute(self, settings: Any, found: Any, factor: float = 1.0) -> Contribution:
-        """Convert the result of a look-up at n positions to distributions over tokens, with a weight λ each.
+        """Convert the result of a look-up at n positions to distributions over tokens, each with a weight λ.
 
         Args:
             settings: the component's settings.

@@ -190,8 +190,8 @@ class OneWeightComponent(ABC):
     ) -> Citations | None:
         """Return None: this base class cannot name the places that a prediction comes from.
 
-        A subclass may override it to list, for each token, places in the store or in the text; see
-        `Component.cite`.
+        A subclass may override this method. It then lists, for each token, places in the store or in the
+        text, as `Component.cite` describes.
         """
         return None
 

@@ -261,7 +261,7 @@ class CountedNGrams:
     def contribute(
         self, settings: NGramSettings, found: Continuation | TargetContinuation, factor: float = 1.0
     ) -> Contribution:
-        """Convert the result of a look-up to distributions over tokens, with a weight λ each.
+        """Convert the result of a look-up to distributions over tokens, each with a weight λ.
 
         Args:
             settings: the n-grams' settings, with λ for each length of the longest found suffix.

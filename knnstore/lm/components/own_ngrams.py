@@ -187,9 +187,11 @@ class _Continuations(NamedTuple):
 
 
 def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
-    """Find all earlier places in the same text that follow a context's last token, with their probabilities.
+    """Find the earlier places of a text that continue the end of a context, with their probabilities.
 
-    The probabilities use absolute discounting; the module's docstring has the formula.
+    A context is the text up to a token. A place is an index of the concatenated texts. For each context,
+    every place of the same text is found that follows an earlier occurrence of the context's last token. The
+    probabilities use absolute discounting; the module's docstring has the formula.
 
     Args:
         laid: the concatenated texts.

@@ -295,8 +295,8 @@ def look_back(
 
     Returns:
         The distances to the preceding keys, and the tokens that these keys predict, each with one row for
-        each of the n keys. The number of columns is the longest distance back that is needed, at least one
-        and at most `size`. Missing keys have the distance +inf.
+        each of the n keys. The number of columns is the largest number of keys that precede one of the n keys
+        in its text, at least one and at most `size`. Missing keys have the distance +inf.
     """
     reach = int((at - starts).max()) if len(at) else 0
     width = min(size, max(reach, 1))

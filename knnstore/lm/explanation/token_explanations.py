@@ -192,7 +192,11 @@ def _render_html(explanation: Explanation) -> str:
 
 
 def _render_token(token: TokenExplanation) -> str:
-    """Return a token as a colored span, with its probabilities and its best source as the tooltip."""
+    """Return a token as a colored HTML span with a tooltip.
+
+    The tooltip shows the token's probabilities, and the document of its first cause (the source with the
+    largest share among the sources that predict the token).
+    """
     tooltip = f"p {token.p:.3g} · model alone {token.p_lm:.3g} · {token.store_share:.0%} from the store"
     if token.causes:
         tooltip += f" · {_join_name(token.causes[0].domain, token.causes[0].document)}"

@@ -54,12 +54,12 @@ class Joining:
 
     @classmethod
     def from_states(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
-        """Create a joining that adds up `states` states.
+        """Create the object that computes a key as a weighted sum of the hidden states of `states` tokens.
 
         Args:
             states: number of states in a key, the token's own state included, >= 1.
-            discounts: one for each earlier state, > 0 and finite; default 0.5, 0.35 and so on, each 0.7 times
-                the discount before it.
+            discounts: weight of each earlier state, > 0 and finite; default 0.5, 0.35 and so on, each 0.7
+                times the weight before it.
 
         Raises:
             ConfigError: `states` or a discount is out of range, or the number of discounts is not ``states -
@@ -219,8 +219,8 @@ def fit_projection(
         keys: the sample, float32, shape (n, d).
         dim: number of directions, 1 to d.
         metric: ``l2`` or ``ip``.
-        keys_per_direction: the sample must have at least this number of keys for each direction, but never
-            more than 16,384 (or `dim`, if larger).
+        keys_per_direction: least number of keys in the sample for each direction. In total at most 16,384
+            keys are required, or `dim` if it is larger.
 
     Returns:
         The projection, and the fraction of the variance (for ``ip``: of the squared norms) that it preserves,

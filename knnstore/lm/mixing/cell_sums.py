@@ -130,7 +130,10 @@ class CellSums:
 
     @cached_property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r)."""
+        """Numbers of different tokens among the nearest 1, 2, 4, ... records of each query.
+
+        int16, shape (n, r).
+        """
         distances, tokens = self._nearest_records
         return count_distinct_tokens(tokens, distances)
 

@@ -314,7 +314,7 @@ class Mixture:
 
 
 def mix_target_log_probs(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:
-    """Mix one component into the log-probabilities of n target tokens.
+    """Return the log-probabilities of n target tokens in the mixture with one component.
 
     Args:
         lm_log_probs: log-probability of each token without the component, float32, shape (n,).

@@ -53,9 +53,9 @@ class Evidence:
 
     @property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r).
+        """Numbers of different tokens among the nearest 1, 2, 4, ... records of each position.
 
-        Only the first search counts.
+        int16, shape (n, r). Only the records of the first search count.
         """
         return self.searches[0].distinct
 

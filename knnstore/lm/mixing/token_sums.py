@@ -46,7 +46,10 @@ class TokenSums(Protocol):
 
     @property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r)."""
+        """Numbers of different tokens among the nearest 1, 2, 4, ... records of each query.
+
+        int16, shape (n, r).
+        """
         ...
 
     @property
@@ -73,7 +76,8 @@ class TokenSums(Protocol):
     def weights(self, temperature: PerQuery) -> Tensor:
         """Compute the probability of each column, a softmax of -distance / T over the records.
 
-        A column is a record, a token of the vocabulary, or "the target token" and "all other tokens".
+        The columns are the records, or the tokens of the vocabulary, or two columns: the target token, and
+        all other tokens together.
 
         Args:
             temperature: T > 0: one value for all queries, or one for each query, shape (n,).
@@ -123,7 +127,10 @@ class NeighborSums:
 
     @property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest 1, 2, 4, ... neighbors, int16, shape (n, r)."""
+        """Numbers of different tokens among the nearest 1, 2, 4, ... neighbors of each query.
+
+        int16, shape (n, r).
+        """
         if self.known_distinct is not None:
             return self.known_distinct
         assert self.tokens is not None
@@ -351,13 +358,19 @@ class TargetSums:
 
     @property
     def distances(self) -> Tensor:
-        """Distances of the nearest records, float32, shape (n, k). The records must have been kept."""
+        """Distances of the nearest records, float32, shape (n, k).
+
+        An AssertionError is raised if the nearest records were not kept (`nearest` is None).
+        """
         assert self.nearest is not None
         return self.nearest.distances
 
     @property
     def distinct(self) -> Tensor:
-        """Number of different tokens among the nearest 1, 2, 4, ... records, int16, shape (n, r)."""
+        """Numbers of different tokens among the nearest 1, 2, 4, ... records of each query.
+
+        int16, shape (n, r).
+        """
         assert self.nearest is not None
         return self.nearest.distinct
 

@@ -221,9 +221,12 @@ _FOREIGN_MODES = {
 
 
 def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the options of `generate`, with the cache under the installed transformers' name.
+    """Return a copy of the options of `generate`; the KV cache has the name that transformers expects.
 
-    The name is ``cache`` or ``past_key_values``. A cache that already has this name stays.
+    The installed version expects ``cache`` or ``past_key_values``. A cache that already has this name stays.
+
+    Args:
+        options: keyword arguments of `generate`.
     """
     name = get_cache_argument_name(GenerationMixin.prepare_inputs_for_generation)
     others = {"cache", "past_key_values"} - {name}

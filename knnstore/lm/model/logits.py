@@ -27,7 +27,7 @@ class LogitMixer:
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
         """Return the log-probabilities of the mixture at the kept positions of a forward pass.
 
-        The kept positions are those whose logits were computed.
+        The kept positions are the positions whose logits were computed.
 
         Args:
             read: the forward pass of b texts.

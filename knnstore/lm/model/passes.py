@@ -17,7 +17,7 @@ from knnstore.lm.text_state import TextBatch
 class ForwardPass:
     """Result of a forward pass of the base model over the last t positions of b texts.
 
-    The kept positions are those whose logits were computed.
+    The kept positions are the positions whose logits were computed.
     """
 
     logits: Tensor

@@ -204,7 +204,10 @@ class _StopStrings(StoppingCriteria):
         self._stops = stops
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        """Check for each row whether it has ended; return bool, shape (b,), on the device of `input_ids`."""
+        """Check for each row whether its continuation contains a stop string.
+
+        Returns bool, shape (b,), on the device of `input_ids`.
+        """
         continuations = (self._detokenizer.peek(row) for row in input_ids[:, self._length :].tolist())
         ended = [any(stop in text for stop in self._stops) for text in continuations]
         return torch.tensor(ended, device=input_ids.device)

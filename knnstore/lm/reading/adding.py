@@ -166,7 +166,7 @@ def add(
     waiting = 0  # number of tokens in the group
 
     def store_group() -> None:
-        """Compute the keys of the group, commit it, and begin a new group."""
+        """Compute the keys of the group, commit the group, and begin a new group."""
         nonlocal group, waiting
         documents, group, waiting = group, [], 0
         began, before = time.perf_counter(), counts["tokens"]
@@ -322,7 +322,7 @@ def _find_problem(
 
     Args:
         document: the document.
-        tokens: its token ids.
+        tokens: token ids of the document.
         vocabulary: number of tokens that the model has.
         tokenizer: the tokenizer, for the message.
     """

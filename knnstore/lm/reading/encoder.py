@@ -331,7 +331,8 @@ class Encoder:
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of tokens that a model both accepts as input and predicts.
 
-    Returns the minimum of the configured size, the rows of the embeddings and the outputs of the head.
+    Returns the minimum of the configured size, the number of embeddings and the number of outputs of the
+    head.
     """
     counts = [int(model.config.get_text_config().vocab_size)]
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -36,9 +36,9 @@ _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def is_panic(error: BaseException) -> bool:
-    """Check whether an error is a panic of the package tokenizers.
+    """Check whether an error is a panic (internal error) of the package tokenizers.
 
-    It is a `BaseException`, not an `Exception`.
+    A panic is a `BaseException`, not an `Exception`.
     """
     return type(error).__name__ == "PanicException"
 

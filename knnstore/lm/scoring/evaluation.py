@@ -137,8 +137,8 @@ def evaluate(
         lm: the model.
         documents: the held-out documents, in any form that `add` takes.
         knn: settings of this call; default ``lm.knn``.
-        leave_out: True to keep documents that are in the store from retrieving from themselves. With True and
-            with False `Evaluation.stored` names these documents.
+        leave_out: True to leave a document that is in the store out of its own search. `Evaluation.stored`
+            names such documents, also with False.
         table: a table to which a row for each token is added; None for no table.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out of the evaluation. With None the first bad document raises an

@@ -86,10 +86,10 @@ class DocumentLosses:
         self._batches.append((scores.documents, scores.positions, *losses))
 
     def document_scores(self, documents: Sequence[TextDocument]) -> tuple[DocumentScore, ...]:
-        """Return the perplexities of each document in their order, without documents that have no token.
+        """Return the perplexities of each document that has a predicted token, in the order of the documents.
 
         Args:
-            documents: all scored documents; `TokenScores.documents` has indices into them.
+            documents: all scored documents; `TokenScores.documents` has indices into this sequence.
         """
         owners, _, base, knn = self._columns()
         lengths = np.bincount(owners, minlength=len(documents))

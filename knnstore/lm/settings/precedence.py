@@ -318,7 +318,9 @@ def _load_stored(
 ) -> KNNSettings:
     """Return the store's settings for a selection, saved or default.
 
-    These are the steps 2 to 5 in the docstring of the module.
+    The settings saved for exactly the selected domains come first, then the settings saved for the whole
+    store, then the derived default. Components that were trained on documents outside the selection, or on
+    removed documents, are left out.
 
     Args:
         store: the store.

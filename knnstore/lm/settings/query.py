@@ -238,7 +238,7 @@ class KNNSettings:
     def for_writing(self) -> "KNNSettings":
         """Settings for generation, without components that count in scoring only.
 
-        A former name, use `resolve`.
+        This is a former name; use `resolve` instead.
         """
         return self.without(*self.scoring_only)
 

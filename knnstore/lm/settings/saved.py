@@ -169,7 +169,7 @@ def is_mixer_removed(query: Mapping[str, Any]) -> bool:
 
     A mixer is a rule that chooses the weight λ of each token.
 
-    If True, a warning is logged, once in a process for each mixer.
+    If the result is True, a warning is logged, once in a process for each mixer.
 
     Args:
         query: the saved values of the settings.
@@ -208,7 +208,13 @@ def _move_former_components(values: Mapping[str, Any], known: Sequence[str]) -> 
 
 @cache
 def _warn_of_former_components(names: tuple[str, ...]) -> None:
-    """Warn once in a process that components of an earlier version are mixed in another order."""
+    """Log a warning that components of an earlier version are mixed in another order.
+
+    The warning is logged once in a process for the same names.
+
+    Args:
+        names: names of the components.
+    """
     _logger.warning(
         "the saved settings are of an earlier version, which mixed %s with the model before the store; now "
         "the weight counts over the whole mixture: run knnstore calibrate again",

@@ -113,14 +113,14 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
 
 
 def fit_mixture_weights(probs: Tensor) -> Tensor:
-    """Fit the weights of a mixture with c components by expectation maximization.
+    """Fit the weights of a mixture of c distributions by expectation maximization.
 
-    The mean log-likelihood of an observation is within ``_GAP`` nats of the best. The largest component of
-    the gradient shows this, because the function is concave: at the optimum it is 1 for every component in
-    use.
+    The fit ends when the mean log-likelihood of an observation is within ``_GAP`` nats of the best value, or
+    after `_ITERATIONS` steps. The log-likelihood is concave in the weights. So its gradient bounds the
+    distance to the best value: at the best weights each partial derivative is at most 1.
 
     Args:
-        probs: probability of n observations by c components, above 0, shape (n, c).
+        probs: probability of n observations by each of the c distributions, above 0, shape (n, c).
 
     Returns:
         The weights, float64, shape (c,), which sum to 1.

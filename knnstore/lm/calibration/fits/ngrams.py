@@ -26,7 +26,7 @@ def fit_with_ngrams(
     Args:
         evidence: probabilities of the tokens to fit on.
         scored: the text.
-        ngrams: the object that fits n-grams; it has their predictions for all tokens of the text.
+        ngrams: the object that fits n-grams, with the n-grams' predictions of all tokens of the text.
         fit: function that fits the settings of the keys.
     """
     at = evidence.tokens
