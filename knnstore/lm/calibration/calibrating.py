@@ -90,14 +90,15 @@ def calibrate(
     several numbers of cells), then in each domain alone. All candidates (settings of different kinds) are
     fitted on these results; see `compare`.
 
-    Settings are saved only if their perplexity is lower than that of the model alone beyond chance. If the
-    settings in force were not derived by default, the new settings must be better than these beyond chance
-    too. Saved settings that were fitted to this same text are not compared, because the text cannot judge
-    them: new settings replace them if they are better than the model alone.
+    Settings are saved only if their perplexity is lower than the perplexity of the model alone, by more than
+    chance explains. If the settings in force are not the derived default, the new settings must also be
+    better than the settings in force, by more than chance explains. Saved settings that were fitted to this
+    same text are not compared, because the text cannot judge them; new settings replace them if the new
+    settings are better than the model alone.
 
     Then beginnings of some documents are continued, to find components that make generated text repeat
-    itself; these count in scoring only. This is also measured for calibrated settings that stay in force.
-    ``lm.knn`` is set to the saved settings if it selects the same domains.
+    itself; these components then count in scoring only. This is also measured for calibrated settings that
+    stay in force. ``lm.knn`` is set to the saved settings if it selects the same domains.
 
     Args:
         lm: the model; its store is opened for writing.

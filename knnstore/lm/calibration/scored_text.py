@@ -123,7 +123,7 @@ class ScoredText:
 
     @property
     def k(self) -> int:
-        """Number of neighbors of each token, with missing neighbors."""
+        """Number of neighbors of each token; missing neighbors count too."""
         return self.distances.shape[1]
 
     def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:

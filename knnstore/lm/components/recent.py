@@ -185,8 +185,8 @@ class RecentText:
             form: how much of the result is kept.
 
         Returns:
-            A `TargetRecent` (probabilities of the target tokens only) if `form` is `Form.TARGET` and not
-            every position is padding, else a `Recent` (tokens and distances).
+            A `TargetRecent` (probabilities of the target tokens only) if `form` is `Form.TARGET` and at least
+            one position is not padding. Else a `Recent` (tokens and distances).
         """
         contexts, size = question.contexts, question.settings.size
         metric = question.reader.identity.metric

@@ -539,8 +539,9 @@ class _SourceDescriber:
     def _decode_around(self, origin: Provenance) -> tuple[str, str, str]:
         """Return the text before a token, the text of the token, and the text after it.
 
-        A character of which some tokens are missing is left out before the token and in the token. All tokens
-        are decoded together, because the tokens before decide whether a token's text begins with a space.
+        A character may have several tokens. If not all of them are decoded, the character is left out of the
+        first two texts. All tokens are decoded together, because the tokens before decide whether a token's
+        text begins with a space.
 
         Args:
             origin: the token and the tokens around it.

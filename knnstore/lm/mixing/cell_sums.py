@@ -235,7 +235,7 @@ class CellSums:
             temperatures: m temperatures.
 
         Returns:
-            Float32, shape (c, n, m).
+            Float32, shape (c, n, m): a probability for each number of cells, query and temperature.
         """
         device = self._targets.device
         ranks = _flatten_pairs([some.ranks for some in self._cells if some.ranks is not None], device)
