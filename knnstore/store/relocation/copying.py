@@ -53,8 +53,8 @@ class Transferred(NamedTuple):
     neighbors: int
     """Number of neighbors of each sampled key from which the recall was computed."""
     codes: str | None
-    """Name of the codes to which the target compresses the keys of large groups, as "pq32"; None if it
-    compresses no key."""
+    """Name of the codes (short numbers that stand for a key), such as "pq32", to which the target compresses
+    the keys of domains with many records; None if it compresses no key."""
 
 
 def transfer(
@@ -67,9 +67,9 @@ def transfer(
 ) -> Transferred:
     """Copy all records of one datastore to another, build the target's indexes, and check the target.
 
-    Records that the target has from an interrupted transfer are not copied again; records that only the
-    target has are deleted. Afterwards every record of the target is compared with the source. A search for
-    some sampled keys is compared with an exact search in numpy.
+    Records that the target has already from an interrupted transfer are not copied again. Records that only
+    the target has are deleted. Afterwards every record of the target is compared with the source. A search of
+    the target for some sampled keys is compared with an exact search in numpy.
 
     Args:
         source: the datastore to copy.

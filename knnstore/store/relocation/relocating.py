@@ -77,9 +77,9 @@ class Relocation:
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
     def finish(self) -> str | None:
-        """Erase the old keys of a move after whose switch they were not erased. Raises no error.
+        """Erase the old keys that a move has left after its switch to the new engine. Raises no error.
 
-        Does nothing if there is no such move.
+        Does nothing if no move has left old keys.
 
         Returns:
             The reason why the old keys still exist; None if they were erased, or there is no such move.
