@@ -59,7 +59,7 @@ def make_app(
 
     Args:
         serving: the server's state; its model need not be loaded yet.
-        gate: finds the permissions of each client by its API key.
+        gate: object that finds the permissions of each client by its API key.
         metrics: the metrics in which requests are counted.
         options: the access settings.
         lifespan: context manager that is open from before the first request until after the last; None means

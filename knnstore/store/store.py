@@ -310,7 +310,7 @@ class KNNStore(StoreReader):
         interrupted, repeat it.
 
         Args:
-            progress: receives messages and progress for the user; None shows nothing.
+            progress: object that shows messages and progress to the user; None shows nothing.
 
         Returns:
             The number of records, the duration, and the places that could not be rewritten.
@@ -381,7 +381,7 @@ class KNNStore(StoreReader):
             location: new location of the keys: a URL or a folder; a relative folder is inside the store's
                 folder.
             params: parameters of the new adapter, as JSON values; None means the adapter's defaults.
-            progress: receives messages and progress for the user; None shows nothing.
+            progress: object that shows messages and progress to the user; None shows nothing.
 
         Raises:
             DatastoreExistsError: if the location already holds something else.

@@ -74,7 +74,7 @@ def transfer(
     Args:
         source: the datastore to copy.
         target: the datastore to fill, open for writing.
-        progress: receives the progress for the user.
+        progress: object that shows the progress to the user.
         on_source_batch: function that is called with the ids and keys of each batch of the source, by
             ascending id.
         on_target_batch: function that is called with the ids and keys of each batch of the complete target,
@@ -113,7 +113,7 @@ def _copy_missing(
         batches: all records of the source in batches (ids, keys, groups), by ascending id.
         total: number of records of the source.
         target: the datastore to fill.
-        progress: receives the progress for the user.
+        progress: object that shows the progress to the user.
 
     Returns:
         A sample of at most `_QUERIES` evenly spaced keys of the source, float32, shape (n, dim); and the
@@ -206,7 +206,7 @@ def _compare_records(
         total: number of records of the source.
         target: the datastore with the copy; its metric and capabilities are used.
         queries: query vectors, float32, shape (q, dim).
-        progress: receives the progress for the user.
+        progress: object that shows the progress to the user.
 
     Returns:
         The distances of each query to its nearest records.
