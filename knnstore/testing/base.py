@@ -80,12 +80,16 @@ class Records:
         return self if where is None else self[where.ids.contains(self.ids)]
 
     def cover_positions(self) -> IdRanges:
-        """Return ranges that contain all ids, with any token, at the positions of these records."""
+        """Return ranges of ids that contain, at each position of these records, the ids of all tokens."""
         positions = positions_of(self.ids)
         return ranges_of(positions, positions + 1)
 
     def filter_by_groups(self, *groups: int) -> Filter:
-        """Return a filter that selects the records of some groups, by group numbers and by ids."""
+        """Return a filter that selects the records of some groups (domains).
+
+        Args:
+            *groups: numbers of the groups. The filter has these numbers and ranges of the records' ids.
+        """
         selected = self[np.isin(self.groups, groups)]
         return Filter(ids=selected.cover_positions(), groups=frozenset(groups))
 
