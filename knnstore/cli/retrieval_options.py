@@ -202,6 +202,10 @@ class Query:
         """Check whether retrieval uses default settings: no option was given, and nothing was calibrated.
 
         Returns False if the selection has no records, because nothing is retrieved then.
+
+        Args:
+            store: the store, which may have calibrated settings for the selection.
+            selection: documents to retrieve from.
         """
         from knnstore.lm import CalibrationRecord
 
@@ -264,7 +268,16 @@ def print_if_empty(store: "KNNStore", selection: "Selection") -> None:
 
 
 def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
-    """Return the reason why a selection has no documents, as text for a message."""
+    """Return the reason why a selection has no documents, as text for a message.
+
+    With a condition on metadata, the reason is that no document meets the condition; fields of the condition
+    that no document has are named. Otherwise it is that no document has one of the tags, or, without tags,
+    that no document is stored.
+
+    Args:
+        store: the store.
+        selection: a selection without documents.
+    """
     if selection.where is not None:
         from knnstore.catalog import list_condition_fields
 

@@ -85,6 +85,12 @@ class _GenerationPlan:
 def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
     """Tokenize and check the prompts of a completion, and return the plan of its answer.
 
+    The plan has the prompts, the limit of tokens and the JSON shape of the answer.
+
+    Args:
+        serving: the server's state, with the model.
+        body: the body of the request.
+
     Raises:
         ApiError: 400 if a prompt is too long for the model's window, has no tokens, or has tokens that the
             model does not have.
@@ -447,6 +453,11 @@ def _check_answer_size(serving: Serving, body: CompletionRequest | ChatRequest, 
 
     Sources are stored records that support a generated token. The size of the generated texts is not known
     yet; it is checked later.
+
+    Args:
+        serving: the server's state, with the limits.
+        body: the body of the request.
+        task: the task of the request, with the tokenized prompts.
 
     Raises:
         ApiError: 400 if the prompts have too many log-probabilities, or if the largest number of tokens that

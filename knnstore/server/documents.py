@@ -140,7 +140,11 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
 
 def _check_domain_visible(who: Access, domain: str) -> None:
-    """Check that the client may see a domain, given by its name. The domain need not exist.
+    """Check that a client may see a domain. The domain need not exist.
+
+    Args:
+        who: the permissions of the client.
+        domain: name of the domain.
 
     Raises:
         ApiError: 404 if the client may not see the domain. The message is the same as for a domain that does

@@ -225,6 +225,11 @@ def describe_second_pass(serving: Serving) -> dict[str, Any]:
 def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
     """Tokenize the text to explain together with the text before it, and check the size of the explanation.
 
+    Args:
+        serving: the server's state, with the tokenizer.
+        body: the body of the request. It has the text, the text before it, and the number of neighbors
+            (retrieved records) that the explanation lists for each token.
+
     Returns:
         The number of tokens before the explained text, and the ids of all tokens.
 

@@ -61,7 +61,10 @@ class Scope:
 def format_model_name(model: str, domains: tuple[str, ...] = ()) -> str:
     """Return the name by which a request asks for a model with domains: ``MODEL+DOMAIN+DOMAIN``.
 
-    The names of the domains are escaped. Without domains the name of the model alone is returned.
+    Args:
+        model: name of the model alone, which is returned if there are no domains.
+        domains: names of the domains (named sets of documents) to retrieve from. ``%`` and ``+`` in them
+            become ``%25`` and ``%2B``.
     """
     return "+".join([model, *(domain.replace("%", "%25").replace("+", "%2B") for domain in domains)])
 

@@ -565,6 +565,10 @@ def _sample_keys(store: KNNStore, selection: Selection) -> Keys:
 
     The keys are evenly spaced in the first batch of records. The shape is (0, 0) if the selection has no
     records, or if the store has no cells (groups of near records).
+
+    Args:
+        store: the store.
+        selection: documents whose keys are sampled.
     """
     first_batch = next(store.records(selection), None) if store.has_cells else None
     if first_batch is None:

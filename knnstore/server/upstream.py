@@ -299,8 +299,13 @@ class Upstream:
     ) -> tuple[TokenScore, ...]:
         """Let vLLM score a prompt, and return the scores of the prompt's shown tokens, without hidden tokens.
 
-        The first shown token has no log-probability. If the task wants no log-probabilities, vLLM is not
-        asked.
+        The first shown token has no log-probability. If the task wants no log-probabilities, or the prompt
+        has fewer than two shown tokens, vLLM gets no request.
+
+        Args:
+            task: the task.
+            prompt: the prompt to score.
+            options: the options of the request to vLLM.
         """
         shown = prompt.tokens[prompt.hidden :]
         if len(shown) < 2 or task.top is None:

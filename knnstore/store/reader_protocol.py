@@ -134,7 +134,12 @@ class Reader(Protocol):
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
+        """Return which of some hashes are the SHA-256 of the text of a selected document.
+
+        Args:
+            hashes: SHA-256 hashes of texts.
+            selection: documents whose texts are compared.
+        """
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None

@@ -286,9 +286,14 @@ class StoreChanges:
             remove_unused_files(self._home.weights, self._new_weights | used_files)
 
     def _find_rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """Return the primary keys of documents of a domain, by their ids.
+        """Return the primary key of each of some documents of a domain, by the document's id.
 
-        Raises DocumentNotFoundError if the domain has no document with an id.
+        Args:
+            domain: name of the domain.
+            ids: ids of the documents.
+
+        Raises:
+            DocumentNotFoundError: if the domain has no document with one of the ids.
         """
         listed_ids = list(ids)
         versions = self.writer.catalog.versions(domain, listed_ids)

@@ -90,7 +90,11 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
 def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
     """Return the ids of all records of a datastore that belong to no live document, int64, ascending.
 
-    A live document is completely stored and not removed.
+    A live document is completely stored and not removed. All records are read.
+
+    Args:
+        catalog: catalog of the store, which lists the live documents.
+        datastore: datastore with the records.
     """
     snapshot = catalog.snapshot()
     orphans = [_select_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]

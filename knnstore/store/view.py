@@ -150,7 +150,12 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
+        """Return which of some hashes are the SHA-256 of the text of a selected document.
+
+        Args:
+            hashes: SHA-256 hashes of texts.
+            selection: documents whose texts are compared.
+        """
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())

@@ -706,7 +706,10 @@ class SecondRunnerAttachment(Attachment):
             return remove(scheduler_output)
 
         def sample_batch(hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-            """Begin a step with the batch, and let the runner compute logits and sample."""
+            """Begin a step of the mixer with the batch, and let the runner compute logits and sample tokens.
+
+            Returns the result of the runner's method.
+            """
             self._begin_step(hidden_states, input_batch)
             return sample(hidden_states, input_batch, grammar_output)
 
@@ -836,6 +839,10 @@ def _add_failures(output: Any, failures: set[str]) -> None:
 
     If the output is computed later (it has a method `get_output`), the method is replaced, so that the ids
     are stored in its result.
+
+    Args:
+        output: the output of the model runner for a step.
+        failures: ids of the requests whose retrieval failed in the step.
     """
     if not hasattr(output, "get_output"):
         setattr(output, _FAILURES, failures)
