@@ -24,7 +24,7 @@ class UnusableDocumentError(InputError):
     Attributes:
         in_folder: True if the document's file was found in a folder, False if the user named the file.
         id: the document's id; None if it is not known.
-        where: file and row of the document, or its number in a list.
+        where: file and row of the document, or its number in a list; empty if neither is known.
         reason: kind of the problem in few words, such as ``empty`` or ``not UTF-8``.
     """
 

@@ -17,7 +17,10 @@ VARIABLE = "KNNSTORE_FAILPOINT"
 
 
 class Failpoint:
-    """An armed failpoint: its name, the passage at which it fires, and what it does then.
+    """An armed failpoint: a place in the code at which this process will fail, for tests.
+
+    A passage is one execution of the place. The failpoint counts passages, and fires at one of them: it kills
+    the process or raises OSError.
 
     Args:
         specification: ``name[:passage][=kill|eio|enospc]``; see the module's docstring. An empty name counts
@@ -46,11 +49,13 @@ _armed = Failpoint(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def arm(specification: str | None) -> None:
-    """Arm a failpoint in this process, instead of the armed one; for tests that fork.
+    """Choose the failpoint (named place in the code) at which this process fails; for tests that fork.
+
+    Only one failpoint is armed at a time: the new one replaces the failpoint that was armed before.
 
     Args:
-        specification: ``name[:passage][=kill|eio|enospc]``; None or an empty text disarms the armed
-            failpoint.
+        specification: ``name[:passage][=kill|eio|enospc]``, see `Failpoint`. With None or an empty text no
+            failpoint is armed afterwards.
     """
     global _armed
     _armed = Failpoint(specification) if specification else None

@@ -59,7 +59,8 @@ def check_model(name: str, revision: str | None = None) -> bool:
         the model; False otherwise.
 
     Raises:
-        ConfigError: neither a folder nor the hub nor its cache has the model, or the folder lacks its file.
+        ConfigError: neither a folder nor the hub nor its cache has the model; or the folder has no
+            ``config.json``, or lacks the GGUF file; or `name` is not a valid hub id.
     """
     place, gguf_file = split_gguf_file(name)
     file, folder = gguf_file or _CONFIG, Path(place)

@@ -17,7 +17,7 @@ class Progress:
         """
 
     def expect(self, total: int) -> None:
-        """Receive a new estimate of the total number of units."""
+        """Receive a new estimate of the total number of units of the operation."""
 
     def advance(self, amount: int) -> None:
         """Receive the report that `amount` more units are done."""

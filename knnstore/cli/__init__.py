@@ -14,7 +14,7 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command that the arguments of the process name, and exit with its status."""
     exit_on_interrupt()
     from knnstore.cli.root import run  # slow, so `exit_on_interrupt` handles Ctrl-C before
 

@@ -43,7 +43,7 @@ ParamsOption = Annotated[
 class Documents:
     """Options that name files of documents, and counts of the documents that are left out.
 
-    Read the documents of one object only once, because reading counts.
+    Read the documents of one object only once, because reading adds to the counts.
     """
 
     files: Annotated[

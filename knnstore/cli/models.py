@@ -64,8 +64,8 @@ class StoreRuntime(Runtime):
             mode: "r" opens the store for reading, "a" for reading and writing.
             params: parameters of the adapter (vector engine) that replace the saved parameters this time;
                 None replaces none.
-            domains: domains that must exist. An unknown domain raises DomainNotFoundError before torch is
-                imported, which takes seconds.
+            domains: names of domains that must exist; None and an empty sequence check nothing. An unknown
+                domain raises DomainNotFoundError before torch is imported, which takes seconds.
         """
         from knnstore.store import KNNStore, Selection
 
@@ -76,10 +76,10 @@ class StoreRuntime(Runtime):
 
     @contextmanager
     def open_for_adding(self) -> Iterator["KNNLMForCausalLM | KeylessText"]:
-        """Open the store for writing, and yield what adds documents; the end of the context closes the store.
+        """Open the store for writing, and yield an object that can add documents to it.
 
-        Yields the store's model. For a store without keys only the tokenizer is loaded, and a `KeylessText`
-        is yielded.
+        The object is the store's model. For a store without keys, it is a `KeylessText`, and only the
+        tokenizer is loaded. The end of the context closes the store.
         """
         from knnstore.store import KNNStore
 

@@ -62,7 +62,7 @@ def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
         *parts: the parts of the text, which are joined. A `Verbatim` part is printed unchanged if the stream
             is not a terminal.
         to_stderr: True to print on stderr.
-        end: what is printed after the text.
+        end: text that is printed after the parts.
     """
     stream = sys.stderr if to_stderr else sys.stdout
     keeps_verbatim = not stream.isatty()
@@ -75,7 +75,7 @@ def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
 def escape_controls(text: str) -> str:
     r"""Replace characters that control a terminal by Python escape sequences, ``\x1b``.
 
-    Keep tabs and line breaks.
+    Tabs and line breaks stay.
     """
     return _TERMINAL_CONTROLS.sub(lambda char: repr(char[0])[1:-1], text)
 
@@ -148,8 +148,8 @@ def format_table(
     Args:
         rows: the values of each row, by column.
         columns: the columns, in their order.
-        width: largest number of characters of a line. The widest text columns are cut to fit. Default is the
-            width of the terminal; no limit if stdout is no terminal.
+        width: largest number of characters of a line. The widest text columns are cut to fit. None means the
+            width of the terminal, or no limit if stdout is not a terminal.
     """
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns

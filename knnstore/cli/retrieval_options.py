@@ -176,10 +176,13 @@ class Query:
         )
 
     def _parse_others(self) -> dict[str, Any]:
-        """Parse the options ``--component NAME=JSON``.
+        """Parse the options ``--component NAME=JSON``, settings of components that other packages add.
+
+        A component is a source of predictions.
 
         Returns:
-            The settings of each component by name; None for ``NAME=null``.
+            The settings of each component by its name. None stands for ``NAME=null``, which leaves the
+            component out. Empty if no such option was given.
 
         Raises:
             ConfigError: if a value is not a JSON object or null.
@@ -199,6 +202,10 @@ class Query:
         """Check whether retrieval uses default settings: no option was given, and nothing was calibrated.
 
         Returns False if the selection has no records, because nothing is retrieved then.
+
+        Args:
+            store: the store, which may have calibrated settings for the selection.
+            selection: documents to retrieve from.
         """
         from knnstore.lm import CalibrationRecord
 
@@ -261,7 +268,16 @@ def print_if_empty(store: "KNNStore", selection: "Selection") -> None:
 
 
 def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
-    """Return the reason why a selection has no documents, as text for a message."""
+    """Return the reason why a selection has no documents, as text for a message.
+
+    With a condition on metadata, the reason is that no document meets the condition; fields of the condition
+    that no document has are named. Otherwise it is that no document has one of the tags, or, without tags,
+    that no document is stored.
+
+    Args:
+        store: the store.
+        selection: a selection without documents.
+    """
     if selection.where is not None:
         from knnstore.catalog import list_condition_fields
 
@@ -279,11 +295,11 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
 
 
 def _count_retrievable(store: "KNNStore", settings: "KNNSettings") -> int:
-    """Count what the settings can retrieve; 0 means that nothing is retrieved.
+    """Return 0 if there is nothing that the settings can retrieve, else a number above 0.
 
     Returns:
-        The number of records in the selection if the settings search keys; else the number of stored tokens
-        if they use n-grams; else 1.
+        The number of selected records if the settings search keys and the store has keys. Otherwise the
+        number of tokens of the selected documents if the settings use n-grams. Otherwise 1.
     """
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection)

@@ -59,7 +59,7 @@ def make_app(
 
     Args:
         serving: the server's state; its model need not be loaded yet.
-        gate: finds the permissions of each client by its API key.
+        gate: object that finds the permissions of each client by its API key.
         metrics: the metrics in which requests are counted.
         options: the access settings.
         lifespan: context manager that is open from before the first request until after the last; None means
@@ -117,9 +117,14 @@ def make_endpoints(
 def _declare_server_endpoints(
     app: FastAPI, routes: Endpoints, serving: Serving, metrics: Metrics, options: Options
 ) -> None:
-    """Add the endpoints about the server itself to the application.
+    """Declare the endpoints ``/health``, ``/health/live``, ``/metrics`` and ``/openapi.json``.
 
-    They are ``/health``, ``/health/live``, ``/metrics`` and ``/openapi.json``.
+    Args:
+        app: the application, whose OpenAPI description is shown.
+        routes: the object with which endpoints are added to the application.
+        serving: the server's state, which says whether the server is ready.
+        metrics: the metrics that ``/metrics`` shows.
+        options: the access settings; they say whether ``/metrics`` needs a key.
     """
     health_limiter = CapacityLimiter(1)  # a thread that no other request can take
     cached_description: list[dict[str, Any]] = []
@@ -178,10 +183,11 @@ async def _answer_invalid_request(request: Request, error: Exception) -> JSONRes
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that no endpoint takes.
+    """Return the answer for an HTTP error (`HTTPException`) that was raised for a request.
 
-    The status is 404 for an unknown path, 405 with the allowed methods for a wrong method, and 204 for
-    OPTIONS.
+    The status is 404 for an unknown path, 405 with the allowed methods for a wrong method, and 204 for the
+    method OPTIONS of a known path. Any other HTTP error, such as a body that is too large, becomes a JSON
+    error of the same status.
     """
     assert isinstance(error, HTTPException)
     headers, reason, path = dict(error.headers or {}), str(error.detail), request.url.path

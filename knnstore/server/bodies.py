@@ -36,7 +36,10 @@ class BodyRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the coroutine function that answers a request of this route."""
+        """Return the coroutine function that answers a request of this route.
+
+        If the body's type is not a pydantic model, or the route has no body, it is FastAPI's own function.
+        """
         handler = super().get_route_handler()
         model = None if self.body_field is None else self.body_field.field_info.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):

@@ -48,7 +48,7 @@ def declare_completions(routes: Endpoints, serving: Serving) -> None:
     """Add the endpoints ``/v1/completions`` and ``/v1/chat/completions`` to the application.
 
     Args:
-        routes: adds the endpoints.
+        routes: the object with which endpoints are added to the application.
         serving: the server's state, with the model.
     """
 
@@ -84,6 +84,12 @@ class _GenerationPlan:
 
 def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
     """Tokenize and check the prompts of a completion, and return the plan of its answer.
+
+    The plan has the prompts, the limit of tokens and the JSON shape of the answer.
+
+    Args:
+        serving: the server's state, with the model.
+        body: the body of the request.
 
     Raises:
         ApiError: 400 if a prompt is too long for the model's window, has no tokens, or has tokens that the
@@ -431,8 +437,9 @@ class _Answer:
 async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
     """Yield the same pieces of texts, but split large pieces, so that no event of a stream is too large.
 
-    A yielded piece has at most `_EVENT_TOKENS` tokens. The event of a larger piece would block the event loop
-    for long. The last part keeps the reason of the end.
+    A piece is a new part of a text, with its tokens. A yielded piece has at most `_EVENT_TOKENS` tokens. The
+    event of a larger piece would block the event loop for long. If a piece ends a text, only the last one of
+    its parts has the reason of the end (`Piece.finish`).
     """
     async for piece in pieces:
         ends = range(_EVENT_TOKENS, len(piece.tokens), _EVENT_TOKENS)
@@ -442,15 +449,19 @@ async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
 
 
 def _check_answer_size(serving: Serving, body: CompletionRequest | ChatRequest, task: Task) -> None:
-    """Check that log-probabilities and sources do not make the answer too large.
+    """Check before the generation that log-probabilities and sources will not make the answer too large.
 
-    Called before the generation.
+    Sources are stored records that support a generated token. The size of the generated texts is not known
+    yet; it is checked later.
 
-    The size of the generated texts is not known yet; it is checked later.
+    Args:
+        serving: the server's state, with the limits.
+        body: the body of the request.
+        task: the task of the request, with the tokenized prompts.
 
     Raises:
-        ApiError: 400 if the log-probabilities of the prompts, or the sources of the largest number of
-            generated tokens, are too many.
+        ApiError: 400 if the prompts have too many log-probabilities, or if the largest number of tokens that
+            may be generated would have too many sources.
     """
     text_count = len(task.prompts) * task.copies
     if task.score_prompt and not body.stream:
@@ -463,10 +474,14 @@ def _check_answer_size(serving: Serving, body: CompletionRequest | ChatRequest, 
 
 
 def _check_sources(body: GenerationRequest, tokens: int) -> None:
-    """Check that the number of requested neighbors × `tokens` does not exceed `MOST_SOURCES`.
+    """Check that an answer will not list too many sources (stored records that support a generated token).
+
+    Args:
+        body: the body of the request, with the number of sources for each token.
+        tokens: number of generated tokens.
 
     Raises:
-        ApiError: 400 if it exceeds the limit.
+        ApiError: 400 if the number of sources for each token × `tokens` is more than `MOST_SOURCES`.
     """
     sources = body.knn.sources if body.knn else 0
     if sources * tokens > MOST_SOURCES:

@@ -1,7 +1,7 @@
 """Changes of the store by requests: `StoreWriter` adds and removes documents in a thread of its own.
 
-The engine's thread, which runs the model, only encodes the documents: it computes their keys, in turns
-between its decoding steps.
+The engine's thread, which runs the model, only computes the keys of the documents. It does so in turns: short
+pieces of work between two decoding steps.
 """
 
 import asyncio
@@ -54,9 +54,10 @@ class StoreWriter:
             document: the document, in any form that `KNNLMForCausalLM.add` takes.
             domain: name of the domain that the document is added to.
             tags: tags (labels) of the document.
-            count: called in the writer's thread with the number of tokens of each part that the model has
-                read.
-            on_bad: called with the error if the document cannot be used. The document is then left out.
+            count: function that is called after each part of the document that the model has read, with the
+                number of tokens of this part. It is called in the writer's thread.
+            on_bad: function that is called with the error if the document cannot be used. The document is
+                then left out.
 
         Returns:
             The fields of `Added` by name: the numbers of documents that were added, replaced, described (only
@@ -127,9 +128,10 @@ class _ModelParts:
 
 
 class _TurnEncoder:
-    """Wrapper of an encoder (it computes the keys of texts) that works in the engine's thread, in turns.
+    """Wrapper of an encoder that computes the keys of texts in the engine's thread, in turns.
 
-    All other attributes are the attributes of the wrapped encoder.
+    A turn is a short piece of work; between two turns the engine can generate text. All attributes except
+    `keys` are those of the wrapped encoder.
 
     Args:
         encoder: the encoder to wrap.
@@ -155,9 +157,10 @@ class _TurnEncoder:
         """
 
         def compute_in_turns() -> Turns[Tensor]:
-            """Compute the keys in the engine's thread.
+            """Compute the keys in the engine's thread, and return them.
 
-            A single text of more than `_TURN_TOKENS` tokens takes several turns.
+            A single text of more than `_TURN_TOKENS` tokens takes several turns (parts, between which the
+            engine can generate text). Other texts take one turn.
             """
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS:
                 return self._encoder.keys(input_ids, at)
@@ -168,10 +171,10 @@ class _TurnEncoder:
 
 
 class _TokenCounter(Progress):
-    """Progress that passes each number of tokens that were read to a function.
+    """Progress object that shows nothing, but calls a function whenever the model has read tokens.
 
     Args:
-        count: the function.
+        count: the function; its argument is the number of tokens that were read since the last call.
     """
 
     def __init__(self, count: Callable[[int], None]) -> None:

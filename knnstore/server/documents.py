@@ -39,7 +39,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("GET", "/v1/domains", Right.READ)
     def domains(request: Request) -> dict[str, Any]:
-        """List the domains with their documents, tokens and records."""
+        """List the domains that the client may see, with their numbers of documents, tokens and records."""
         who = access(request)
         visible = [asdict(domain) for domain in serving.lm.store.domains() if who.sees(domain.name)]
         return {"object": "list", "data": [{"object": "domain", **domain} for domain in visible]}
@@ -86,7 +86,8 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
     async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
         """Add documents to a domain. A document of the same id is replaced, unless its text is the same.
 
-        If a document has tokens that the model does not have, the answer is 400; the others are stored.
+        If a document has tokens that the model does not have, the answer is 400, and this document is left
+        out. All other documents of the request are stored.
         """
         _check_domain_visible(access(request), body.domain)
         serving.lm  # noqa: B018
@@ -125,7 +126,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
     async def remove_domain(request: Request, domain: RequiredName) -> dict[str, Any]:
         """Remove a domain (a named set of documents) with all its documents.
 
-        The answer is 404 if there is none.
+        The answer is 404 if there is no such domain.
         """
         _check_domain_visible(access(request), domain)
         serving.lm  # noqa: B018
@@ -139,7 +140,11 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
 
 def _check_domain_visible(who: Access, domain: str) -> None:
-    """Check that the client may see a domain, given by its name. The domain need not exist.
+    """Check that a client may see a domain. The domain need not exist.
+
+    Args:
+        who: the permissions of the client.
+        domain: name of the domain.
 
     Raises:
         ApiError: 404 if the client may not see the domain. The message is the same as for a domain that does

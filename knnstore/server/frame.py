@@ -35,7 +35,7 @@ class Frame:
 
     Args:
         app: the application that answers the requests.
-        gate: finds the permissions of each client by its API key.
+        gate: object that finds the permissions of each client by its API key.
         open_paths: paths that need no key.
         paths: all paths without parameters. A trailing slash after one of these paths is ignored.
         body_bytes: largest size of a request's body in bytes.
@@ -43,8 +43,9 @@ class Frame:
         local_only: True if only requests whose Host header names this machine are answered. Otherwise a web
             page in a browser on this machine could reach the server through a host name of its own (DNS
             rebinding).
-        count: called after each request with the declared path, the status, the seconds until the end of the
-            answer, and the seconds until its first byte (None if the answer has no body).
+        count: function that is called after each request. Its arguments are the declared path, the status,
+            the seconds until the end of the answer, and the seconds until its first byte (None if the answer
+            has no body).
     """
 
     def __init__(

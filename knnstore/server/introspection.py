@@ -41,10 +41,10 @@ _DOCUMENTS_AT_ONCE = 256
 
 
 def declare_introspection(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints that generate no text to the application.
+    """Declare the endpoints for models, tokenization and explanations, which generate no text.
 
     Args:
-        routes: adds the endpoints.
+        routes: the object with which endpoints are added to the application.
         serving: the server's state, with the model.
     """
 
@@ -182,13 +182,13 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 async def explain_generated_tokens(
     serving: Serving, scope: Hashable, prompt: Prompt, written: Sequence[int], count: int
 ) -> list[dict[str, Any]]:
-    """Explain each generated token of a text: which stored records (neighbors) made the token likely.
+    """Explain each generated token of a text: name the stored records (neighbors) that made the token likely.
 
     The engine's thread does the work, in parts between decoding steps.
 
     Args:
         serving: the server's state, with the model.
-        scope: the `Scope` of the text: which documents it retrieves from, and with which settings.
+        scope: the `Scope` of the text: the documents and the settings of its retrieval.
         prompt: the prompt of the text.
         written: ids of the generated tokens.
         count: number of neighbors that each explanation lists.
@@ -225,6 +225,11 @@ def describe_second_pass(serving: Serving) -> dict[str, Any]:
 def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
     """Tokenize the text to explain together with the text before it, and check the size of the explanation.
 
+    Args:
+        serving: the server's state, with the tokenizer.
+        body: the body of the request. It has the text, the text before it, and the number of neighbors
+            (retrieved records) that the explanation lists for each token.
+
     Returns:
         The number of tokens before the explained text, and the ids of all tokens.
 
@@ -253,12 +258,15 @@ def _run_explanation(
     turns: Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]],
     take: Callable[[list[TokenExplanation]], object],
 ) -> Turns[tuple[DocumentEffect, ...]]:
-    """Run an explanation in turns, with decoding steps between the turns, and pass on its results.
+    """Run an explanation in turns, and pass the explained tokens of each turn to a function.
+
+    A turn is a short piece of work. This generator yields after each turn, so that the engine can generate
+    text before the next turn.
 
     Args:
-        turns: the generator of the explanation: yields the explained tokens of each turn, and returns the
-            effect of each document.
-        take: called with the explained tokens of each turn.
+        turns: the generator of the explanation. It yields the explained tokens of each turn, and returns the
+            effect of each document on the probability of the text.
+        take: function that is called after each turn with the turn's explained tokens.
 
     Returns:
         The effect of each document, when the explanation is complete.
@@ -274,7 +282,7 @@ def _run_explanation(
 
 
 class _ExplanationJson:
-    """Builds the JSON answer of ``/v1/explain`` part by part, so that no turn of the engine takes long.
+    """Builds the JSON answer of ``/v1/explain`` in small parts, so that other requests do not wait long.
 
     Args:
         most: largest size of the answer in bytes.

@@ -14,7 +14,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 class Metrics:
     """Counts and durations of one server.
 
-    The names follow OpenTelemetry's conventions where they name a metric.
+    A metric has the name that OpenTelemetry's conventions give it, if they have a name for it.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
     Args:
         config: the configuration.
         load: function that loads the model and opens its store; called once, in a thread.
-        gate: finds the permissions of each client by its API key.
+        gate: object that finds the permissions of each client by its API key.
 
     Raises:
         ConfigError: if the server cannot listen at the address.

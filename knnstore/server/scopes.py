@@ -61,7 +61,10 @@ class Scope:
 def format_model_name(model: str, domains: tuple[str, ...] = ()) -> str:
     """Return the name by which a request asks for a model with domains: ``MODEL+DOMAIN+DOMAIN``.
 
-    The names of the domains are escaped. Without domains the name of the model alone is returned.
+    Args:
+        model: name of the model alone, which is returned if there are no domains.
+        domains: names of the domains (named sets of documents) to retrieve from. ``%`` and ``+`` in them
+            become ``%25`` and ``%2B``.
     """
     return "+".join([model, *(domain.replace("%", "%25").replace("+", "%2B") for domain in domains)])
 
@@ -155,14 +158,16 @@ class Scopes:
         return scope
 
     def resolve_settings(self, scope: Hashable) -> KNNSettings:
-        """Return the retrieval settings of a scope, with all components, for the newest state of the store.
+        """Return the retrieval settings of a scope for the newest state of the store.
 
-        The settings are cached: the same object is returned until the store changes. Domains of the scope
-        that no longer exist are ignored; if none is left, λ is 0 and the model predicts alone.
+        They contain all components (sources of predictions, such as keys and n-grams), also components that
+        are used for scoring only. The settings are cached: the same object is returned until the store
+        changes. Domains of the scope that no longer exist are ignored; if none is left, λ is 0 and the model
+        predicts alone.
 
         Args:
-            scope: a `Scope`: which documents a request retrieves from, and which settings it overrides. Its
-                type is Hashable because the engine does not know this class.
+            scope: a `Scope`: the documents that a request retrieves from, and the settings that it overrides.
+                Its type is Hashable because the engine does not know this class.
         """
         assert isinstance(scope, Scope)
         key = self._store.revision(), scope
@@ -176,7 +181,7 @@ class Scopes:
         off.
 
         Args:
-            scope: a `Scope`: which documents a request retrieves from, and which settings it overrides.
+            scope: a `Scope`: the documents that a request retrieves from, and the settings that it overrides.
         """
         assert isinstance(scope, Scope)
         existing = self._list_domains()
@@ -203,7 +208,7 @@ class Scopes:
         same errors and reports them.
 
         Args:
-            scope: which documents a request retrieves from, and which settings it overrides.
+            scope: the documents that a request retrieves from, and the settings that it overrides.
         """
         key = self._store.revision(), scope
         if key in self._settings:
@@ -237,7 +242,7 @@ class Scopes:
         Domains of the scope that no longer exist are ignored; if none is left, λ is 0.
 
         Args:
-            scope: which documents a request retrieves from, and which settings it overrides.
+            scope: the documents that a request retrieves from, and the settings that it overrides.
         """
         existing = self._list_domains()
         domains = tuple(domain for domain in scope.domains if domain in existing)

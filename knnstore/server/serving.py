@@ -100,7 +100,8 @@ class Serving:
     Args:
         name: the name of the model alone, without domains.
         limits: the limits of the server.
-        observe: called in the engine's thread with the counts of each turn of the engine.
+        observe: function that is called in the engine's thread with the counts of each turn of the engine (a
+            turn is a decoding step, or other work between two steps).
         upstream_address: a vLLM server with the same store, which generates and scores all texts; None lets
             the engine of this process do that. With and without vLLM, the engine of this process explains
             texts and encodes new documents.
@@ -171,10 +172,10 @@ class Serving:
         self._lm = lm
 
     def reload(self) -> None:
-        """Forget the cached settings, and warm up again while texts are decoded.
+        """Forget the cached settings, and do in advance the slow work that the next requests would wait for.
 
-        A reload is needed for nothing else: changes of documents, domains, keys and settings are seen without
-        it.
+        Requests are answered meanwhile. Changes of documents, domains, keys and settings need no reload: they
+        are seen at once.
         """
         lm = self.lm
         self.engine.call(self.scopes.clear_cache).result()
@@ -190,7 +191,7 @@ class Serving:
 
         Args:
             lm: the model, with its store.
-            scope: which documents a request retrieves from, and which settings it overrides.
+            scope: the documents that a request retrieves from, and the settings that it overrides.
         """
         selection = Selection(domains=scope.domains)
 
@@ -547,8 +548,8 @@ class Pieces:
     def _tell(self, piece: Piece | Exception) -> None:
         """Pass a piece (new text or scores), or the error of the task, to the event loop.
 
-        The engine calls this in its thread. If the client is far too slow (`MOST_UNREAD`), the task is
-        cancelled, and an error is passed instead.
+        The engine calls this method in its thread. If the client has left more than `MOST_UNREAD` pieces in
+        the queue, the task is cancelled, and ApiError 400 is passed instead of the piece.
         """
         ticket = self._ticket
         ticket.told += 1
@@ -564,6 +565,10 @@ def _sample_keys(store: KNNStore, selection: Selection) -> Keys:
 
     The keys are evenly spaced in the first batch of records. The shape is (0, 0) if the selection has no
     records, or if the store has no cells (groups of near records).
+
+    Args:
+        store: the store.
+        selection: documents whose keys are sampled.
     """
     first_batch = next(store.records(selection), None) if store.has_cells else None
     if first_batch is None:

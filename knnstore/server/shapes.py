@@ -93,7 +93,17 @@ class Texts:
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the JSON object of a text: the text, and lists with the names and scores of its tokens."""
+        """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
+
+        It has the text, its index, and, if the answer has log-probabilities, lists with one item for each
+        token.
+
+        Args:
+            index: index of the text in the answer.
+            text: the text, which begins with `get_prefix(index)`.
+            prompt: scores of the prompt's tokens; empty if they are not shown.
+            written: scores of the generated tokens.
+        """
         shift = len(self.get_prefix(index))
         offsets = [*(one.offset for one in prompt), *(one.offset + shift for one in written)]
         return {
@@ -111,9 +121,16 @@ class Texts:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the JSON object of new text in an event.
+        """Return the JSON object of new text for the field ``choices`` of an event, without finish reason.
 
-        It has the same fields as the object of a whole text.
+        It has the same fields as the object of a whole text (`make_choice`).
+
+        Args:
+            index: index of the text in the answer.
+            text: the new text.
+            prompt: scores of the prompt's tokens in this event; empty if there are none.
+            written: scores of the generated tokens in this event.
+            first: True for the first event of the text; it changes nothing here.
         """
         return self.make_choice(index, text, prompt, written)
 
@@ -167,9 +184,13 @@ class Messages:
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the JSON object of the assistant's message, with its log-probabilities.
+        """Return the JSON object of the assistant's message for the field ``choices``, without finish reason.
 
-        The prompt is not shown.
+        Args:
+            index: index of the message in the answer.
+            text: the text of the message.
+            prompt: not used, because an answer does not show its conversation.
+            written: scores of the generated tokens, shown only if the answer has log-probabilities.
         """
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": self._make_logprobs(written)}
@@ -183,9 +204,15 @@ class Messages:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the JSON object of new text in an event.
+        """Return the JSON object of new text for the field ``choices`` of an event, without finish reason.
 
-        Only the first event of a message names the role.
+        Args:
+            index: index of the message in the answer.
+            text: the new text of the message.
+            prompt: not used, because an answer does not show its conversation.
+            written: scores of the generated tokens in this event, shown only if the answer has
+                log-probabilities.
+            first: True for the first event of the message; only this event names the role.
         """
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": self._make_logprobs(written)}

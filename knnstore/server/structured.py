@@ -97,8 +97,8 @@ class JsonConstraints:
     """Makes the constraints of requests for one model. Threads may share the object.
 
     Args:
-        use_tokenizer: calls a function with the model's tokenizer, and returns the function's result. No
-            other thread uses the tokenizer meanwhile.
+        use_tokenizer: function that calls its argument (a function) with the model's tokenizer, and returns
+            the result of this call. No other thread uses the tokenizer meanwhile.
         vocab_size: number of tokens that the model predicts.
         ends: ids of the end tokens: a text ends after one of these tokens.
     """
@@ -287,9 +287,10 @@ def _forbid_other_properties(schema: Any) -> Any:
 
 
 def _adds_properties(schema: dict[str, Any]) -> bool:
-    """Check whether an object of a schema may have properties that another part of the schema names.
+    """Check whether several parts of a schema together may name the properties of one object.
 
-    This is possible with `allOf`, and with `$ref`, `anyOf` or `oneOf` beside `properties` or `required`.
+    Returns True if the schema, or a schema inside it, has `allOf`, or has `$ref`, `anyOf` or `oneOf` beside
+    `properties` or `required`.
     """
     combines = "allOf" in schema or (
         any(name in schema for name in ("$ref", "anyOf", "oneOf"))
@@ -299,11 +300,10 @@ def _adds_properties(schema: dict[str, Any]) -> bool:
 
 
 def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the path and the schema of each direct subschema of a schema.
+    """Yield the path and the content of each direct subschema of a schema.
 
-    Values that are not objects are skipped.
-
-    A path has one or two steps, for example ``["items"]`` or ``["properties", "name"]``.
+    A path has one or two steps, for example ``["items"]`` or ``["properties", "name"]``. Subschemas that are
+    not objects are skipped.
     """
     for name, value in schema.items():
         if name in _SCHEMA_MAPS and isinstance(value, dict):

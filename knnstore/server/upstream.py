@@ -77,7 +77,7 @@ def check_upstream(address: UpstreamAddress, store_id: str) -> UpstreamModel:
     this function sends a request with a wrong store id, which only the plugin refuses.
 
     Args:
-        address: where the server is.
+        address: URL of the server, with its API key.
         store_id: the id of the store that the server must have opened (`KNNStore.id`).
 
     Raises:
@@ -130,15 +130,16 @@ class Upstream:
     one event loop. Each text of a task is one request to vLLM.
 
     Args:
-        address: where the vLLM server is.
+        address: URL of the vLLM server, with its API key.
         store_id: the id of the store.
-        options_of: returns the options of a request to vLLM for a value of `Task.knn` (the documents and
-            settings of retrieval), without a store id.
+        options_of: function that returns the options of a request to vLLM, without a store id. Its argument
+            is the task's `Task.knn`: the documents and settings of retrieval.
         texts: the texts of the model's tokens; no other thread uses this object.
         ends: ids of the end tokens: a text ends after one of these tokens.
         max_rows: largest number of texts that are sent to vLLM at once.
         max_waiting: largest number of tasks that wait until texts can be sent.
-        observe: called with the number of generated tokens of each event.
+        observe: function that is called for each event of vLLM's streams, with the counts of this event, such
+            as the number of generated tokens.
 
     Raises:
         ConfigError: if the vLLM server cannot be reached, refuses the key, has no plugin, or uses another
@@ -260,7 +261,7 @@ class Upstream:
             ticket.tell(error)
 
     def _prepare(self, task: Task) -> RequestOptions:
-        """Check the vLLM server if that is due, and return the options of a task's requests to vLLM.
+        """Check the vLLM server if the last check is too old, and return the options of a task's requests.
 
         Reads the store, so it is called in a worker thread.
 
@@ -298,8 +299,13 @@ class Upstream:
     ) -> tuple[TokenScore, ...]:
         """Let vLLM score a prompt, and return the scores of the prompt's shown tokens, without hidden tokens.
 
-        The first shown token has no log-probability. If the task wants no log-probabilities, vLLM is not
-        asked.
+        The first shown token has no log-probability. If the task wants no log-probabilities, or the prompt
+        has fewer than two shown tokens, vLLM gets no request.
+
+        Args:
+            task: the task.
+            prompt: the prompt to score.
+            options: the options of the request to vLLM.
         """
         shown = prompt.tokens[prompt.hidden :]
         if len(shown) < 2 or task.top is None:

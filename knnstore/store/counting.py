@@ -93,8 +93,8 @@ class Counting:
             selection: documents to count.
 
         Returns:
-            The counts; None if a selected document was removed after the view's revision, so that its text
-            can no longer be read.
+            The counts; None if a document of the selection's domains was removed after the view's revision,
+            so that its text can no longer be read.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
@@ -145,8 +145,8 @@ class Counting:
         """Return the n-gram counts of a selection at the latest revision (state of the store).
 
         The counts never include removed documents. If a document is removed during counting, the method
-        counts again. After `count_in_background`, counts that lack only added documents are returned at once,
-        while the background thread counts again.
+        counts again. After a call of `count_in_background`, cached counts are returned at once, even if they
+        lack documents that were added since. Then the background thread counts again.
 
         Args:
             view: function that returns the documents of the store at the latest revision.

@@ -117,9 +117,9 @@ class Current:
             self.place(self.engine).check_owner()
 
     def problems(self) -> list[str]:
-        """Check the claim, the file or entry beside the keys that names the store to which they belong.
+        """Check that the claim can be read. A claim is a text beside the keys that names their owner.
 
-        Returns a list with one line if the claim is damaged, else an empty list.
+        Returns a list with one line of text if the claim is damaged, else an empty list.
         """
         try:
             self.place(self.engine).find_owner()

@@ -39,7 +39,7 @@ def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> 
         changes: the object that changes the store.
         relocation: the object that moves the store's keys. It erases leftovers of unfinished moves, and
             copies the keys if the engine cannot rewrite its files.
-        progress: receives messages and progress for the user.
+        progress: object that shows messages and progress to the user.
 
     Returns:
         The number of records, the duration, and the places that could not be rewritten.

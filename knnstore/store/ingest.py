@@ -154,7 +154,11 @@ class Ingest:
         failpoint("ingest.added")
 
     def commit(self) -> None:
-        """Make records durable and the new documents live; then delete the documents that they replace."""
+        """Make the records durable, then make the new documents visible to readers.
+
+        Afterwards the documents that the new documents replace are deleted, and so are all other documents
+        that were half added or removed.
+        """
         self._datastore.flush()
         failpoint("ingest.flushed")
         checksums = {

@@ -69,7 +69,8 @@ class Reader(Protocol):
             selection: documents whose records are compared.
 
         Returns:
-            Arrays with queries, record ids and distances; see `Visits`.
+            A list of `Visits`: arrays with row numbers of queries, record ids and distances. Padding has
+            number -1, id -1 and distance +inf.
         """
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
@@ -133,33 +134,39 @@ class Reader(Protocol):
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
+        """Return which of some hashes are the SHA-256 of the text of a selected document.
+
+        Args:
+            hashes: SHA-256 hashes of texts.
+            selection: documents whose texts are compared.
+        """
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Find for each text the part that selected documents contain word for word.
+        """Measure for each text how much of it selected documents contain word for word.
 
         Args:
             texts: token ids of each text, uint32, shapes (n_i,).
             selection: documents to compare with.
-            letters: converter of tokens to letters. With it, letters are compared; with None, tokens.
+            letters: converter of tokens to letters, so that letters are compared; None compares tokens.
 
         Returns:
-            For each text the shared part, and the documents that count as the same text.
+            For each text an `Overlap`: the share of the text that the documents contain, from 0 to 1, and the
+            SHA-256 of each document that counts as the same text.
         """
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """Return a description of the documents that some domains have now.
+        """Return a lineage: a description of all documents that some domains have now.
 
-        With it, `gone` can tell later whether a document was removed or replaced.
+        The method `gone` uses the lineage later to tell how many of the documents were removed or replaced.
 
         Args:
             domains: names of the domains; empty means the whole store.
         """
 
     def gone(self, lineage: Lineage) -> float:
-        """Return the share (0 to 1) of a lineage's documents that were removed or replaced since.
+        """Return the share (0 to 1) of documents that were removed or replaced since a lineage was made.
 
         Args:
             lineage: description of a set of documents, a result of the method `lineage`.
@@ -175,4 +182,8 @@ class Reader(Protocol):
         """
 
     def load_weights(self, name: str) -> Weights:
-        """Read fitted weights from the file with a name, as saved settings contain it."""
+        """Read fitted weights from a file in the store's folder.
+
+        Args:
+            name: name of the file; saved settings name the files that they need.
+        """

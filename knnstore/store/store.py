@@ -134,12 +134,14 @@ class KNNStore(StoreReader):
                 writer.
             params: parameters of the adapter that replace the saved parameters for this object; None replaces
                 none. They are allowed only with mode ``"r"``.
-            copied: True also opens a copied folder, whose keys still belong to the original store, for
-                writing. Then only `move`, and `repair` with `take_over`, can write.
+            copied: True allows to open a copied folder for writing although its keys still belong to the
+                original store. Then only `move`, and `repair` with `take_over`, can write. False raises
+                NotOwnerError for such a folder.
 
         Raises:
             StoreNotFoundError: if the folder has no store.
-            NotOwnerError: if the keys belong to another store, or a copied folder is opened for writing.
+            NotOwnerError: if the keys belong to another store, or a copied folder is opened for writing and
+                `copied` is False.
             LockedError: if mode is ``"a"`` and another process writes. The message names the process.
             ConfigError: if the mode is unknown, a parameter is wrong, or parameters are given for writing.
         """
@@ -302,13 +304,13 @@ class KNNStore(StoreReader):
             return writer.save_weights(Weights(tensors, metadata))
 
     def erase(self, *, progress: Progress | None = None) -> Erased:
-        """Rewrite all files that still hold text or keys of removed documents, without them.
+        """Rewrite all files that still hold text or keys of removed documents, so that none of it is left.
 
-        Afterwards only the places that the result names may still hold removed text or keys. If the call is
+        Only the places that the result names may still hold removed text or keys afterwards. If the call is
         interrupted, repeat it.
 
         Args:
-            progress: receives messages and progress for the user; None shows nothing.
+            progress: object that shows messages and progress to the user; None shows nothing.
 
         Returns:
             The number of records, the duration, and the places that could not be rewritten.
@@ -379,7 +381,7 @@ class KNNStore(StoreReader):
             location: new location of the keys: a URL or a folder; a relative folder is inside the store's
                 folder.
             params: parameters of the new adapter, as JSON values; None means the adapter's defaults.
-            progress: receives messages and progress for the user; None shows nothing.
+            progress: object that shows messages and progress to the user; None shows nothing.
 
         Raises:
             DatastoreExistsError: if the location already holds something else.

@@ -49,9 +49,11 @@ def describe_store(home: Home, catalog: Catalog, view: View, move_target: Engine
 
 
 def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
-    """Describe in a line each component that was trained on stored documents: name, domains, state.
+    """Return one line of text for each component that was trained on stored documents.
 
-    The state is "ready", or says that documents were removed since.
+    A component is one source of predictions, such as a trained substitute for the search. A line has the
+    component's name, the domains of the documents, and the state: "ready", or that documents were removed
+    since.
 
     Args:
         saved: all saved settings of the store.
@@ -70,10 +72,11 @@ def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
 
 
 def _describe_calibrations(saved: list[SavedSettings]) -> list[str]:
-    """Describe in a line each calibration (settings that were fitted to held-out text).
+    """Return one line of text for each calibration (settings that were fitted to held-out text).
 
-    A line names the domains, the mixer, the perplexities without and with the store, the held-out text, the
-    date and the revision of the store.
+    A line has the domains, the kind of mixer (the rule that weights the store), the perplexities without and
+    with the store, the number of tokens and the SHA-256 of the held-out text, the date, and the revision of
+    the store.
 
     Args:
         saved: all saved settings of the store; settings without a calibration are left out.

@@ -75,7 +75,7 @@ class StoreReader:
 
         Returns:
             Record ids (`tokens_of` returns their tokens) and distances, each of shape (q, k), nearest first.
-            If the selection has fewer than k records, the rest of a row holds id -1 and distance +inf.
+            If the selection has fewer than k records, each missing neighbor has id -1 and distance +inf.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
@@ -100,8 +100,8 @@ class StoreReader:
             selection: documents whose records are compared.
 
         Returns:
-            A list of `Visits`: arrays with queries, record ids and distances. A pair of a query and a record
-            occurs at most once.
+            A list of `Visits`: arrays with row numbers of queries, record ids and distances. Padding has
+            number -1, id -1 and distance +inf. A pair of a query and a record occurs at most once.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
@@ -275,21 +275,27 @@ class StoreReader:
         return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
+        """Return which of some hashes are the SHA-256 of the text of a selected document.
+
+        Args:
+            hashes: SHA-256 hashes of texts.
+            selection: documents whose texts are compared.
+        """
         return self.view().content(hashes, selection)
 
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Find for each text the part that selected documents contain word for word, at any place.
+        """Measure for each text how much of it selected documents contain word for word, at any place.
 
         Args:
             texts: token ids of each text, uint32, shapes (n_i,).
             selection: documents to compare with; all their tokens are read.
-            letters: converter of tokens to letters. With it, letters are compared; with None, tokens.
+            letters: converter of tokens to letters, so that letters are compared; None compares tokens.
 
         Returns:
-            For each text the shared part, and the documents that count as the same text.
+            For each text an `Overlap`: the share of the text that the documents contain, from 0 to 1, and the
+            SHA-256 of each document that counts as the same text.
         """
         return self.view().overlaps(texts, selection, letters)
 
@@ -298,7 +304,7 @@ class StoreReader:
         return self.view().token_counts(selection, self.identity.vocab_size)
 
     def has_unsettled_documents(self) -> bool:
-        """Check whether documents are half added or half removed, because a writer runs or was killed."""
+        """Return True if any document is half added or half removed, because a writer runs or was killed."""
         return bool(self._catalog.unsettled())
 
     @property
@@ -356,9 +362,9 @@ class StoreReader:
         return self.view().records(selection, without, batch_size)
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
-        """Return a description of all documents that some domains have now.
+        """Return a lineage: a description of all documents that some domains have now.
 
-        With it, `gone` can tell later whether a document was removed or replaced.
+        The method `gone` uses the lineage later to tell how many of the documents were removed or replaced.
 
         Args:
             domains: names of the domains; empty means the whole store.
@@ -366,7 +372,7 @@ class StoreReader:
         return Lineage.of(self.view().snapshot, domains)
 
     def gone(self, lineage: Lineage) -> float:
-        """Return the share (0 to 1) of a lineage's documents that were removed or replaced since.
+        """Return the share (0 to 1) of documents that were removed or replaced since a lineage was made.
 
         Args:
             lineage: description of a set of documents, a result of the method `lineage`.
@@ -416,6 +422,7 @@ class StoreReader:
 
         Raises:
             StoreUnavailableError: if the store changed during each of `_SEARCH_ATTEMPTS` calls.
+            KnnstoreError: if the function raised the error and the store did not change during the call.
         """
         view = self._last_view or self.view()  # asked once, afterwards, whether it is the latest
         for _ in range(_SEARCH_ATTEMPTS):

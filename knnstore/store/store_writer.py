@@ -54,7 +54,9 @@ class StoreChanges:
         self._new_weights: set[str] = set()
 
     def purge(self) -> None:
-        """Delete the documents that are half added or removed, with settings and weights fitted on them.
+        """Delete documents that were not added completely, and what is left of removed documents.
+
+        Settings and weights that were fitted on removed documents are deleted too.
 
         Raises:
             DiskFullError: if the disk has no room for the changes. Readers do not see the documents that
@@ -64,9 +66,10 @@ class StoreChanges:
         self._remove_unused_weights()
 
     def purge_what_fits(self) -> None:
-        """Delete the documents that are half added or removed, as far as the disk has room for the changes.
+        """Delete documents that were not added completely, and what is left of removed documents.
 
-        If the disk is full, a warning is logged, and the next writer deletes the rest.
+        If the disk is full, the method stops, logs a warning and raises no error. The next writer deletes the
+        rest.
         """
         try:
             self.purge()
@@ -233,7 +236,7 @@ class StoreChanges:
         abandon_unneeded(self.writer.catalog, datastore)
 
     def _add_checksums(self) -> None:
-        """Compute and save the checksum of each document's keys that is missing in the catalog.
+        """Compute a checksum of the keys of each document that has no checksum in the catalog, and save it.
 
         Does nothing if the vector engine checks its keys itself.
         """
@@ -283,9 +286,14 @@ class StoreChanges:
             remove_unused_files(self._home.weights, self._new_weights | used_files)
 
     def _find_rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """Return the primary keys of documents of a domain, by their ids.
+        """Return the primary key of each of some documents of a domain, by the document's id.
 
-        Raises DocumentNotFoundError if the domain has no document with an id.
+        Args:
+            domain: name of the domain.
+            ids: ids of the documents.
+
+        Raises:
+            DocumentNotFoundError: if the domain has no document with one of the ids.
         """
         listed_ids = list(ids)
         versions = self.writer.catalog.versions(domain, listed_ids)

@@ -65,7 +65,8 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
 def _find_fingerprint_problem(fingerprint: str) -> str | None:
     """Check the form of a model's fingerprint, the text by which a store recognizes its model.
 
-    `knnstore.lm.keys.model_fingerprint` describes the form.
+    A fingerprint is a SHA-256. It may be followed by the data whose SHA-256 it is, and by JSON values; each
+    of these parts begins with a colon and is in base64. See also `knnstore.lm.keys.model_fingerprint`.
 
     Args:
         fingerprint: the fingerprint in the catalog.
@@ -89,7 +90,11 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
 def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
     """Return the ids of all records of a datastore that belong to no live document, int64, ascending.
 
-    A live document is completely stored and not removed.
+    A live document is completely stored and not removed. All records are read.
+
+    Args:
+        catalog: catalog of the store, which lists the live documents.
+        datastore: datastore with the records.
     """
     snapshot = catalog.snapshot()
     orphans = [_select_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
@@ -97,7 +102,10 @@ def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
 
 
 def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:
-    """Compare each record with the catalog: its token, its domain, and the checksum of its document.
+    """Check that the datastore has exactly the records that the catalog lists, with unchanged keys.
+
+    Token and domain of each record are compared with its document. The number of records and the checksum of
+    the keys are compared for each document.
 
     Args:
         catalog: the open catalog.

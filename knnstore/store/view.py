@@ -136,7 +136,7 @@ class View:
         return visits
 
     def scope(self, selection: Selection) -> Scope:
-        """Find the records of the documents that a selection contains. The last results are cached.
+        """Return the records of the documents that a selection contains. The last results are cached.
 
         Raises:
             DomainNotFoundError: if the selection names a domain without documents.
@@ -150,7 +150,12 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return the hashes in `hashes` that are the SHA-256 of the text of a selected document."""
+        """Return which of some hashes are the SHA-256 of the text of a selected document.
+
+        Args:
+            hashes: SHA-256 hashes of texts.
+            selection: documents whose texts are compared.
+        """
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())
@@ -159,15 +164,16 @@ class View:
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Find for each text the part that selected documents contain word for word, at any place.
+        """Measure for each text how much of it selected documents contain word for word, at any place.
 
         Args:
             texts: token ids of each text, uint32, shapes (n_i,).
             selection: documents to compare with; each document is read once.
-            letters: converter of tokens to letters. With it, letters are compared; with None, tokens.
+            letters: converter of tokens to letters, so that letters are compared; None compares tokens.
 
         Returns:
-            For each text the shared part, and the documents that count as the same text.
+            For each text an `Overlap`: the share of the text that the documents contain, from 0 to 1, and the
+            SHA-256 of each document that counts as the same text.
         """
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
@@ -277,7 +283,7 @@ class View:
         return visits
 
     def _resolve_scope(self, selection: Selection) -> Scope:
-        """Find the records of the documents that a selection contains, without using the cache.
+        """Return the records of the documents that a selection contains, without using the cache.
 
         Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
         """

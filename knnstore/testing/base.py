@@ -80,12 +80,16 @@ class Records:
         return self if where is None else self[where.ids.contains(self.ids)]
 
     def cover_positions(self) -> IdRanges:
-        """Return ranges that contain all ids, with any token, at the positions of these records."""
+        """Return ranges of ids that contain, at each position of these records, the ids of all tokens."""
         positions = positions_of(self.ids)
         return ranges_of(positions, positions + 1)
 
     def filter_by_groups(self, *groups: int) -> Filter:
-        """Return a filter that selects the records of some groups, by group numbers and by ids."""
+        """Return a filter that selects the records of some groups (domains).
+
+        Args:
+            *groups: numbers of the groups. The filter has these numbers and ranges of the records' ids.
+        """
         selected = self[np.isin(self.groups, groups)]
         return Filter(ids=selected.cover_positions(), groups=frozenset(groups))
 
@@ -121,7 +125,16 @@ def make_queries(q: int, dim: int, *, seed: int = 1) -> Keys:
 
 
 def compute_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.float64]:
-    """Compute the distance from every query to every key in double precision, float64, shape (q, n)."""
+    """Compute the distance from every query to every key in double precision.
+
+    Args:
+        queries: query vectors, shape (q, dim).
+        keys: keys, shape (n, dim).
+        metric: squared Euclidean distance (L2), or negative inner product (IP).
+
+    Returns:
+        The distances, float64, shape (q, n).
+    """
     exact_queries, exact_keys = queries.astype(np.float64), keys.astype(np.float64)
     if metric == Metric.IP:
         return np.asarray(-(exact_queries @ exact_keys.T))
@@ -207,9 +220,14 @@ def read_contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: 
 
 
 def check_holds(store: Datastore, records: Records) -> None:
-    """Check that a store has exactly these records; raise AssertionError if it has not.
+    """Check that a store has exactly some records, with the same keys and groups.
 
-    The keys of the records must be exact in half precision.
+    Args:
+        store: the store.
+        records: the records, in any order. Their keys must be exact in half precision.
+
+    Raises:
+        AssertionError: the store has other records, keys or groups, or `count` returns another number.
     """
     order = np.argsort(records.ids)
     stored = read_contents(store)

@@ -232,7 +232,16 @@ class AddTests(KitBase):
 
 @contextmanager
 def _expect_refusal(error: type[Exception], store: Datastore, records: Records) -> Iterator[None]:
-    """Check that the block raises an error, and that the store has exactly `records` afterwards."""
+    """Check that the ``with`` block raises an error, and that the store is unchanged afterwards.
+
+    Args:
+        error: class of the error that the block must raise.
+        store: the store that the block tries to change.
+        records: the records that the store has before the block, and must have afterwards.
+
+    Raises:
+        AssertionError: the store has other records. pytest fails the test if the block raises no such error.
+    """
     with pytest.raises(error):
         yield
     check_holds(store, records)

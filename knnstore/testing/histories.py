@@ -46,10 +46,12 @@ def _cover_position_runs(runs: list[tuple[int, int]]) -> IdRanges:
 
 
 class DatastoreStateMachine(RuleBasedStateMachine):
-    """Makes random changes and searches in a small store with many equal keys, and compares with a dict.
+    """Makes random changes and searches in a small store with many equal keys, and checks the results.
+
+    The results are compared with a dict that has the records that the store should have.
 
     Args:
-        open_store: opens the store; every history begins with deleting all records.
+        open_store: function that opens the store. All records of the store are deleted at the start.
         metric: metric of the store.
     """
 
@@ -124,7 +126,7 @@ class DatastoreStateMachine(RuleBasedStateMachine):
 
     @invariant()
     def check_contents(self) -> None:
-        """Check that the store has exactly the records of the dict."""
+        """Check that the store has exactly the records that it should have after the changes so far."""
         check_holds(self._store, self._as_records(self._live))
 
     def teardown(self) -> None:

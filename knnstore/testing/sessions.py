@@ -248,7 +248,11 @@ _SCRIPT = Path(__file__).with_name("writer_process.py")
 
 
 class WriterProcess:
-    """Handle of another process that has the store open for writing and does steps on command."""
+    """Handle of another process that has the store open for writing and does steps on command.
+
+    Args:
+        process: the process, just started. The constructor waits until it has opened the store.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -284,7 +288,10 @@ class WriterProcess:
 
 
 StartWriter = Callable[[], AbstractContextManager[WriterProcess]]
-"""Function that starts another process that writes to the test's location; a context manager."""
+"""Function that starts another process that writes to the test's location.
+
+It returns a context manager, which gives a `WriterProcess` and kills the process at its end.
+"""
 
 
 class DurabilityTests(KitBase):
@@ -297,7 +304,11 @@ class DurabilityTests(KitBase):
     def start_writer(
         self, open_store: OpenStore, location: str | Path, records: Records, tmp_path: Path
     ) -> StartWriter:
-        """Return a function that starts another process, which writes to the test's location."""
+        """Return a function that starts another process, which writes to the test's location.
+
+        The function returns a context manager, which gives a `WriterProcess` and kills the process at its
+        end. The test is skipped if the store keeps no records after it is closed.
+        """
         with require_persistent(open_store()) as store:
             datastore_class = type(store)
         file = tmp_path / "records-of-the-kit.npz"

@@ -185,11 +185,15 @@ def calibrate(
 
 
 def _describe_generation(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]]) -> str:
-    """Describe in one line the components left out of generation, and the repetition in generated text.
+    """Return a line of text about generation with calibrated settings.
+
+    The line names the components (sources of predictions) that are used for scoring only, and says how much
+    generated text repeats itself.
 
     Args:
-        scoring_only: names of the components that are left out of generation.
-        written: measurements of generated text: the components used, and the share of repeated 4-grams.
+        scoring_only: names of the components that are left out of generation; may be empty.
+        written: measurements of generated text: the components used, and the share of repeated 4-grams. Empty
+            if there was too little text to measure.
     """
     left_out = ", ".join(scoring_only)
     sentence = f"counts in scoring only: {left_out}" if left_out else "everything counts in writing too"
@@ -224,12 +228,15 @@ def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
 
 
 def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool) -> str:
-    """Format a table of the model alone, the current settings and the best candidates.
+    """Format a table of the model alone, the current settings and the best candidates, with a legend.
+
+    A candidate is a set of settings that was fitted. A star marks the settings that are saved now: the
+    current settings if `kept`, else the best candidate if `saved`, else none.
 
     Args:
         rows: the rows of `_build_rows`.
-        saved: True if settings were saved.
-        kept: True if the current settings stay. The star marks them, or else the saved candidate.
+        saved: True if the best candidate was saved.
+        kept: True if the current settings stay.
     """
     reference_rows = [row for row in rows if row["mixer"] in _REFERENCE_ROWS]
     candidate_rows = sorted(
@@ -316,8 +323,8 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
     """Delete the settings that are saved for exactly these domains, and print the result.
 
-    Derived defaults do not count as saved. What was trained for components of other packages stays. Damaged
-    settings are deleted too.
+    Defaults that were derived from the stored keys do not count as saved. Trained components of other
+    packages stay. Damaged settings are deleted too.
 
     Args:
         home: folder of the store.
@@ -343,10 +350,10 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 
 
 def _shorten_value(value: Any) -> Any:
-    """Shorten a value of the settings to fit in one line.
+    """Return a value of the settings in a form that fits in one line.
 
-    A list of numbers becomes the count of its values, a mapping becomes pairs of name and value, and a float
-    has four significant digits.
+    A mapping becomes pairs of name and value. A list of strings is joined by commas; any other list becomes
+    the count of its values. A float gets four significant digits. Any other value is returned unchanged.
     """
     if isinstance(value, Mapping):
         entries = {"lambda" if name == "lam" else name: entry for name, entry in value.items()}

@@ -89,7 +89,7 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     Args:
         lm: the model with its empty store. It keeps the first domain.
         corpora: the two domains.
-        bar: shows the progress.
+        bar: the progress bar.
 
     Returns:
         A dict: the perplexities by state and domain, a flag that removing the second domain restored the

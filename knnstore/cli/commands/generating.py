@@ -133,8 +133,12 @@ def generate(
 class PromptAndContinuation:
     """Streamer for `generate` of transformers that prints the prompt, then the generated text.
 
-    A token is printed as soon as its characters are complete. Together the pieces are the text that
-    `generate_text` returns.
+    A token is printed as soon as its characters are complete. Together the printed pieces are the prompt and
+    the text that `generate_text` returns.
+
+    Args:
+        reader: the text reader of the model; its tokenizer is used.
+        prompt: the text to continue.
     """
 
     def __init__(self, reader: "TextReader", prompt: str) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
-    """List the domains with their documents, tokens and records.
+    """List the domains with their numbers of documents, tokens and records.
 
     Examples:
       knnstore domains

@@ -96,7 +96,9 @@ class NGramLogitsProcessor:
         return self._mix(list(input_ids.cpu().numpy().astype(np.int64)), scores)
 
     def _mix(self, texts: list[NDArray[np.int64]], scores: Tensor) -> Tensor:
-        """Return log-probabilities with the n-grams mixed in; the unchanged scores if no domain is left.
+        """Mix the predictions of the n-grams into scores, and return log-probabilities, shape (b, v).
+
+        If no domain is left, the scores are returned unchanged. A score of -inf stays -inf.
 
         Args:
             texts: token ids of each of the b texts so far.
@@ -132,7 +134,10 @@ class NGramLogitsProcessor:
         return next((at for at, token in enumerate(text.tolist()) if token not in self._skip), len(text))
 
     def _current_settings(self) -> KNNSettings:
-        """Return the settings with n-grams only, cached until the store changes."""
+        """Return retrieval settings that use only n-grams, for the domains that exist now.
+
+        The settings are cached until the store changes. If no domain is left, they use nothing of the store.
+        """
         revision = self._store.revision()
         if revision != self._revision:
             domains = self._domains
@@ -144,7 +149,7 @@ class NGramLogitsProcessor:
         return self._settings
 
     def _resolve(self, domains: tuple[str, ...] | None) -> KNNSettings:
-        """Return the settings with n-grams only for the given domains, without the cache.
+        """Return retrieval settings that use only n-grams of the given domains, without using the cache.
 
         Args:
             domains: names of domains that exist; None means all.

@@ -155,7 +155,11 @@ def _parse_names(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def _parse_text(name: str, value: Any) -> str | None:
-    """Return the value of an option that must be a string; None if it is not set.
+    """Return the value of an option that must be a string; None if the option is not set.
+
+    Args:
+        name: the name of the option, for messages.
+        value: the value; None if the option is not set.
 
     Raises:
         ConfigError: the value is not a string.
@@ -224,7 +228,11 @@ def _parse_count(name: str, value: Any, least: int) -> int | None:
 
 
 def _parse_switch(name: str, value: Any) -> bool:
-    """Return the value of an option that is on or off: a bool, 0 or 1; False if it is not set.
+    """Return the value of an option that is on or off, as a bool; False if the option is not set.
+
+    Args:
+        name: the name of the option, for messages.
+        value: True, False, 1 or 0; None if the option is not set.
 
     Raises:
         ConfigError: the value is something else.

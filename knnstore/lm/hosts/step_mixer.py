@@ -167,7 +167,7 @@ def needs_all_states(settings: KNNSettings, joining: Joining) -> bool:
 
     Args:
         settings: the retrieval settings.
-        joining: whether the store's keys are made of the hidden states of one token or of several tokens.
+        joining: the rule by which the store's keys are made: of the hidden states of one token or of several.
     """
     return settings.cache is not None or (settings.retrieves and bool(joining.discounts))
 
@@ -315,7 +315,7 @@ class StepMixer:
         Args:
             step: the step.
             states: hidden states as in `extend_texts`.
-            members: for each request its id, the request, and the row of its first new token.
+            members: a tuple (id of the request, the request, row of its first new token) for each request.
             length: number of new tokens of each request.
         """
         rows = np.array([start for _, _, start in members])[:, None] + np.arange(length)
@@ -335,16 +335,17 @@ class StepMixer:
             self._drop_unneeded(request)
 
     def mix(self, logits: Tensor, rows: Numbers, purpose: Purpose) -> Tensor:
-        """Mix the store into logits of the current step, and return the result.
+        """Mix the store's predictions into logits of the current step, and return the result.
 
         A row is one new token of the step. A row keeps the model's logits if its request is not registered or
-        has failed. For generation, the rows before a prompt's last token keep them too, because the engine
-        drops these predictions. If there is no step, or if nothing is mixed, `logits` is returned unchanged.
-        No exception is raised if the store fails; `take_failures` names the failed requests.
+        has failed. For generation, the rows before a prompt's last token keep the model's logits too, because
+        the engine drops these predictions. If there is no step, or if nothing is mixed, `logits` is returned
+        unchanged. No exception is raised if the store fails; `take_failures` names the failed requests.
 
         Args:
             logits: logits of the model, shape (m, v), any floating dtype; not changed.
-            rows: for each of the m logits the row of the step that it was computed from, int64, shape (m,).
+            rows: row (index of a new token in the step) from which each of the m logits was computed, int64,
+                shape (m,).
             purpose: `Purpose.GENERATION` to predict the token after each row; `Purpose.SCORING` to score the
                 tokens of prompts. For scoring, the store is mixed only into requests that want prompt scores.
 
@@ -394,9 +395,9 @@ class StepMixer:
 
         Args:
             logits: logits of the model, shape (m, v).
-            rows: for each of the m logits the row of the step that it was computed from, int64, shape (m,).
+            rows: row of the step from which each of the m logits was computed, int64, shape (m,).
             picked: indices of the p logits to mix, int64, shape (p,).
-            owners: for each of the m logits the index of its request in the step, int64, shape (m,).
+            owners: index in the step of the request of each of the m logits, int64, shape (m,).
             members: the requests of the step; None for a request that is not registered.
             settings: the retrieval settings of each request; None for a request that keeps the model's
                 logits.
@@ -465,7 +466,8 @@ class StepMixer:
         Args:
             row: index of the request in the step.
             request: the request; None if it is not registered.
-            purpose: whether next tokens are predicted or tokens of the prompt are scored.
+            purpose: `Purpose.GENERATION` to predict next tokens, `Purpose.SCORING` to score tokens of the
+                prompt.
         """
         assert self._step is not None
         if request is None or request.error is not None:
@@ -489,13 +491,15 @@ class StepMixer:
         return None if settings.is_model_alone else settings
 
     def _contexts(self, members: Sequence[_Request | None], owners: Numbers, ends: Numbers) -> Contexts:
-        """Return the contexts (the texts before) of p rows, from which n-grams and other components predict.
+        """Return the contexts of p rows: for each row the text that ends with the row's token.
+
+        N-grams and other components predict the next token from the context.
 
         Args:
             members: the requests of the step; None for a request that is not registered.
-            owners: for each row the index of its request, int64, shape (p,). These requests must be
+            owners: index in the step of the request of each row, int64, shape (p,). These requests must be
                 registered.
-            ends: for each row the number of tokens of its context, int64, shape (p,).
+            ends: number of tokens of each row's context, int64, shape (p,).
         """
         used, texts = np.unique(owners, return_inverse=True)
         states = [member.text for row in used.tolist() if (member := members[row]) is not None]

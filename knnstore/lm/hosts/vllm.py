@@ -248,7 +248,10 @@ def check_config(config: Any) -> None:
 
 
 def _on_error() -> str:
-    """Return what happens to a request whose retrieval fails: ``fail`` or ``fallback`` (see `ON_ERROR`).
+    """Return what happens to a request whose retrieval fails: ``fail`` (it ends) or ``fallback``.
+
+    With ``fallback`` the model continues the request alone. The environment variable `ON_ERROR` has the
+    value; the default is ``fail``.
 
     Raises:
         ConfigError: the environment variable has another value.
@@ -479,11 +482,10 @@ class Attachment(ABC):
         runner.model.compute_logits = self.compute_logits
 
     def _open_store(self) -> None:
-        """Open the store and create the mixer.
+        """Open the store and create the mixer, which mixes the store's predictions into logits.
 
-        Adds a hook to the module of the model whose states the keys are made of.
-
-        No hook is needed if the keys are made of the states that go into the head (the last layer).
+        Also adds a hook that copies hidden states to the module of the model whose states the keys are made
+        of. No hook is added if the keys are made of the states that go into the head (the last layer).
         """
         runner, config = self._runner, self._runner.vllm_config
         drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
@@ -534,7 +536,7 @@ class Attachment(ABC):
             self.mixer.remove_request(name)
 
     def begin_step(self, names: Sequence[str], starts: Numbers, tokens: Tensor, positions: Tensor) -> None:
-        """Tell the mixer which tokens the next forward pass is over.
+        """Tell the mixer the tokens that the model reads in the next forward pass.
 
         Args:
             names: ids of the b requests of the batch.
@@ -704,7 +706,10 @@ class SecondRunnerAttachment(Attachment):
             return remove(scheduler_output)
 
         def sample_batch(hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-            """Begin a step with the batch, and let the runner compute logits and sample."""
+            """Begin a step of the mixer with the batch, and let the runner compute logits and sample tokens.
+
+            Returns the result of the runner's method.
+            """
             self._begin_step(hidden_states, input_batch)
             return sample(hidden_states, input_batch, grammar_output)
 
@@ -830,10 +835,14 @@ this reason, `_FELL_BACK` if it went on without the store."""
 
 
 def _add_failures(output: Any, failures: set[str]) -> None:
-    """Store the ids of failed requests in the output of a model runner, for the scheduler.
+    """Store the ids of failed requests in an attribute of a model runner's output, for vLLM's scheduler.
 
-    If the output is computed later (it has a method `get_output`), the ids are stored in the result of this
-    method.
+    If the output is computed later (it has a method `get_output`), the method is replaced, so that the ids
+    are stored in its result.
+
+    Args:
+        output: the output of the model runner for a step.
+        failures: ids of the requests whose retrieval failed in the step.
     """
     if not hasattr(output, "get_output"):
         setattr(output, _FAILURES, failures)

@@ -38,7 +38,7 @@ class Access:
     key: str = ""
     """Public id of the API key, for the log; empty if the request has no key."""
     quota: Quota = UNLIMITED
-    """Rate limits of the key, with what the key has used of them."""
+    """Rate limits of the key, with the requests and tokens that were counted so far."""
 
     @property
     def sees_all_domains(self) -> bool:
@@ -97,8 +97,8 @@ class Gate:
                 none.
 
         Raises:
-            ApiError: 401 if the key is missing, unknown or expired. The message does not say which of the
-                three.
+            ApiError: 401 if the key is missing, unknown or expired. The message is the same in all three
+                cases.
         """
         api_key = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
         if not self._required and not AccessKeys.has_key_format(api_key):

@@ -104,7 +104,7 @@ def _rate_limit_error(message: str, wait: int) -> ApiError:
     """Return, but do not raise, the error 429 for a client that has reached a rate limit.
 
     Args:
-        message: names the limit.
+        message: the text for the client, which names the limit.
         wait: number of seconds after which the client may try again, for the header Retry-After.
     """
     headers = {"Retry-After": str(wait)}

@@ -64,7 +64,7 @@ class _ScoringPaces:
         scopes are remembered, the scope that was added first is dropped.
 
         Args:
-            scope: the value of `Task.knn`: which documents a request retrieves from, and with which settings.
+            scope: the value of `Task.knn`: the documents and the settings of retrieval.
             settings: the retrieval settings of the scope; used only if the scope is new.
         """
         if scope not in self._tokens:
@@ -82,7 +82,7 @@ class _ScoringPaces:
         unknown scope is ignored.
 
         Args:
-            scope: the value of `Task.knn`: which documents a request retrieves from, and with which settings.
+            scope: the value of `Task.knn`: the documents and the settings of retrieval.
             tokens: number of tokens that the turn has scored.
             seconds: time that scoring took.
         """
@@ -145,12 +145,11 @@ class _WaitingTask:
         return self.opened == len(self.task.prompts) and not self.prompts
 
     def get_next_prompt(self, lm: KNNLMForCausalLM) -> _Prompt | None:
-        """Return the prompt of this task that has tokens to prefill.
+        """Return the prompt of this task whose tokens the model should read next.
 
-        Begins the next prompt of the task if necessary.
-
-        The prompt whose prefill began last is returned while it has unread tokens and is not selected for a
-        joint forward pass. Otherwise the prefill of the task's next prompt begins.
+        This is the prompt whose prefill (reading by the model) began last, while it has unread tokens and is
+        not selected to be read together with other prompts. Otherwise the prefill of the task's next prompt
+        begins, and that prompt is returned.
 
         Args:
             lm: the model that will read the prompt.
@@ -203,15 +202,16 @@ class Admission:
 
     Args:
         lm: the model, with its store.
-        settings_of: returns the retrieval settings for a task's `knn`. It must return the same object for
-            equal settings.
-        receive: calls the callbacks in the engine's inbox. They may call `add` with new tasks.
-        begin: starts a text. Its arguments are the ticket of the task, the index of the text in the task, and
-            the model's state after the prompt.
-        fail: called with a ticket and an error if a prompt of the task cannot be read or a text cannot be
-            started.
-        admitted: called once, without arguments, for each task that no longer waits: its texts are all
-            started, or it failed or was cancelled.
+        settings_of: function that returns the retrieval settings for a task's `knn`. It must return the same
+            object for equal settings.
+        receive: function without arguments that calls the callbacks in the engine's inbox. A callback may
+            call `add` with a new task.
+        begin: function that starts a text. Its arguments are the ticket of the task, the index of the text in
+            the task, and the model's state after the prompt.
+        fail: function that is called with a ticket and an error if a prompt of the task cannot be read or a
+            text cannot be started.
+        admitted: function without arguments that is called once for each task that no longer waits, because
+            its texts are all started, or it failed or was cancelled.
     """
 
     def __init__(
@@ -237,10 +237,9 @@ class Admission:
 
     @property
     def has_work(self) -> bool:
-        """True if there is something to do for a waiting task.
+        """True if a waiting task was cancelled, or has a client that takes its results fast enough.
 
-        This is so if a task was cancelled, or has a client that takes its results fast enough
-        (`Ticket.is_behind` is False).
+        False if no task waits, or if the clients of all waiting tasks are slow (`Ticket.is_behind`).
         """
         return any(waiting.ticket.cancelled or not waiting.ticket.is_behind for waiting in self._waiting)
 

@@ -48,15 +48,15 @@ class Engine:
 
     Args:
         lm: the model. From now on, other threads may use the model through `call` and `call_in_turns` only.
-        settings_of: returns the retrieval settings for a scope, the value of `Task.knn`. Called in the
-            engine's thread before each step, so a step uses the store's newest state. It must return the same
-            object for equal settings, because texts with the same object are searched for together. The
-            settings contain all components; the engine uses all of them to score prompts, and leaves out the
-            components for scoring when it generates text.
+        settings_of: function that returns the retrieval settings for a scope, the value of `Task.knn`. It is
+            called in the engine's thread before each step, so a step uses the store's newest state. It must
+            return the same object for equal settings, because texts with the same object are searched for
+            together. The settings contain all components (sources of predictions); the engine uses all of
+            them to score prompts, and leaves out the components for scoring when it generates text.
         max_rows: largest number of texts that are decoded at once.
         max_waiting: largest number of waiting tasks and unfinished jobs together.
-        observe: called in the engine's thread with the counts of each decoding step, and with the counts of
-            each turn without a step that started a text or ran a job.
+        observe: function that is called in the engine's thread with the counts of each decoding step, and
+            with the counts of each turn without a step that started a text or ran a job.
 
     Raises:
         ConfigError: if the model's cache cannot be padded, so that several texts cannot share a batch.
@@ -152,14 +152,15 @@ class Engine:
     def call(self, work: Callable[[], Found], *, is_part: bool = False) -> "Future[Found]":
         """Run a short function in the engine's thread, between two decoding steps.
 
-        Returns a future of its result.
-
-        An exception of the function is set in the future.
+        The method returns at once and does not wait for the function.
 
         Args:
             work: the function, without arguments. It must be short, because all running texts wait for it.
             is_part: True if the function belongs to a request that was accepted before. The function is then
                 accepted even if `max_waiting` tasks and jobs are waiting.
+
+        Returns:
+            A future of the function's result, or of its exception.
 
         Raises:
             EngineBusyError: if `max_waiting` tasks and jobs are waiting, unless `is_part` is True.
@@ -202,12 +203,10 @@ class Engine:
         self._inbox.put(lambda: None)
 
     def run_extra_step(self) -> None:
-        """Run one turn of the engine, with a decoding step, from inside a long job.
+        """Run one turn of the engine (prefill and decoding steps) while a long job is still running.
 
-        Call this method in the engine's thread only.
-
-        First calls the callbacks that other threads have put into the inbox. If the engine is stopping,
-        nothing else is done.
+        The job calls this method, in the engine's thread. The method first calls the callbacks that other
+        threads have put into the inbox. If the engine is stopping, nothing else is done.
         """
         if self._process_inbox(wait=False):
             self._run_turn()
@@ -231,8 +230,8 @@ class Engine:
         """Pass a new task (request) or job (other work) to the engine's thread, and count it as waiting.
 
         Args:
-            received: called without arguments in the engine's thread; it adds the task or job to the engine's
-                lists.
+            received: function without arguments that adds the task or job to the engine's lists. It is called
+                in the engine's thread.
             may_exceed_limit: True accepts the task or job even if `max_waiting` tasks and jobs are waiting.
 
         Raises:
@@ -328,12 +327,13 @@ class Engine:
     def _process_inbox(self, *, wait: bool) -> bool:
         """Call all callbacks that other threads have put into the inbox.
 
-        Returns False if the engine is stopping.
-
-        Such a callback adds a task, adds other work, or only wakes the thread.
+        A callback adds a task, adds other work, or only wakes the thread.
 
         Args:
             wait: True blocks until a callback arrives, if the engine has nothing else to do.
+
+        Returns:
+            False if the engine is stopping, otherwise True.
         """
         idle = wait and not (self.rows or self._admission.has_work or self._job_queue or self._stopping)
         with suppress(queue.Empty):
@@ -512,13 +512,13 @@ class Engine:
         return ended
 
     def _predict_with_retries(self, batch: Batch) -> Step:
-        """Run the forward pass of a step and return its predictions.
+        """Run the forward pass of a step and return its predictions. A failed pass is tried again.
 
-        Repeat the pass if it raises KnnstoreError.
+        Another process can change the store during the pass, so that the pass raises KnnstoreError. Then the
+        pass is tried again with the newest settings, at most `_STEP_ATTEMPTS` times in all.
 
-        Another process can change the store during the pass and make it fail. So the pass is tried at most
-        `_STEP_ATTEMPTS` times, each time with the newest settings. The last KnnstoreError is raised; any
-        other exception is raised at once.
+        Raises:
+            KnnstoreError: if the last attempt raises it. Any other exception of an attempt is raised at once.
         """
         for attempt in range(_STEP_ATTEMPTS):
             try:

@@ -33,12 +33,13 @@ class Job(Generic[Found]):
         self._turns: Turns[Found] | None = None
 
     def take_turn(self) -> bool:
-        """Run the job's generator up to its next `yield`.
+        """Run the job's generator up to its next `yield`, and return whether the job is over.
 
-        Returns True if the job (the work) is over, else False.
+        The job is over when its generator has returned or raised, or when its future was cancelled. The
+        result or the exception of the generator is set in `future`; the exception is not raised here.
 
-        A job is over when its generator has returned or raised, or when its future was cancelled. The result
-        or the exception of the generator is set in `future`; the exception is not raised here.
+        Returns:
+            True if the job is over, else False.
         """
         if self.future.cancelled():
             self.close()

@@ -138,13 +138,14 @@ class _InPlaceLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens into the free columns.
-
-        Returns the keys and values of all columns.
+        """Write the attention keys and values of new tokens into the free columns.
 
         Args:
             key_states: keys of the new tokens, shape (b, heads, new, width).
             value_states: values of the new tokens, same shape.
+
+        Returns:
+            The keys and the values of all columns, each of shape (b, heads, t, width).
         """
         self.keys, self.values = self._whole
         self.keys[:, :, -self._new :], self.values[:, :, -self._new :] = key_states, value_states

@@ -122,9 +122,9 @@ class Prefill:
 
     @property
     def can_be_read_with_others(self) -> bool:
-        """True if `prefill_together` can read the prompt.
+        """True if `prefill_together` can read the prompt together with other prompts.
 
-        No token of the prompt may have been read, the prompt must be continued, and it may not be scored.
+        False if a token of the prompt has been read, if the prompt is scored, or if it is not continued.
         """
         return not (self._read or self.is_scored) and self._is_continued
 
@@ -136,11 +136,10 @@ class Prefill:
 def prefill_together(
     lm: KNNLMForCausalLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]
 ) -> None:
-    """Read several whole prompts in one left-padded forward pass.
+    """Let the model read several whole prompts in one forward pass, padded on the left.
 
-    Stores the resulting state in each `Prefill`.
-
-    If the pass fails, the exception is raised and no prompt counts as read.
+    The resulting state is stored in each `Prefill`. If the pass fails, the exception is raised and no prompt
+    counts as read.
 
     Args:
         lm: the model, with its store.

@@ -199,9 +199,7 @@ class Row:
         return self.task.max_tokens - (len(self.tokens) - self._prompt_length)
 
     def choose_token(self, log_probs: Tensor, likeliest: int) -> Piece:
-        """Choose the next token and append it to the text.
-
-        Returns the new text that can be sent to the client.
+        """Choose the next token, append it to the text, and return the text that can be sent to the client.
 
         The token is sampled, or at temperature 0 the most probable token is taken. The text ends at an end
         token, a stop string, a complete constraint, or after `max_tokens` tokens; `Piece.finish` is set then.
@@ -233,7 +231,7 @@ class Row:
         return self.append_token(score, is_complete=is_complete)
 
     def append_token(self, score: TokenScore, *, is_complete: bool = False) -> Piece:
-        """Append a token that was chosen elsewhere to the text. Returns the new text that can be sent.
+        """Append a token that was chosen elsewhere, and return the text that can be sent to the client.
 
         The text ends at an end token, a stop string, or after `max_tokens` tokens; `Piece.finish` is set
         then.

@@ -55,8 +55,8 @@ class Ticket:
 
     Args:
         task: the task: prompts to continue or to score.
-        tell: called in the engine's thread with each piece (new text or scores of one text of the task), or
-            with the exception if the task fails.
+        tell: function that is called in the engine's thread with each piece (new text or scores of one text
+            of the task), or with the exception if the task fails.
     """
 
     def __init__(self, task: Task, tell: Callable[[Piece | Exception], None]) -> None:

@@ -37,7 +37,7 @@ def declare_page(routes: Endpoints) -> None:
     because they hold no data of the store. The page then sends the same requests as any other client.
 
     Args:
-        routes: adds the endpoints to the application.
+        routes: the object with which endpoints are added to the application.
     """
     for file in (files(__package__) / "static").iterdir():
         path = "/" if file.name == _START else f"/page/{file.name}"

@@ -39,9 +39,9 @@ class SavedSettings:
     None if the user chose the values or a calibration fitted them."""
 
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """A record for each component of another package that was trained on the stored documents, by the
-    component's name. A record contains the component's settings under the component's name. The settings
-    are used only if `query` contains them too."""
+    """A dict for each trained component, by the component's name. A component is a source of predictions that
+    another package adds; it was trained on the stored documents. The dict contains the component's settings
+    under the component's name. The settings are used only if `query` contains them too."""
 
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
@@ -110,9 +110,10 @@ class SavedSettings:
             }
 
     def trained_components(self) -> dict[str, Mapping[str, Any]]:
-        """Return the settings of each component in `query` that was trained on stored documents, by its name.
+        """Return the settings of each component that was trained on stored documents, by component name.
 
-        Such components are in the setting ``others``; earlier versions saved them directly in `query`.
+        A component is a source of predictions. Only components in `query` are returned. Their settings are in
+        the field ``others`` of `query`; earlier versions saved them directly in `query`.
         """
         with convert_damage_errors():
             components = {**self.query, **(self.query.get("others") or {})}

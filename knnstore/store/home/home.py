@@ -50,7 +50,7 @@ class Home:
         self.catalog_url = catalog_url
 
     def resolve(self, location: str) -> str:
-        """Convert the saved location of an engine's keys to a URL or a path.
+        """Return the URL or the path of an engine's keys for the location that is saved in the catalog.
 
         Args:
             location: a URL, which is returned unchanged; an absolute path, which is returned unchanged too;

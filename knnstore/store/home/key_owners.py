@@ -14,7 +14,7 @@ from knnstore.catalog import Catalog, identify_file
 
 
 class KeyOwner(Enum):
-    """Answer to the question to whom the keys that a store finds at a location belong."""
+    """To whom the keys at a location belong: to this store, to nobody, or to another store."""
 
     THIS_STORE = auto()
     """The keys belong to this store, which may write them. This includes keys that were copied together with
@@ -45,7 +45,7 @@ class Owner:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Self:
-        """Return the store with a catalog as an owner of keys."""
+        """Return an object that describes the store of a catalog as an owner of keys."""
         return cls(catalog.store_id, *catalog.database())
 
     @classmethod
@@ -59,11 +59,12 @@ class Owner:
         return f"{self.store_id} {self.database} {self.shown}".rstrip()
 
     def has_written(self, claim: Self) -> bool:
-        """Check whether this store's catalog wrote a claim, and not another copy of the catalog.
+        """Check whether this store has written a claim (a text beside keys that names their owner).
 
-        Store id and database identifier must be equal. The identifier of a SQLite file consists of inode
-        numbers, which two file systems may give to different files. So if the claim names another path, and
-        the file at this path still has the identifier, that file has written the claim.
+        Returns True if store id and database identifier of the claim are those of this store. There is one
+        exception. The identifier of a SQLite file consists of inode numbers, which two file systems may give
+        to different files. So the result is False if the claim names another file that still exists and has
+        the identifier: then that file's store has written the claim.
 
         Args:
             claim: the claim that was found beside the keys.

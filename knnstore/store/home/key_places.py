@@ -114,7 +114,8 @@ class Place:
     def check_may_take_over(self) -> None:
         """Check that this store may become the owner of keys that belong to another copy of this store.
 
-        If the keys belong to somebody else, or have a URL, nothing is checked.
+        Nothing is checked if the keys do not belong to another copy of this store, or if their location is a
+        URL.
 
         Raises:
             NotOwnerError: if the keys are inside the folder of another store, which would still use the keys,

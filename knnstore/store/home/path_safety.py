@@ -58,8 +58,9 @@ def check_files(home: Path) -> None:
         home: the folder.
 
     Raises:
-        ConfigError: a file is a link that leads out of the home, a folder, a pipe or a device; the message
-            names the file.
+        ConfigError: a path is not a regular file (but a folder, a pipe or a device), cannot be read, or is a
+            link that leads out of the home or nowhere. The same holds for the folder ``weights``, and for all
+            files in it. The message names the path.
     """
     for name in _FILES:
         _check_path(home / name, home, folders=False)
@@ -71,11 +72,12 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
 
     Args:
         folder: folder to check; a missing folder is accepted. The folder itself may be a link.
-        home: folder of a store, if `folder` itself must not be a link that leads out of it; None does not
-            check this.
+        home: folder of a store. If it is given, `folder` must not be a link that leads out of it. None does
+            not check this.
 
     Raises:
-        ConfigError: the folder contains a link that leads out, a pipe or a device; the message names it.
+        ConfigError: the folder contains a pipe, a device, or a link that leads out of the folder or nowhere;
+            or `folder` leads out of `home`. The message names the path.
     """
     if home is not None:
         _check_path(folder, home)

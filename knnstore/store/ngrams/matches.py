@@ -56,14 +56,17 @@ class Distribution(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """A place in the stored text where the token in question follows the last symbols of a context."""
+    """A place in the stored text where the last symbols of a context are followed by a certain token.
+
+    A context is a text up to some symbol. The token is the next token of the text after the context.
+    """
 
     position: int
     """Position of the token in the store."""
     matched: int
-    """Number of symbols before the token there that equal the last symbols of the context."""
+    """Number of symbols before this position that equal the last symbols of the context."""
     share: float
-    """The part of the token's probability that comes from this place."""
+    """The part of the token's probability after the context that comes from this place."""
 
 
 class _ContextLevels(NamedTuple):

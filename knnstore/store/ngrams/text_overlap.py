@@ -69,16 +69,18 @@ class Overlap(NamedTuple):
     """Share of the text's symbols (tokens or letters) that are in runs of stored documents, 0 to 1; only 0 or
     1 for a text shorter than a run."""
     documents: frozenset[str]
-    """SHA-256 of each stored document that counts as the same text: that shares at least `KNOWN` of the
-    shorter of the two. A document that shares less, such as a usual heading, is left out. But if all such
-    documents together contain at least `KNOWN` of the text, they are included too."""
+    """SHA-256 of each stored document that counts as the same text. A document counts if at least half
+    (`KNOWN`) of the shorter one of text and document is shared. A document that shares less, such as a usual
+    heading, is left out. But if all documents that share less contain together at least half of the text,
+    they are included too."""
 
 
 class SharedTexts(NamedTuple):
     """Indices of the texts that share runs (series of symbols of a fixed length) with a document."""
 
     same: set[int]
-    """Texts that count as the same text as the document: at least `KNOWN` of the shorter one is shared."""
+    """Texts that count as the same text as the document: at least half (`KNOWN`) of the shorter one of text
+    and document is shared."""
     others: set[int]
     """Other texts that share a run with the document."""
 

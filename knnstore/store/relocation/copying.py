@@ -53,8 +53,8 @@ class Transferred(NamedTuple):
     neighbors: int
     """Number of neighbors of each sampled key from which the recall was computed."""
     codes: str | None
-    """Name of the codes to which the target compresses the keys of large groups, as "pq32"; None if it
-    compresses no key."""
+    """Name of the codes (short numbers that stand for a key), such as "pq32", to which the target compresses
+    the keys of domains with many records; None if it compresses no key."""
 
 
 def transfer(
@@ -67,14 +67,14 @@ def transfer(
 ) -> Transferred:
     """Copy all records of one datastore to another, build the target's indexes, and check the target.
 
-    Records that the target has from an interrupted transfer are not copied again; records that only the
-    target has are deleted. Afterwards every record of the target is compared with the source. A search for
-    some sampled keys is compared with an exact search in numpy.
+    Records that the target has already from an interrupted transfer are not copied again. Records that only
+    the target has are deleted. Afterwards every record of the target is compared with the source. A search of
+    the target for some sampled keys is compared with an exact search in numpy.
 
     Args:
         source: the datastore to copy.
         target: the datastore to fill, open for writing.
-        progress: receives the progress for the user.
+        progress: object that shows the progress to the user.
         on_source_batch: function that is called with the ids and keys of each batch of the source, by
             ascending id.
         on_target_batch: function that is called with the ids and keys of each batch of the complete target,
@@ -113,7 +113,7 @@ def _copy_missing(
         batches: all records of the source in batches (ids, keys, groups), by ascending id.
         total: number of records of the source.
         target: the datastore to fill.
-        progress: receives the progress for the user.
+        progress: object that shows the progress to the user.
 
     Returns:
         A sample of at most `_QUERIES` evenly spaced keys of the source, float32, shape (n, dim); and the
@@ -206,7 +206,7 @@ def _compare_records(
         total: number of records of the source.
         target: the datastore with the copy; its metric and capabilities are used.
         queries: query vectors, float32, shape (q, dim).
-        progress: receives the progress for the user.
+        progress: object that shows the progress to the user.
 
     Returns:
         The distances of each query to its nearest records.

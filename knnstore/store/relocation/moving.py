@@ -35,8 +35,9 @@ class Moved:
     neighbors: int
     """Number of neighbors of each sampled key from which the recall was computed."""
     codes: str | None
-    """Name of the codes to which the new engine compresses the keys of large groups, as ``pq32``; the lost
-    precision cannot be restored. None if no key is compressed."""
+    """Name of the codes (short numbers that stand for a key), such as ``pq32``, to which the new engine
+    compresses the keys of domains with many records. The lost precision cannot be restored. None if no key is
+    compressed."""
     left: str | None
     """The reason why the old keys still exist; None if they were erased."""
 
@@ -104,8 +105,9 @@ class MovePlan:
 def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> Engine:
     """Choose a location at which the same vector engine can make a copy of the store's keys.
 
-    For a URL, the adapter chooses other parameters. Otherwise the location is a folder in the home that does
-    not exist yet. If an interrupted move has already begun such a copy, its target is returned.
+    If the location of the keys is a URL, the location stays, and the adapter chooses parameters that name
+    another place on the same server. Otherwise the result has a new location: a folder that does not exist
+    yet. But if an interrupted move has already begun such a copy, the target of this move is returned.
 
     Args:
         home: folder of the store; relative locations are inside it.

@@ -77,9 +77,9 @@ class Relocation:
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
     def finish(self) -> str | None:
-        """Erase the old keys of a move after whose switch they were not erased. Raises no error.
+        """Erase the old keys that a move has left after its switch to the new engine. Raises no error.
 
-        Does nothing if there is no such move.
+        Does nothing if no move has left old keys.
 
         Returns:
             The reason why the old keys still exist; None if they were erased, or there is no such move.
@@ -122,7 +122,7 @@ class Relocation:
         """Erase what an unfinished move has left: its copy, or the old keys if the move has switched.
 
         Args:
-            progress: receives a message for the user.
+            progress: object that shows a message to the user.
 
         Returns:
             A list with one line if the keys could not be erased: their place and the reason; else empty.
@@ -139,7 +139,7 @@ class Relocation:
 
         Args:
             writer: writer of the catalog.
-            progress: receives messages and progress for the user.
+            progress: object that shows messages and progress to the user.
 
         Returns:
             A list with one line if the old keys could not be erased: their place and the reason; else empty.
@@ -157,7 +157,7 @@ class Relocation:
         Args:
             writer: writer of the catalog.
             target: the new engine: adapter, location and parameters.
-            progress: receives messages and progress for the user.
+            progress: object that shows messages and progress to the user.
 
         Raises:
             ConfigError: if the store has no keys, or `target` keeps no keys.
@@ -184,7 +184,7 @@ class Relocation:
         Args:
             writer: writer of the catalog.
             target: the engine for the copy: adapter, location and parameters.
-            progress: receives messages and progress for the user.
+            progress: object that shows messages and progress to the user.
 
         Raises:
             DatastoreError: if the copy differs from its source, or the source has lost records.
@@ -242,7 +242,7 @@ class Relocation:
         Args:
             target: the engine for the copy: adapter, location and parameters.
             records: number of records that will be copied.
-            progress: receives messages for the user.
+            progress: object that shows messages to the user.
 
         Raises:
             DatastoreExistsError: if the location already holds something else.
@@ -304,7 +304,7 @@ class Relocation:
 
         Args:
             plan: state of the unfinished move.
-            progress: receives messages for the user.
+            progress: object that shows messages to the user.
         """
         if plan.target != self._current.engine:
             progress.say(f"giving up the unfinished move to {self._get_leftover(plan)}")

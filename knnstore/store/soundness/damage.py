@@ -52,9 +52,10 @@ def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
 
 
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
-    """Delete each known damaged part of a datastore with which no live document has lost a record.
+    """Delete each known damaged part (such as a file) of a datastore, unless a live document needs the part.
 
-    A live document is completely stored and not removed.
+    A live document is completely stored and not removed. It needs a damaged part if it has lost records
+    because of the damage.
 
     Args:
         catalog: catalog of the store.
@@ -69,9 +70,9 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
 
 
 def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) -> None:
-    """Check that no live document has lost records with a known damaged part of the datastore.
+    """Check that no live document has lost records because a part of the datastore is known to be damaged.
 
-    A live document is completely stored and not removed.
+    A part is, for example, a file. A live document is completely stored and not removed.
 
     Args:
         catalog: catalog of the store.
@@ -95,10 +96,10 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) 
 
 @contextmanager
 def name_damaged_documents(catalog: Catalog, datastore: Datastore, message_start: str) -> Iterator[None]:
-    """Let a CorruptDatastoreError of the ``with`` block name the documents that have lost records.
+    """Replace a CorruptDatastoreError of the ``with`` block by one that names documents with lost records.
 
-    A live document is completely stored and not removed. If no live document has lost records, the error
-    passes unchanged.
+    Only live documents count. A live document is completely stored and not removed. If no live document has
+    lost records, the error passes unchanged.
 
     Args:
         catalog: catalog of the store.
@@ -113,9 +114,9 @@ def name_damaged_documents(catalog: Catalog, datastore: Datastore, message_start
 
 
 def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Datastore) -> NDArray[np.int64]:
-    """Find the documents that have lost records with a damaged part of the datastore.
+    """Find the live documents that have lost records because a part of the datastore is damaged.
 
-    A live document is completely stored and not removed.
+    A part is, for example, a file. A live document is completely stored and not removed.
 
     Args:
         part: the damaged part, a result of `list_damaged_parts`.
