@@ -62,12 +62,12 @@ class CellCache:
         self._lock, self._growth_lock = RLock(), Lock()
 
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
-        """Return a cell from the cache. A cell that is not in the cache is read and added.
+        """Return a cell (the records of a cluster) from the cache. If it is not cached, it is read and added.
 
         Args:
-            owner: object to which the cell belongs. Cells of different owners with the same number differ.
+            owner: object to which the cell belongs. Two owners may have different cells with the same number.
             number: number of the cell.
-            read: function that reads the cell with a number.
+            read: function that reads a cell; it is called with `number` if the cell is not in the cache.
         """
         name = owner, number
         cell = self._cells.get(name)

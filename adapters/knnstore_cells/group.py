@@ -500,7 +500,7 @@ class CellGroup:
             rows: row numbers of the keys in the segment, shape (n,).
 
         Returns:
-            float32, shape (n, width).
+            The keys, float32, shape (n, width).
         """
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:

@@ -39,7 +39,7 @@ class SegmentCells:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Bounds of each cell (a cluster of near keys) in `rows`, int64, shape (cells + 1,).
+        """Bounds of each cell in `rows` (the row numbers sorted by cell), int64, shape (cells + 1,).
 
         The rows of cell i are at the indices starts[i] to starts[i + 1] - 1 of `rows`.
         """

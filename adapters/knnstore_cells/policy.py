@@ -91,8 +91,8 @@ class Policy:
         """Return the number of cells (clusters of near keys) for a group of records.
 
         If the parameter `cells` is not 0, the result is this parameter, but at most the number of records.
-        Otherwise the result is 1 for a small group, else a power of two that grows with the number of
-        records.
+        Otherwise the result is 1 for a group of at most 8,192 records. For a larger group it is a power of
+        two that grows with the number of records, at most 65,536.
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.

@@ -44,6 +44,9 @@ class Cells(NamedTuple):
         Args:
             centers: centers of all cells of the group, float32, shape (n, dim).
             counts: number of matching records of each cell, shape (n,).
+
+        Returns:
+            Numbers, centers and half squared norms of the cells whose count is not 0.
         """
         numbers = np.flatnonzero(counts)
         occupied_centers = (

@@ -226,7 +226,9 @@ def _warn_of_ignored(names: str) -> None:
 
 
 def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Create an empty, untrained inverted file of FAISS, whose training will take bounded time.
+    """Create an empty, untrained inverted file of FAISS, and limit the work of its training.
+
+    An inverted file is an index that divides keys into lists of near keys.
 
     Args:
         factory: FAISS factory string, such as "IVF1024,SQ8".
@@ -234,7 +236,8 @@ def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
         metric: metric of the distances.
 
     Raises:
-        ConfigError: FAISS does not know the factory string, or it is not a plain inverted file.
+        ConfigError: FAISS does not know the factory string, the string is too long, has a too large number,
+            or describes another index than an inverted file.
     """
     # FAISS parses the string recursively and allocates all lists at once, so a bad string could end the
     # process.

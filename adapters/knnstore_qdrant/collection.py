@@ -150,13 +150,16 @@ class Attempts:
     def limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
     ) -> httpx.Response:
-        """Send an HTTP request with the remaining time as its timeout, and return the response.
+        """Send an HTTP request with the time that is left for the current call as its timeout.
 
         The HTTP client calls this method for each request, as a middleware.
 
         Args:
             request: the request.
             send: function that sends the request.
+
+        Returns:
+            The response.
         """
         request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
         return send(request)
@@ -397,7 +400,11 @@ class Collection:
         return owner if isinstance(owner, str) else None
 
     def claim(self, owner: str) -> None:
-        """Save the name of the store to which the collection belongs; other metadata stay as they are."""
+        """Save the name of the store to which the collection belongs. Other metadata are not changed.
+
+        Args:
+            owner: name of the store.
+        """
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
     def will_add(self, records: int) -> None:

@@ -237,8 +237,8 @@ class ServerPoints:
                 graph, approximately.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points are found,
+            each missing neighbor has id -1 and distance +inf.
         """
         params = self._make_search_params(k, exact)
         selection = None if condition is None else _to_rest_filter(condition)
@@ -406,8 +406,8 @@ class GrpcPoints(ServerPoints):
                 graph, approximately.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points are found,
+            each missing neighbor has id -1 and distance +inf.
         """
         shared: dict[str, Any] = {
             "collection_name": self._name,

@@ -235,8 +235,8 @@ class QdrantDatastore:
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records. A new record replaces an older record with the same id.
 
-        The change is durable when the call returns. After an error, some of the records may be stored; the
-        same call again stores the rest.
+        The change is durable when the call returns. After an error, some of the records may be stored. The
+        same call can then be repeated, and stores all records.
 
         Args:
             ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
@@ -385,8 +385,8 @@ class QdrantDatastore:
             condition: points that may be found; None allows all points.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points may be
+            found, each missing neighbor has id -1 and distance +inf.
         """
         neighbors = points.query(queries, k, condition, exact=points.exact_search)
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
@@ -523,10 +523,12 @@ def _refuse_folder(location: str | Path) -> None:
 
 
 def _check_address(url: str) -> str:
-    """Check the address of a server, and return it in a normalized form without secrets.
+    """Check the address of a server, and return the address in a normalized form.
+
+    The result is scheme, host, port and path; the port is always included, and is 6333 by default.
 
     Args:
-        url: address as the user or the store names it, for example ``http://localhost:6333``.
+        url: address as the user or the store names it, for example ``http://localhost``.
 
     Raises:
         ConfigError: the URL is not an address, or contains a password or a key.

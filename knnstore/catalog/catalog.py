@@ -308,7 +308,13 @@ class Catalog:
     def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
         """Return for each tag the primary keys (row numbers in the database) of live documents with the tag.
 
-        A live document is completely stored and not removed. Tags that no live document carries are left out.
+        A live document is completely stored and not removed.
+
+        Args:
+            tags: tags (labels of documents). Tags that no live document has are left out of the result.
+
+        Raises:
+            InputError: a tag is not valid, see `check_name`.
         """
         tags = check_names(tags, "the tag")
         statement = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
@@ -337,7 +343,8 @@ class Catalog:
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Return the pair (id, name of the domain) of live documents, by the primary keys of the documents.
 
-        The id is the id that the user gave the document.
+        The id is the id that the user gave the document. A live document is completely stored and not
+        removed.
 
         Args:
             rows: primary keys; keys of unknown or removed documents are left out of the result.
@@ -368,6 +375,8 @@ class Catalog:
     def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the SHA-256 of the text of live documents, by the primary keys of the documents.
 
+        A live document is completely stored and not removed.
+
         Args:
             rows: primary keys; keys of unknown or removed documents are left out of the result.
         """
@@ -378,7 +387,7 @@ class Catalog:
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield pairs (primary key, token ids) of live documents, in any order.
 
-        The token ids are uint32, shape (n,).
+        A live document is completely stored and not removed. The token ids are uint32, shape (n,).
 
         Args:
             rows: primary keys; keys of unknown or removed documents are left out.
@@ -574,7 +583,7 @@ def _explain_damaged_settings() -> Iterator[None]:
 
 
 def _check_settings_row(row: SettingRow) -> Mapping[str, Any]:
-    """Return the saved settings of a row after a check.
+    """Check that the saved settings in a row are not damaged, and return the settings.
 
     Args:
         row: row of the table of settings.

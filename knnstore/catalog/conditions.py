@@ -224,7 +224,10 @@ def _build_parser() -> Any:
     from lark import Lark, Transformer, v_args  # imported late: most runs parse no condition
 
     class Conditions(Transformer[Any, Condition]):
-        """Build conditions during parsing, so that no recursive pass over a parse tree is needed."""
+        """Builds the condition objects while the text is parsed, by one method for each rule of the grammar.
+
+        So no recursive pass over a parse tree is needed.
+        """
 
         number = v_args(inline=True)(staticmethod(_parse_number))
         compared = v_args(inline=True)(staticmethod(_make_comparison))

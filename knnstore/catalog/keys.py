@@ -61,7 +61,7 @@ class AccessKey:
 
     @property
     def has_expired(self) -> bool:
-        """True if the key's time of expiry has passed; False if the key never expires."""
+        """True if the key's time of expiry has passed; False if it has not, or if the key never expires."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 

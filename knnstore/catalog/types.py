@@ -59,7 +59,7 @@ class Engine:
 
     @property
     def is_keyless(self) -> bool:
-        """True if the store keeps no keys, so that documents have no records."""
+        """True if the store keeps no keys, so that documents have no records; False if it keeps keys."""
         return self.adapter == KEYLESS
 
 

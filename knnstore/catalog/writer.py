@@ -139,8 +139,8 @@ class CatalogWriter:
 
         Args:
             rows: primary keys of the documents.
-            checksums: checksum of each document's vector keys, by primary key of the document; documents may
-                be missing.
+            checksums: checksums of the documents' vector keys, by primary key of the document. Documents for
+                which no checksum is known are left out.
 
         Raises:
             CatalogError: a document is not pending, or two of the documents have the same domain and id; no
@@ -483,9 +483,12 @@ def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[in
 
 
 def _increment_revision(session: Session) -> None:
-    """Increment the store's revision, by which readers notice changes.
+    """Increment the store's revision (a counter by which readers notice changes).
 
     Every transaction that changes what readers see calls this function.
+
+    Args:
+        session: session of the transaction.
     """
     session.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
 

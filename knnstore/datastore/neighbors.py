@@ -146,9 +146,10 @@ class Neighbors:
         return neighbors
 
     def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
-        """Return a copy in which the neighbors that a mask selects are missing (id -1 at distance +inf).
+        """Return a copy in which the neighbors that a mask selects are replaced by missing neighbors.
 
-        No neighbor moves to another column; call `nearest` to move missing neighbors to the end of a row.
+        A missing neighbor has id -1 and distance +inf. No neighbor moves to another column; call `nearest` to
+        move missing neighbors to the end of a row.
 
         Args:
             gone: mask of the neighbors to remove, shape (q, k).

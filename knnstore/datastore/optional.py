@@ -172,8 +172,8 @@ class SupportsErase(Protocol):
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove all files or server data of the datastore at a location, and nothing else.
 
-        The datastore may be damaged, or half removed by an interrupted call. If no datastore exists at the
-        location, the method does nothing.
+        The datastore may be damaged. An interrupted call can be repeated, and removes what is left. If no
+        datastore exists at the location, the method does nothing.
 
         Args:
             location: directory or URL of the datastore, as in `Datastore.open`.

@@ -71,10 +71,10 @@ def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
 
 
 def whole_positions(ids: IdRanges) -> IdRanges:
-    """Return the set of the positions of which a set of record ids contains every record id.
+    """Return the positions that a set of record ids contains completely.
 
     A record id encodes a position (the number of a token in the store) and a token. A position is in the
-    result if `ids` contains the position's record id with every possible token. The result contains
+    result if `ids` contains the record ids of this position with all possible tokens. The result is a set of
     positions, although its class `IdRanges` is usually a set of record ids.
 
     Args:

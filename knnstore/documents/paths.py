@@ -79,7 +79,7 @@ def _make_whole_file_reader(
 
 
 def _read_plain_document(source: Source) -> TextDocument:
-    """Read a text file as a document whose text is the whole file."""
+    """Read a text file, and return a document whose text is the whole file."""
     return TextDocument(source.id, source.read_text())
 
 
@@ -199,7 +199,7 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
     refused_places: list[Place] = []
 
     def keep_error(error: OSError) -> None:
-        """Remember a folder that cannot be listed as a place with a problem."""
+        """Add a place with a problem for a subfolder whose files cannot be listed."""
         problem = RefusedError(f"cannot be read: {error.strerror or error}", Reason.UNREADABLE)
         refused_places.append(Place(str(error.filename), "", folder, problem))
 

@@ -191,7 +191,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Raise `InputError` for a constant that is no JSON: "NaN", "Infinity" or "-Infinity"."""
+    """Raise `InputError` for a constant that JSON does not have: "NaN", "Infinity" or "-Infinity"."""
     raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
 
 

@@ -180,8 +180,8 @@ class ExactIndex:
     def _split_slices(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
         """Convert ranges of rows to selections of rows that can be searched one after another.
 
-        Each long range is yielded as a slice, because its part of the matrix can be read in place. The rows
-        of all short ranges are yielded together as arrays of at most `_CHUNK` row numbers.
+        First each long range is yielded as a slice, because its part of the matrix can be read in place. Then
+        the rows of all short ranges are yielded together, as arrays of at most 65,536 row numbers.
 
         Args:
             slices: ranges [start, stop) of row numbers, shape (s, 2).

@@ -83,7 +83,10 @@ class SegmentFiles:
         return cls(root, manifest, coding)
 
     def prepare_folders(self) -> None:
-        """Create the missing folders of the directory, and remove files that a crash of a writer left."""
+        """Create the missing folders of the directory, and remove files that a crash of a writer left behind.
+
+        Files that the manifest (the list of all files in use) lists are not removed.
+        """
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
@@ -284,7 +287,7 @@ def write_digests(root: Path, segment: Segment) -> None:
     """Write the file with the checksums of a segment's keys, durably, if this file is missing or damaged.
 
     The file holds the SHA-256 digest of each block of the file of keys. Before it is written, all keys are
-    compared with the SHA-256 in the manifest (the list of all files).
+    compared with the SHA-256 in the manifest (the list of all files in use).
 
     Args:
         root: the datastore's directory.

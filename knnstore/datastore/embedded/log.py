@@ -107,9 +107,9 @@ class KeySegments(SegmentReader):
     def append(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Add records. A new record replaces an older record with the same id.
 
-        Searches in this process find the records at once. The records are buffered in memory, and written to
-        files when the buffer exceeds `BUFFER_SIZE`. `flush` makes them durable. The arguments must be valid,
-        as `checked_records` returns them.
+        Searches in this process find the records at once. The records are buffered in memory. When the buffer
+        exceeds 16 MiB, its records are written to files. `flush` makes the records durable. The arguments
+        must be valid, as `checked_records` returns them.
 
         Args:
             ids: record ids, int64, shape (n,), without duplicates, in any order; n may be 0.

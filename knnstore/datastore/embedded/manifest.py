@@ -226,7 +226,7 @@ class Manifest:
     def file_names(self) -> set[str]:
         """Return the paths of all files of the segments and of all parts, relative to the directory.
 
-        The manifest is the list of all files. The manifest's own file is not included.
+        The manifest is the list of all files in use. The manifest's own file is not included.
         """
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
@@ -291,8 +291,8 @@ class Manifest:
 
         Raises:
             DatastoreNotFoundError: the directory has neither a manifest nor a folder ``segments``.
-            CorruptDatastoreError: the manifest is missing although the folder ``segments`` exists, is
-                damaged, or was written by a newer version of knnstore.
+            CorruptDatastoreError: the manifest is missing although the folder ``segments`` exists; the
+                manifest or a part is damaged; or a newer version of knnstore wrote the manifest.
         """
         path = root / NAME
         try:
@@ -343,7 +343,7 @@ def read_signature(root: Path) -> tuple[int, int, int]:
 def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     """Convert the JSON object of a segment in the manifest to a `SegmentEntry`, and check all values.
 
-    The manifest is the list of all files.
+    The manifest is the list of all files in use.
 
     Args:
         entry: the JSON object; the function removes keys from this dict.
@@ -438,7 +438,7 @@ def _render_canonical(content: Any) -> str:
     """Convert content to JSON text, keys sorted and without spaces, so that equal content gives equal text.
 
     Args:
-        content: JSON values and entries of the manifest (the list of all files).
+        content: JSON values and entries of the manifest (the list of all files in use).
     """
     return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_list_fields)
 

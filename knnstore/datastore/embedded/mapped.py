@@ -33,7 +33,7 @@ class MappedFile:
 
     Args:
         root: the datastore's directory.
-        file: name, size and hash of the file, as the manifest (the list of all files) has them.
+        file: name, size and hash of the file, as the manifest (the list of all files in use) has them.
         digests: name of a file with the SHA-256 digest of each block of the mapped file. With None, every
             check reads the whole file.
         trusted: True if this process wrote and hashed the file itself. Then the content is never checked.

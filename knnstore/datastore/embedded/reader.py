@@ -151,7 +151,7 @@ class SegmentReader:
         return True
 
     def verify(self) -> list[str]:
-        """Check the size and the SHA-256 of every file that the manifest (the list of all files) lists.
+        """Check the size and the SHA-256 of every file that is in use.
 
         Segments that turn out to be damaged are left out of later results.
 
@@ -178,7 +178,7 @@ class SegmentReader:
         damaged, the segment is marked as damaged. In this case its other files are not checked.
 
         Args:
-            entry: the segment's entry in the manifest (the list of all files).
+            entry: the segment's entry in the manifest (the list of all files in use).
         """
         problems = [
             describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
@@ -217,7 +217,7 @@ class SegmentReader:
     def _check_compatible(self, dim: int, metric: Metric) -> None:
         """Raise DatastoreMismatchError if the manifest has another dimension or metric than the arguments.
 
-        The manifest is the list of all files.
+        The manifest is the list of all files in use.
         """
         manifest = self._manifest
         if (dim, metric) != (manifest.dim, manifest.metric):
@@ -225,9 +225,10 @@ class SegmentReader:
             raise DatastoreMismatchError(f"{self.root} has {actual}, not dim {dim} and metric {metric.value}")
 
     def _load_manifest(self) -> Manifest:
-        """Read the manifest (the list of all files), map the files of its segments, and return the manifest.
+        """Read the manifest, map the files of its segments into memory, and return the manifest.
 
-        If a writer replaces the manifest meanwhile, manifest and files are read again.
+        The manifest is the list of all files in use, and a segment is a set of files with records. If a
+        writer replaces the manifest during the call, manifest and files are read again.
 
         Raises:
             DatastoreNotFoundError: the directory has no datastore.
@@ -251,7 +252,7 @@ class SegmentReader:
     def _read_signature(self) -> tuple[int, int, int]:
         """Return (inode, modification time in ns, size) of the manifest's file; zeros if there is no file.
 
-        The manifest is the list of all files. The values change whenever a manifest is published.
+        The manifest is the list of all files in use. The values change whenever a manifest is published.
         """
         try:
             return read_signature(self.root)
@@ -368,7 +369,7 @@ class SegmentReader:
     ) -> Segment:
         """Create the object of a segment (a set of files with records) from its entry in the manifest.
 
-        The manifest is the list of all files.
+        The manifest is the list of all files in use.
 
         Args:
             entry: the segment's entry.

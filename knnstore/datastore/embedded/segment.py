@@ -91,7 +91,7 @@ class MappedColumns:
 
     Args:
         root: the datastore's directory.
-        entry: the segment's entry in the manifest (the list of all files).
+        entry: the segment's entry in the manifest (the list of all files in use).
         dim: number of components of a key.
         damaged_segments: group number of each damaged segment of the datastore, by the file of its keys. This
             class adds its segment when a file turns out to be missing or damaged.
