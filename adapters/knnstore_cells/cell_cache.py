@@ -30,13 +30,13 @@ class Cell(NamedTuple):
 
 
 class Sharer(Protocol):
-    """Another cache that takes its memory from the limit of a `CellCache`."""
+    """Another cache whose memory counts towards the memory limit of a `CellCache`."""
 
     held: int
-    """Number of bytes that the other cache has in memory now."""
+    """Number of bytes that this cache has in memory now."""
 
     def forget(self) -> None:
-        """Empty the other cache."""
+        """Remove everything from this cache, so that `held` becomes 0."""
 
 
 class CellCache:
@@ -62,12 +62,12 @@ class CellCache:
         self._lock, self._growth_lock = RLock(), Lock()
 
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
-        """Return a cell from the cache. A cell that is not in the cache is read and added.
+        """Return a cell (the records of a cluster) from the cache. If it is not cached, it is read and added.
 
         Args:
-            owner: object to which the cell belongs. Cells of different owners with the same number differ.
+            owner: object to which the cell belongs. Two owners may have different cells with the same number.
             number: number of the cell.
-            read: function that reads the cell with a number.
+            read: function that reads a cell; it is called with `number` if the cell is not in the cache.
         """
         name = owner, number
         cell = self._cells.get(name)
@@ -79,20 +79,23 @@ class CellCache:
         return cell
 
     def add_sharer(self, sharer: Sharer) -> None:
-        """Let another cache use a part of the memory limit, as long as the other cache exists.
+        """Count the memory of another cache towards the memory limit, as long as the other cache exists.
 
-        The other cache must call `shrink` after it has grown, so that cells (clusters of near keys) are
-        dropped here.
+        The other cache must call `shrink` after it has grown, so that this cache drops cells (clusters of
+        near keys).
+
+        Args:
+            sharer: the other cache; only a weak reference to it is kept.
         """
         with self._lock:
             self._sharers.add(sharer)
 
     @contextmanager
     def wait_to_grow(self) -> Iterator[None]:
-        """Let one sharer (another cache with the same limit) grow during the ``with`` block.
+        """Enter a ``with`` block in which one sharer (another cache with the same limit) may grow.
 
-        Other sharers wait until the end of the block. If the sharers alone exceed the limit, all sharers are
-        emptied first.
+        Another thread that calls the method waits until the block ends. If all sharers together exceed the
+        memory limit at the beginning, all sharers are emptied first.
         """
         with self._growth_lock:
             with self._lock:
@@ -103,7 +106,11 @@ class CellCache:
             yield
 
     def shrink(self) -> None:
-        """Drop random cells until the cells and all sharers together are within the memory limit."""
+        """Drop random cells until the cells and all sharers together are within the memory limit.
+
+        Sharers are other caches with the same limit; they are not emptied. If they alone exceed the limit,
+        all cells are dropped.
+        """
         with self._lock:
             others = sum(sharer.held for sharer in self._sharers)
             while self._names and self._held + others > self.size:

@@ -122,8 +122,8 @@ class CellsDatastore(EmbeddedDatastore):
             where: records that may be found; None allows all records.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
+            missing neighbor has id -1 and distance +inf.
 
         Raises:
             CorruptDatastoreError: no query has a neighbor, and records that `where` selects are damaged.
@@ -143,7 +143,8 @@ class CellsDatastore(EmbeddedDatastore):
             where: records that may be found; None allows all records.
 
         Returns:
-            A list of `Visits`: arrays with queries, record ids and distances. Empty if no record matches.
+            A list of `Visits`. Each `Visits` has arrays of query numbers, record ids and the distances
+            between these queries and records. The list is empty if no record matches.
 
         Raises:
             CorruptDatastoreError: no record is found, and records that `where` selects are damaged.
@@ -160,10 +161,10 @@ class CellsDatastore(EmbeddedDatastore):
             The nearest cells are chosen among the cells of all these groups together.
 
             Args:
-                groups: the groups (numbered sets of records, such as domains) to search.
+                groups: objects that search the groups (numbered sets of records, such as domains).
 
             Returns:
-                The queries, record ids and distances; empty if no record matches the filter.
+                Arrays of query numbers, record ids and distances; empty if no record matches the filter.
             """
             return visit_cells(
                 [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
@@ -180,10 +181,11 @@ class CellsDatastore(EmbeddedDatastore):
     def optimize(self) -> None:
         """Merge files of records, reclaim the space of deleted records, and save the cells of new records.
 
-        A cell is a cluster of records with near keys, and a group is a set of records with one list of cells.
-        Adjacent files (segments) are merged while the larger is not much larger than the smaller. The cell
-        centers of a group, and the cells of its records, stay the same until the number of cells changes. The
-        parameter `cells` sets this number; without it, the number follows from the number of records.
+        A cell is a cluster of records with near keys. A segment is a set of files with records of one group;
+        a group is a numbered set of records, such as a domain. Two adjacent segments are merged if the larger
+        segment is not much larger than the smaller segment. A record stays in its cell as long as its group
+        has the same number of cells. The parameter `cells` sets the number of cells; by default, the number
+        grows with the number of records. When the number changes, new cells are fitted.
         """
         with self._remember_cells():
             super().optimize()
@@ -191,8 +193,8 @@ class CellsDatastore(EmbeddedDatastore):
     def vacuum(self) -> None:
         """Rewrite all files that contain deleted or replaced records, without these records.
 
-        The other records stay in their cells (clusters of near keys). The center of a cell that has no record
-        any more is replaced, because it may be the key of a deleted record.
+        The other records stay in their cells (clusters of near keys). If a cell has no record left, its
+        center is replaced by the center of another cell, because it may be the key of a deleted record.
         """
         with self._remember_cells() as former:
             for group, arranged in former.items():
@@ -207,10 +209,11 @@ class CellsDatastore(EmbeddedDatastore):
             super().vacuum()
 
     def _create_group_search(self) -> GroupSearch:
-        """Create an object that can search the records of one group.
+        """Create and return an object that searches the records of one group.
 
-        It has no records until its method `update` is called. The first call chooses the device (GPU or CPU)
-        for all groups.
+        A group is a numbered set of records, such as a domain. The object has no records until its method
+        `update` is called. The first call of `_create_group_search` chooses the device (GPU or CPU) for all
+        groups.
         """
         # These imports load torch, which listing and removing do not need.
         from knnstore_cells.device import choose_device
@@ -234,23 +237,26 @@ class CellsDatastore(EmbeddedDatastore):
     def _is_indexed(self, group_rows: int) -> bool:
         """Check whether a group is so large that it has more than one cell (a cluster of near keys).
 
+        Returns True for a group with several cells, and False for a group with one cell.
+
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
         """
         return self._policy.cells_for(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Return the parameters of the index of a segment.
+        """Choose the parameters of the index of a segment. The index has the cell of each record.
 
-        A group is a numbered set of records, such as a domain. A segment is a set of files with records of
-        one group.
+        A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain.
+        A segment is a set of files with records of one group.
 
         Args:
             rows: number of records of the segment, deleted records included.
             group_rows: number of records of the segment's group, without deleted and replaced records.
 
         Returns:
-            ``{"centers": NUMBER_OF_CELLS}``; None if the segment needs no index.
+            ``{"centers": NUMBER_OF_CELLS}`` with the number of cells of the group; None if the segment needs
+            no index.
         """
         if not self._policy.has_index(rows, group_rows):
             return None
@@ -262,8 +268,8 @@ class CellsDatastore(EmbeddedDatastore):
         A cell is a cluster of records with near keys.
 
         Args:
-            segment: a set of files with records of one group.
-            parameters: result of `_index_parameters`.
+            segment: the segment, which is a set of files with records of one group.
+            parameters: result of `_index_parameters`; it has the number of cells.
             path: file to create.
         """
         from knnstore_cells.device import disable_autocast
@@ -274,11 +280,11 @@ class CellsDatastore(EmbeddedDatastore):
     def _write_cells(self, segment: Segment, cells: int, path: Path) -> None:
         """Assign the records of a segment to the cells of its group, and write the assignment to a file.
 
-        A cell is a cluster of records with near keys. New cell centers are fitted if the group has no centers
-        yet, or if its number of cells has changed.
+        A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain.
+        New cell centers are fitted if the group has no centers yet, or if its number of cells has changed.
 
         Args:
-            segment: a set of files with records of one group.
+            segment: the segment, which is a set of files with records of one group.
             cells: number of cells of the group.
             path: file to create.
         """
@@ -299,9 +305,9 @@ class CellsDatastore(EmbeddedDatastore):
         assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
-        """Return None: this engine has no object that searches a single segment (set of files with records).
+        """Return None, because this engine does not search a single segment (a set of files with records).
 
-        `CellGroup` searches all segments of a group together, and opens their index files itself.
+        `CellGroup` searches all segments of a group together, and opens the index files of the segments.
 
         Args:
             segment: ignored.
@@ -312,9 +318,12 @@ class CellsDatastore(EmbeddedDatastore):
     def _remember_cells(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
         """Remember the cells of all records during the ``with`` block, in which segments are rewritten.
 
-        A cell is a cluster of records with near keys. A segment is an immutable set of records. Records of a
-        rewritten segment then keep their cells. Yields a dict from each group number to the group's segments
-        with cells, largest first. A nested block yields the dict of the outer block.
+        A cell is a cluster of records with near keys. A segment is an immutable set of records. Because the
+        cells are remembered, records that are written to a new segment stay in their cells.
+
+        Yields:
+            Dict from each group number to the segments of the group whose cells are known, the segment with
+            the most records first. A nested ``with`` block yields the dict of the outer block.
         """
         if self._former_cells is not None:
             yield self._former_cells
@@ -334,18 +343,21 @@ class CellsDatastore(EmbeddedDatastore):
     def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
         """Read the cell (a cluster of near keys) of each record of a segment from the segment's index file.
 
-        If the file is damaged, or missing for the second time, a warning is logged, the file is added to the
-        damaged files, and None is returned.
+        The first time that a file is missing, an error is raised, so that the caller can look for a newer
+        version of the segment. A file that is missing for the second time, or is damaged, is remembered as
+        damaged and not read again; a warning is logged, and the result is None.
 
         Args:
-            segment: a set of files with records of one group.
-            quietly: True logs nothing, and raises no error for a missing file.
+            segment: the segment, which is a set of files with records of one group.
+            quietly: True logs no warning, and treats a missing file as damaged at the first time.
 
         Returns:
-            The cells; None if the segment has no usable index.
+            The cells of the records; None if the segment has no index, or its index file is damaged or
+            missing.
 
         Raises:
-            FileNotFoundError: the file is missing, for the first time: a writer may have replaced it.
+            FileNotFoundError: the file is missing for the first time, and `quietly` is False. A writer may
+                have replaced the file.
         """
         entry = segment.index
         cells = entry.parameters.get("centers") if entry else None

@@ -43,7 +43,10 @@ def disable_autocast() -> Iterator[None]:
 
 
 class RowsByCell(NamedTuple):
-    """A choice of n rows of a `DeviceKeys` (one row for each record), sorted by cell, on the device."""
+    """A choice of n records of a `DeviceKeys`, sorted by cell. The arrays are on the device.
+
+    A cell is a cluster of records with near keys. Row i of a `DeviceKeys` is its i-th record.
+    """
 
     rows: Tensor | None
     """Row numbers, int64, shape (n,); None for all rows."""
@@ -53,7 +56,11 @@ class RowsByCell(NamedTuple):
 
 
 class QueriesByCell(NamedTuple):
-    """The queries that probe (are compared with) each of c cells, sorted by cell, on the device."""
+    """The queries that probe each of c cells, sorted by cell. The arrays are on the device.
+
+    A cell is a cluster of records with near keys. A query probes a cell if it is compared with all records of
+    the cell.
+    """
 
     cells: Tensor
     """Numbers of the cells, each once, shape (c,)."""
@@ -114,11 +121,14 @@ class DeviceKeys:
         """|key - center of its cell|² of each record, in the order of the cells."""
 
     def select_rows(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> RowsByCell:
-        """Select rows (records) for a search, sorted by cell. The result of the last call is cached.
+        """Select the records that a search may find, and return their row numbers, sorted by cell.
+
+        A cell is a cluster of records with near keys. The result of the last call is cached.
 
         Args:
-            alive: mask of the segment's records that are neither deleted nor replaced; None if all are.
-            ids: ids of the records to select; None selects all such records.
+            alive: mask of the segment's records, False for deleted and replaced records; None if no record is
+                deleted or replaced.
+            ids: ids of the records to select; None selects all records that are not deleted or replaced.
         """
         if alive is None and ids is None:
             return self._all
@@ -147,7 +157,8 @@ class DeviceKeys:
             metric: metric of the distances.
 
         Yields:
-            Stacks of visits. Their distances are on the device if it is a GPU, else in a numpy array.
+            `Visits`, each a stack of several visits. The distances are a tensor on the device if it is a GPU,
+            else a numpy array.
         """
         tiles = _divide_into_tiles(visitors, order)
         widest = max(tile.shape[1] for tile in tiles[1:])
@@ -202,10 +213,11 @@ def choose_device(name: str, needed: int) -> torch.device | None:
 
 
 def _divide_into_tiles(visitors: QueriesByCell, order: RowsByCell) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide the work of comparing queries with records into t equal tiles.
+    """Divide the work of comparing queries with records into t tiles of equal size.
 
-    A tile consists of up to m queries and up to r records of one cell (a cluster of near keys) that all these
-    queries probe.
+    A query is compared with all records of each cell (a cluster of near keys) that it probes. A tile consists
+    of up to m queries that probe the same cell, and up to r records of this cell. All tiles together have
+    every pair of a query and a record once.
 
     Args:
         visitors: the queries that probe each cell.
@@ -261,7 +273,7 @@ def _list_numbers(starts: Tensor, stops: Tensor, width: int) -> Tensor:
 
 
 def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Make a function that decodes codes (compressed keys) to rotated keys on a device.
+    """Return a function that decodes codes (compressed keys) to rotated keys on a device.
 
     Args:
         codec: codec that made the codes.

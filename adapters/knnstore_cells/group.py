@@ -35,13 +35,19 @@ _MOST_GROWTH = 4  # new centers are fitted if the number of cells should change 
 
 
 class _SegmentInGroup(NamedTuple):
-    """A segment (set of files with records) of the group, with the cells of its records."""
+    """A segment (a set of files with records of one group), with the cell of each of its records.
+
+    A cell is a cluster of records with near keys.
+    """
 
     segment: Segment
     cells: SegmentCells
     """The cell of each record of the segment."""
     alive: NDArray[np.bool_] | None
-    """Mask, shape (rows,): False for deleted and replaced records. None if the segment has no such record."""
+    """Mask, shape (rows,): False for deleted and replaced records, True for all other records.
+
+    None if no record of the segment is deleted or replaced.
+    """
 
     on_device: DeviceKeys | None
     """The segment's keys in the memory of the device; None if no device is used."""
@@ -50,14 +56,15 @@ class _SegmentInGroup(NamedTuple):
 class CellGroup:
     """Searches one group of records that is divided into cells (clusters of near keys).
 
-    The records of a group are in segments, which are sets of files or of records in memory.
+    A group is a numbered set of records, such as a domain. The records of a group are in segments; a segment
+    is a set of records in files or in memory.
 
     Args:
         dim: number of components of a key.
         metric: metric of the distances.
         policy: parameters of the adapter, such as the number of cells.
-        load_cells: function that reads the cells of a segment from its index file; it returns None if the
-            segment has no usable index.
+        load_cells: function that reads the cells of a segment's records from the index file of the segment.
+            It returns None if the segment has no usable index file.
         count_replacements: function that returns how many additions have replaced records so far. While this
             number stays the same, no record has got another key.
         cell_cache: cache of cells in memory; not used with a device.
@@ -109,19 +116,26 @@ class CellGroup:
         """Number of records of each cell, shape (cells,); deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the same object that the last `update` received."""
+        """Check whether `segments` is the same object that the last call of `update` received.
+
+        Returns False for another object with equal segments. Returns False also after `update` has failed.
+        """
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments (sets of records) to search, and assign new records to cells.
+        """Set the segments (sets of records) to search, and assign their new records to cells.
 
-        No search may run during the call. Only records that are new since the last update are compared with
-        the cell centers. Records that were moved to another segment, for example from memory to disk, stay in
-        their cells.
+        No search may run during the call. A record that was moved from one segment to another, for example
+        from memory to disk, stays in its cell (a cluster of near keys). Records that are new since the last
+        call are assigned to the cell with the nearest center. If new centers are fitted, all records are
+        assigned again.
+
+        Args:
+            segments: all segments of the group.
 
         Raises:
-            FileNotFoundError: the file of an index is missing, for the first time: a writer may have
-                replaced it by another file. A second call treats the index as damaged.
+            FileNotFoundError: an index file is missing for the first time; a writer may have replaced it. A
+                second call treats the missing file as damaged, and raises no error.
         """
         self._segments = ()
         former_segments = self._find_former_segments(segments)
@@ -160,12 +174,12 @@ class CellGroup:
     def _find_former_segments(self, segments: Sequence[Segment]) -> list[ArrangedSegment]:
         """Return the segments of the last update that are not used any more, with their cells.
 
-        A segment is a set of records, and a cell is a cluster of records with near keys. The cells of records
-        that were moved from an old segment to a new segment are known from the old segment. The list is empty
-        if records were replaced since the last update, because the keys of these records may have changed.
+        A segment is a set of records, and a cell is a cluster of records with near keys. If a record was
+        moved from an old segment to a new segment, its cell is known from the old segment. The list is empty
+        if a record was replaced since the last update, because the key of this record may have changed.
 
         Args:
-            segments: the segments that are searched from now on.
+            segments: the segments that are searched from now on; they are not in the result.
         """
         former, self._replacements = self._replacements, self._count_replacements()
         if self._replacements != former:
@@ -195,15 +209,17 @@ class CellGroup:
     def _compute_middle(self) -> Tensor:
         """Compute the vector that is subtracted from rotated keys and queries, float32, shape (width,).
 
-        For L2, the vector is the mean of the rotated centers of all cells (clusters of near keys); else 0.
+        For the metric L2, the vector is the mean of the rotated centers of all cells (clusters of near keys).
+        For inner products, and for a group without cells, the vector is 0.
         """
         has_center = self.metric is Metric.L2 and len(self.origins)
         return self.origins.mean(0) if has_center else self.origins.new_zeros(self.origins.shape[1])
 
     def count_matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
-        """Count the records of each cell (a cluster of near keys) that match a filter, int64, shape (cells,).
+        """Count in each cell (a cluster of near keys) the records that match a filter.
 
-        Deleted and replaced records do not count. The result for the last `ids` object is cached.
+        The result is an array, int64, shape (cells,). Deleted and replaced records do not count. The result
+        for the last `ids` object is cached.
 
         Args:
             ids: ids of the records to count; None counts all records.
@@ -217,10 +233,11 @@ class CellGroup:
         return counts
 
     def find_cells(self, ids: IdRanges | None) -> Cells:
-        """Return the numbers and centers of all cells that have a record with one of some ids.
+        """Return the numbers and centers of the cells (clusters of near keys) that have a matching record.
 
         Args:
-            ids: the ids; None returns all cells that have a record.
+            ids: ids of the records that match; None lets all records match. Cells without records are left
+                out in any case.
         """
         counts, cached = self.count_matching(ids), self._with_records
         if cached is None or cached[0] is not counts:
@@ -228,17 +245,21 @@ class CellGroup:
         return cached[1]
 
     def read_cell(self, number: int) -> Cell:
-        """Return the records of the cell with a number, from the cache or from the segments.
+        """Return the records of one cell (a cluster of near keys), from the cache or from their files.
 
-        A segment is an immutable set of records. Deleted and replaced records are left out.
+        Deleted and replaced records are left out. A cell that was not in the cache is added to the cache.
+
+        Args:
+            number: number of the cell.
         """
         return self._cell_cache.get(self._version, number, self._read_cell)
 
     def get_scanner(self) -> CodeScanner | None:
-        """Return the scanner, the object that computes distances from codes (compressed keys).
+        """Return the object that computes distances from codes (compressed keys) without decoding the codes.
 
-        Returns None if it cannot be used. It can be used if FAISS is installed, no device is used, and all
-        keys of the group are codes of one product quantizer.
+        The object is called scanner, and is cached until the next `update`. Returns None if no scanner can be
+        used. A scanner can be used if three conditions are met: FAISS is installed, the keys are not in the
+        memory of a device, and all keys of the group are codes of one product quantizer.
         """
         version, scanner = self._scanner
         if version is not self._version:
@@ -254,13 +275,14 @@ class CellGroup:
     def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
         """Read the records of several cells (clusters of near keys) as codes (compressed keys).
 
-        All keys of the group must be codes of one codec. Deleted and replaced records are left out.
+        All keys of the group must be codes of one codec (compressor of keys). Deleted and replaced records
+        are left out.
 
         Args:
             numbers: numbers of the cells, without duplicates.
 
         Returns:
-            The ids and codes of each cell's records, in the order of `numbers`.
+            For each cell the ids and codes of its records, in the order of `numbers`.
         """
         file = self._codec_file
         assert file is not None
@@ -277,15 +299,17 @@ class CellGroup:
     def visit_on_device(
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
-        """Compute on the device the distances between queries and the records of their cells.
+        """Compute on the device (such as a GPU) the distances between queries and the records of their cells.
+
+        A cell is a cluster of records with near keys. The keys must be in the memory of the device.
 
         Args:
-            visitors: the queries that are compared with each cell.
+            visitors: for each cell the queries that are compared with its records.
             queries: query vectors, float32, shape (q, dim), on the device.
-            ids: ids of the records to compare with; None compares with all records.
+            ids: ids of the records that the queries are compared with; None compares with all records.
 
         Yields:
-            Stacks of distances between some queries and some records of a cell.
+            `Visits`: distances between some queries and some records, for several cells.
         """
         rotated = self.rotate(queries)
         for _, _, alive, keys in self._parts:
@@ -295,7 +319,9 @@ class CellGroup:
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find approximately the k nearest records of each query.
 
-        If few records match, every query is compared with all of them.
+        The result is exact if few records match: at most 4096, or at most 4 * k. Then every query is compared
+        with all matching records. Otherwise a query is compared with the records of its nearest cells
+        (clusters of near keys).
 
         Args:
             queries: query vectors, float32, shape (q, dim).
@@ -303,8 +329,8 @@ class CellGroup:
             ids: ids of the records that may be found; None allows all records of the group.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Only if fewer than k records match,
-            the rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
+            missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
         """
         counts = self.count_matching(ids)
         total, cells = int(counts.sum()), int((counts > 0).sum())
@@ -318,7 +344,9 @@ class CellGroup:
         return neighbors
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
-        """Find the k nearest records of each query among all records of the query's nearest cells.
+        """Find the k nearest records of each query among the records of the query's nearest cells.
+
+        A cell is a cluster of records with near keys.
 
         Args:
             queries: query vectors, float32, shape (q, dim).
@@ -327,8 +355,8 @@ class CellGroup:
             probes: number of cells to search for each query.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If the cells have fewer than k
-            matching records, the rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If the nearest cells of a query
+            have fewer than k matching records, each missing neighbor has id -1 and distance +inf.
         """
         largest = np.sort(self.count_matching(ids))[-probes:].sum()
         step = max(1, DISTANCES_AT_ONCE // int(largest))
@@ -342,16 +370,22 @@ class CellGroup:
     def _choose_centers(
         self, segments: Sequence[Segment], found_cells: Sequence[SegmentCells | None]
     ) -> Keys:
-        """Choose the cell centers that all segments of the group use, float32, shape (cells, dim).
+        """Choose the centers of the group's cells, which are clusters of records with near keys.
 
-        A cell is a cluster of records with near keys; a segment is a set of records. The largest segment
-        whose cells are known decides: its centers are used. If the cells of no segment are known, for example
-        while a new group is filled, the centers of the last update are kept. They are kept until the number
-        of cells should grow or shrink by more than a factor of `_MOST_GROWTH`; then new centers are fitted.
+        The result is one of three sets of centers:
+
+        - If the cells of a segment (a set of records) are known, the centers of this segment are returned. Of
+          several such segments, the segment with the most records is used.
+        - Otherwise, for example while a new group is filled, the centers of the last update are returned, if
+          their number is at most 4 times too large or too small for the number of records.
+        - Otherwise, new centers are fitted.
 
         Args:
             segments: all segments of the group.
-            found_cells: cells of each segment, from its index or from the last update; None if unknown.
+            found_cells: for each segment its cells, from its index or from the last update; None if unknown.
+
+        Returns:
+            The centers, float32, shape (cells, dim).
         """
         cell_count = self._policy.cells_for(self.rows)
         known_centers = [
@@ -367,22 +401,26 @@ class CellGroup:
         return fit_centers(list(segments), cell_count)
 
     def _get_nearest_center(self, centers: Keys) -> NearestCenter:
-        """Return an object that finds the nearest of some centers to a key.
+        """Return an object that finds for a key the nearest of several cell centers.
 
-        The object is cached as long as the centers stay the same.
+        If the centers equal the centers of the last call, the object of the last call is returned.
 
         Args:
-            centers: float32, shape (n, dim).
+            centers: the centers, float32, shape (n, dim).
         """
         if not np.array_equal(self._nearest.centers.numpy(), centers):
             self._nearest = NearestCenter(torch.from_numpy(centers))
         return self._nearest
 
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
-        """Set the group's codec (compressor of keys), and its rotation matrix, from the group's segments.
+        """Set the attributes with the group's codec (compressor of keys) and the codec's rotation matrix.
 
-        A segment is an immutable set of records. The codec of the largest segment with compressed keys is
-        used. Without such a segment, codec and rotation become None.
+        The codec of the largest segment (set of records) with compressed keys is used. If no segment has
+        compressed keys, both attributes become None. If the codec does not rotate keys, the rotation matrix
+        becomes None.
+
+        Args:
+            segments: all segments of the group.
         """
         coded = [segment for segment in segments if segment.columns.codec_file]
         columns = max(coded, key=lambda segment: segment.rows).columns if coded else None
@@ -391,10 +429,14 @@ class CellGroup:
         self._rotation = None if rotation is None else torch.from_numpy(rotation).to(self.device)
 
     def _count_rows(self, rows: Callable[[_SegmentInGroup], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
-        """Count records of each cell in all segments (immutable sets of records), int64, shape (cells,).
+        """Count the selected records of each cell (a cluster of near keys) in all segments of the group.
 
         Args:
-            rows: function that returns a mask of the records of a segment to count; None counts all.
+            rows: function that returns for a segment (a set of records) the mask of the records to count. If
+                it returns None, all records of the segment are counted.
+
+        Returns:
+            The number of records of each cell, int64, shape (cells,).
         """
         counts = np.zeros(len(self.centers), np.int64)
         for part in self._parts:
@@ -429,16 +471,17 @@ class CellGroup:
         )
 
     def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
-        """Find the rows of all segments that belong to some cells, without deleted and replaced records.
+        """Find the records of several cells (clusters of near keys) in each segment of the group.
 
-        A segment is an immutable set of records.
+        A segment is an immutable set of records; row i is its i-th record. Deleted and replaced records are
+        left out.
 
         Args:
             numbers: numbers of the cells, without duplicates.
 
         Yields:
-            Each segment with a record in one of the cells, and for each cell the row numbers of its records
-            in the segment, in the order of `numbers`.
+            Each segment that has a record in one of the cells, with a list of arrays: for each cell, in the
+            order of `numbers`, the row numbers of the cell's records in the segment.
         """
         for segment, cells, alive, _ in self._parts:
             row_lists = cells.rows_in(numbers)
@@ -457,7 +500,7 @@ class CellGroup:
             rows: row numbers of the keys in the segment, shape (n,).
 
         Returns:
-            float32, shape (n, width).
+            The keys, float32, shape (n, width).
         """
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:
@@ -466,9 +509,9 @@ class CellGroup:
 
 
 def _identify_segment(segment: Segment) -> tuple[int, StoredFile | None]:
-    """Return a value that identifies a segment (an immutable set of records) with its index.
+    """Return a value that identifies a segment (an immutable set of records) and its index file.
 
-    Versions of a segment that differ only in their deleted records have the same value.
+    Two versions of a segment that differ only in their deleted records have the same value.
     """
     return id(segment.columns), segment.index.file if segment.index else None
 

@@ -34,12 +34,12 @@ class SegmentCells:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Number of rows of each cell, deleted records included, int64, shape (cells,)."""
+        """Number of records of each cell, deleted records included, int64, shape (cells,)."""
         return np.bincount(self.owners, minlength=len(self.centers))
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Bounds of each cell (a cluster of near keys) in `rows`, int64, shape (cells + 1,).
+        """Bounds of each cell in `rows` (the row numbers sorted by cell), int64, shape (cells + 1,).
 
         The rows of cell i are at the indices starts[i] to starts[i + 1] - 1 of `rows`.
         """
@@ -70,7 +70,7 @@ class SegmentCells:
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:
-        """Read the index file of a segment, and return the cells (clusters of near keys) of its rows.
+        """Read the index file of a segment, and return the cell (a cluster of near keys) of each record.
 
         Args:
             root: the datastore's directory.
@@ -94,21 +94,34 @@ class SegmentCells:
         return cls(codec.turned(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
-        """Write centers and cells (clusters of near keys) to an index file, which is created or replaced."""
+        """Write the cell centers and the cell of each record to an index file.
+
+        A cell is a cluster of records with near keys.
+
+        Args:
+            path: path of the file; an existing file is replaced.
+        """
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
             file.write(self.owners.data)
 
 
 class ArrangedSegment(NamedTuple):
-    """A segment (set of records of one group) with the cell of each of its rows."""
+    """A segment (an immutable set of records) with the cell of each of its records.
+
+    A cell is a cluster of records with near keys.
+    """
 
     segment: Segment
     cells: SegmentCells
-    """The cell of each row of the segment."""
+    """The cell of each record of the segment."""
 
     def has_centers(self, centers: Keys) -> bool:
-        """Check whether the centers of the segment's cells are exactly these, shape (cells, dim)."""
+        """Check whether the cells of the segment have exactly the given centers.
+
+        Args:
+            centers: cell centers, float32, shape (cells, dim).
+        """
         return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
     def find_cells_of(self, ids: Ids) -> NDArray[np.int64]:
@@ -118,8 +131,8 @@ class ArrangedSegment(NamedTuple):
             ids: record ids, int64, shape (n,).
 
         Returns:
-            Number of the cell of each record, int64, shape (n,); -1 if the segment (an immutable set of
-            records) has no record with the id, or the record was deleted or replaced.
+            Number of the cell of each record, int64, shape (n,). The number is -1 if the segment has no
+            record with the id, or if the record was deleted or replaced.
         """
         segment_ids = self.segment.columns.ids
         positions = np.minimum(np.searchsorted(segment_ids, ids), len(segment_ids) - 1)
@@ -136,11 +149,11 @@ def replace_empty_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSeg
     record, which must not be kept.
 
     Args:
-        former: one or more segments (immutable sets of records) with cells, which are not changed.
+        former: one or more segments (immutable sets of records) with their cells. They are not changed.
 
     Returns:
-        The segments with the new centers. Segments whose centers differ from the centers of the first segment
-        are left out.
+        Copies of the segments with the new centers. If a segment has other centers than the first segment, it
+        is left out.
     """
     centers = former[0].cells.centers
     segments = [arranged for arranged in former if arranged.has_centers(centers)]

@@ -30,11 +30,12 @@ _PARTS_COMPARED = 4  # parts whose centers are compared with a key
 def fit_centers(segments: list[Segment], cells: int) -> Keys:
     """Fit the centers of cells (clusters of near keys) by k-means (Lloyd 1982) to a sample of stored keys.
 
-    More than 256 cells are fitted in two levels: first some parts, then the cells of each part. The same keys
-    give the same centers. If there are fewer different keys than cells, some cells stay empty.
+    More than 256 cells are fitted in two levels: first the keys are divided into parts, then each part into
+    cells. The same keys give the same centers. If there are fewer different keys than cells, some cells stay
+    empty.
 
     Args:
-        segments: sets of records, together with at least one record that is neither deleted nor replaced.
+        segments: sets of records. At least one of their records must be neither deleted nor replaced.
         cells: number of cells.
 
     Returns:
@@ -64,10 +65,13 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
 
 
 class NearestCenter:
-    """Finds the nearest of some centers to keys, approximately if there are more than 1024 centers.
+    """Finds for each key the nearest of several cell centers; call the object with the keys.
+
+    A cell is a cluster of records with near keys. If there are more than 1024 centers, the result is
+    approximate: usually the nearest center, sometimes another near center.
 
     Args:
-        centers: float32, shape (cells, dim).
+        centers: the centers, float32, shape (cells, dim).
     """
 
     def __init__(self, centers: Tensor) -> None:
@@ -86,10 +90,11 @@ class NearestCenter:
 
     @cached_property
     def _part_members(self) -> tuple[Tensor, list[Tensor]]:
-        """The centers divided into parts by k-means, so that a key is compared with a few parts only.
+        """The centers divided by k-means into parts of near centers.
 
-        A pair: the middle of each part, float32, shape (parts, dim), and for each part the indices of the
-        centers that belong to the part.
+        Because of the parts, a key need not be compared with all centers. The value is a pair: the mean of
+        each part, float32, shape (parts, dim), and a list with the indices of the centers that belong to each
+        part.
         """
         centers = self.centers
         parts = _fit_k_means(centers, _count_parts(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
@@ -108,7 +113,8 @@ class NearestCenter:
     def _search_parts(self, keys: Tensor) -> Tensor:
         """Return for each key the index of a near center, usually the nearest.
 
-        Each key is compared only with the centers in its nearest parts (see `_part_members`).
+        The centers are divided into parts of near centers (see `_part_members`). A key is compared only with
+        the centers in the 4 parts whose means are nearest to the key.
 
         Args:
             keys: float32, shape (n, dim).
@@ -136,7 +142,8 @@ def _fit_k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generat
 
     Args:
         keys: float32, shape (n, dim), n >= 1.
-        count: number of centers. With fewer keys than centers, the first center is repeated.
+        count: number of centers. If there are fewer keys than centers, the missing centers are copies of the
+            first center, until an iteration moves them.
         rounds: number of iterations.
         generator: source of random numbers.
 
@@ -171,7 +178,11 @@ def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> 
 
 
 def _count_parts(cells: int) -> int:
-    """Return into how many parts a number of cells is divided: a power of two near its square root."""
+    """Return the number of parts into which cells are divided, a power of two near the root of their number.
+
+    Args:
+        cells: number of cells (clusters of near keys).
+    """
     return 1 << (cells.bit_length() // 2)
 
 
@@ -199,7 +210,10 @@ def assign_cells(
         segment: a new or rewritten set of records.
         nearest: the object that finds the nearest center of a key.
         former: segments that had some of the records before. If a former segment has the same centers, its
-            records keep their cells, and their keys are not read.
+            records stay in their cells, and the keys of these records are not read.
+
+    Returns:
+        The centers, and for each record of `segment` the number of its cell.
     """
     owners, centers = np.zeros(segment.rows, np.uint16), nearest.centers.numpy()
     if len(centers) > 1:
@@ -222,13 +236,13 @@ def assign_cells(
 
 
 def _sample_keys(segments: list[Segment], count: int) -> Keys:
-    """Read about `count` evenly spaced keys of some segments; all keys if there are fewer.
+    """Read a sample of the keys of several segments, evenly spaced.
 
-    Keys of deleted and replaced records are left out.
+    Keys of deleted and replaced records are left out. If there are fewer than `count` keys, all are read.
 
     Args:
-        segments: sets of records.
-        count: number of keys to read.
+        segments: immutable sets of records.
+        count: approximate number of keys to read.
 
     Returns:
         The keys, float32, shape (n, dim).

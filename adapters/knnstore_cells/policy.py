@@ -72,13 +72,14 @@ class Policy:
         return policy
 
     def coding_for(self, dim: int) -> Coding | None:
-        """Return the rules for compressing the keys of large groups to codes.
+        """Return the rules by which the keys of large groups (sets of records) are compressed to codes.
 
         Args:
             dim: number of components of a key.
 
         Returns:
-            Kind of codes, and sizes of groups; None if keys stay in half precision.
+            The kind of codes, and the numbers of records from which keys are compressed. None if no key is
+            compressed: all keys stay in half precision.
         """
         kind = self.codes
         if kind == "auto":
@@ -90,8 +91,8 @@ class Policy:
         """Return the number of cells (clusters of near keys) for a group of records.
 
         If the parameter `cells` is not 0, the result is this parameter, but at most the number of records.
-        Otherwise the result is 1 for a small group, else a power of two that grows with the number of
-        records.
+        Otherwise the result is 1 for a group of at most 8,192 records. For a larger group it is a power of
+        two that grows with the number of records, at most 65,536.
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
@@ -105,19 +106,27 @@ class Policy:
         return min(_MOST_CELLS, int(2 ** round(math.log2(cell_count))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
-        """Check whether the cells (clusters of near keys) of a segment's records are saved in an index file.
+        """Check whether a segment (a set of files with records) gets an index file.
 
-        Without an index file, the records are assigned to cells in memory when they are first searched.
+        The index file has the cell (a cluster of near keys) of each record. Without an index file, records
+        are assigned to cells in memory when they are first searched.
 
         Args:
-            rows: number of records of the segment (a set of files), deleted records included.
-            group_rows: number of records of its group, without deleted and replaced records.
+            rows: number of records of the segment, deleted records included.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
+
+        Returns:
+            True if the group has several cells and the segment is not very small, else False. A segment of at
+            most 512 records is very small, unless the parameter `cells` is set.
         """
         small = 0 if self.cells else _ONE_CELL_UP_TO // _LEAST_SHARE
         return self.cells_for(group_rows) > 1 and rows > small
 
     def probes_for(self, k: int, cells: int, rows: int) -> int:
-        """Return the number of cells to search in order to find approximately the k nearest records.
+        """Return the number of cells (clusters of near keys) that a search for k neighbors visits.
+
+        If the parameter `probes` is not 0, the result is this parameter. Otherwise the result is the number
+        of cells that have about 8 * k matching records, plus 8.
 
         Args:
             k: number of neighbors.

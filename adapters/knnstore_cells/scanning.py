@@ -26,7 +26,10 @@ _NONE = -1
 
 
 class CodedCell(NamedTuple):
-    """The r records of a cell (a cluster of near keys), with codes in place of keys. None is deleted."""
+    """The r records of a cell (a cluster of near keys), with codes (compressed keys) in place of keys.
+
+    Deleted and replaced records are left out.
+    """
 
     ids: Ids
     """Record ids, int64, shape (r,)."""
@@ -36,7 +39,11 @@ class CodedCell(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the records of one cell that come from one or more sets of files."""
+        """Concatenate lists of records of one cell into one list, in the order of the lists.
+
+        Args:
+            parts: one or more lists of records. A single list is returned itself.
+        """
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -47,26 +54,38 @@ Read = Callable[[Sequence[int]], list[CodedCell]]
 
 
 class _CellNorms(NamedTuple):
-    """Values of the r records of a cell that are kept in memory in addition to the codes."""
+    """Values of the r records of a cell that are kept in memory in addition to their codes.
+
+    A cell is a cluster of records with near keys, and codes are compressed keys.
+    """
 
     norms: NDArray[np.float32]
-    """|key - middle|² of each key, shape (r,); the middle is the origin of the distances."""
+    """|key - middle|² of each key, shape (r,). The middle is a vector near the mean key.
+
+    The middle is subtracted from keys and queries before distances are computed.
+    """
 
     firsts: NDArray[np.intp]
     """First byte of each code, which is the number of the codec's center for the key, shape (r,)."""
 
 
 class _PreparedQueries(NamedTuple):
-    """Query vectors minus the middle (origin of the distances), and the cells that each query searches."""
+    """Query vectors minus the middle (a vector near the mean key), and the cells that each query searches.
+
+    A cell is a cluster of records with near keys.
+    """
 
     queries: Keys
     """Query vectors minus the middle, float32, shape (q, width)."""
 
     cells: list[NDArray[np.int64]]
-    """For each query the numbers of its cells."""
+    """For each query the numbers of the cells that it searches, int64, without padding."""
 
     center_products: NDArray[np.float32]
-    """Inner products of these vectors and the codec's centers, shape (q, 256)."""
+    """Inner products of `queries` and the centers of the codec minus the middle, shape (q, 256).
+
+    The codec is the compressor of keys. A decoded key is the sum of a center and of other vectors.
+    """
 
     squares: list[float]
     """|query - middle|² of each query."""
@@ -79,7 +98,7 @@ class _PreparedQueries(NamedTuple):
             queries: rotated query vectors, float32, shape (q, width).
             cells: numbers of the cells (clusters of near keys) that each query searches, shape (q, p); padded
                 with -1.
-            middle: origin of the distances, shape (width,).
+            middle: vector that is subtracted from keys and queries, shape (width,).
             centers: centers of the codec (a compressor of keys) minus `middle`, one in each column, shape
                 (width, 256).
         """
@@ -105,7 +124,7 @@ class CodeScanner:
         codec: product quantizer that compressed all keys of the group.
         cells: number of cells.
         metric: metric of the distances.
-        cell_cache: cache of cells whose memory limit also holds for the codes here.
+        cell_cache: cache of cells. Its memory limit includes the codes that this scanner keeps in memory.
     """
 
     held: int
@@ -134,15 +153,14 @@ class CodeScanner:
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
         """Compute the distances of each query to all records of its cells (clusters of near keys).
 
-        A codec compresses keys.
-
         Args:
-            queries: query vectors in the codec's rotated space, float32, shape (q, width).
+            queries: query vectors, rotated by the codec (the compressor of keys), float32, shape (q, width).
             cells: numbers of the cells that each query searches, shape (q, p); padded with -1.
-            read: function that reads the codes of cells that are not in memory.
+            read: function that reads the records of cells whose codes are not in memory.
 
         Returns:
-            A stack of q visits. Visit i has the distances of query i to the records of all its cells.
+            Arrays of query numbers, record ids and distances. Entry i has the distances of query i to the
+            records of all cells that query i searches, padded with id -1 at distance +inf.
 
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
@@ -162,18 +180,20 @@ class CodeScanner:
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
-        """Compute the distances of each query to all records of its cells, and return them by cell.
+        """Compute the distances of each query to all records of its cells, arranged by cell.
 
-        A codec compresses keys. The distances are those of `scan`; only their arrangement differs.
+        A cell is a cluster of records with near keys. The distances equal those of `scan`, which arranges the
+        distances by query.
 
         Args:
-            queries: query vectors in the codec's rotated space, float32, shape (q, width).
+            queries: query vectors, rotated by the codec (the compressor of keys), float32, shape (q, width).
             cells: numbers of the cells that each query searches, nearest first, shape (q, p); padded with -1.
-            read: function that reads the codes of cells that are not in memory.
+            read: function that reads the records of cells whose codes are not in memory.
 
         Returns:
-            For each cell that a query searches, by ascending number, a stack of one visit: the distances
-            between the queries that search the cell and the cell's records, with ranks.
+            A list with one entry for each cell that is searched, by ascending cell number. An entry has the
+            queries that search the cell, the ids of the cell's records, the distances between these queries
+            and records, and the rank of the cell among the cells of each query (0 for the nearest).
 
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
@@ -232,9 +252,13 @@ class CodeScanner:
         Args:
             prepared: the queries.
             row: row number of the query in `prepared`.
-            cell_norms: values of each cell of the query, in the order of the query's cells.
+            cell_norms: for each cell that the query searches, the values of its records; in the order of
+                ``prepared.cells[row]``.
             ids: array that is filled with the record ids, int64, shape (r,), r >= 1.
             distances: array that is filled with the distances, float32, shape (r,).
+
+        Raises:
+            InvalidVectorError: an inner product is not finite, because the query is too large.
         """
         # One query at a time: for several FAISS starts threads, which would compete with those of torch.
         self._compute_products(prepared.queries[row], prepared.cells[row], ids, distances)
@@ -248,13 +272,13 @@ class CodeScanner:
         np.maximum(distances, 0, out=distances)
 
     def _load_cells(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
-        """Read the codes of cells that are not in memory yet, and let the cell cache drop other cells.
+        """Read the codes (compressed keys) of cells whose codes are not in memory yet, and keep the codes.
 
-        Codes are compressed keys.
+        If the memory limit is exceeded, the cell cache drops decoded cells.
 
         Args:
-            cells: for each query the numbers of its cells.
-            read: function that reads the codes of cells.
+            cells: for each query the numbers of the cells that it searches.
+            read: function that reads the records of cells.
         """
         # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
         missing = sorted(set(np.concatenate(cells).tolist()) - self._cell_norms.keys())
@@ -271,10 +295,11 @@ class CodeScanner:
         self._room.shrink()
 
     def _compute_products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
-        """Compute the inner products of a query with the codebook parts of all keys of some cells.
+        """Compute the inner products of a query with all keys of several cells, without the keys' centers.
 
-        A codec compresses keys. A decoded key is the sum of one of the codec's centers and vectors from the
-        codebooks. The product with the center is left out here.
+        A decoded key is the sum of a center of the codec (the compressor of keys) and of vectors from its
+        codebooks. This method computes the product of the query with the vectors from the codebooks. The
+        caller adds the product with the center.
 
         Args:
             query: query vector minus the middle, float32, shape (width,).
@@ -298,5 +323,5 @@ class CodeScanner:
 
 
 def can_scan() -> bool:
-    """Check whether FAISS, which a `CodeScanner` needs, is installed."""
+    """Return True if FAISS is installed, which `CodeScanner` needs; else False."""
     return find_spec("faiss") is not None

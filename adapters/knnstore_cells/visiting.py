@@ -44,6 +44,9 @@ class Cells(NamedTuple):
         Args:
             centers: centers of all cells of the group, float32, shape (n, dim).
             counts: number of matching records of each cell, shape (n,).
+
+        Returns:
+            Numbers, centers and half squared norms of the cells whose count is not 0.
         """
         numbers = np.flatnonzero(counts)
         occupied_centers = (
@@ -61,26 +64,40 @@ class Visitable(Protocol):
     metric: Metric
     """Metric of the distances."""
     device: torch.device | None
-    """Device (such as a GPU) that has all keys in its memory; None if cells are read when needed."""
+    """Device (such as a GPU) that has all keys in its memory.
+
+    None if keys are read from files when needed.
+    """
 
     middle: Tensor
     """Vector that is subtracted from the rotated keys in a `Cell`, float32, shape (width,)."""
 
     def find_cells(self, ids: IdRanges | None) -> Cells:
-        """Return the numbers and centers of the cells that have a record with one of some ids.
+        """Return the numbers and centers of the cells (clusters of near keys) that have a matching record.
 
         Args:
-            ids: the ids; None returns all cells that have a record.
+            ids: ids of the records that match; None lets all records match.
         """
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        """Rotate vectors, shape (n, dim), to the space in which keys are stored, shape (n, width).
+        """Rotate vectors to the space in which the group's keys are stored.
 
-        Distances between vectors stay the same.
+        Distances between vectors stay the same. If keys are stored without rotation, the vectors are returned
+        unchanged.
+
+        Args:
+            vectors: float32, shape (n, dim).
+
+        Returns:
+            The rotated vectors, float32, shape (n, width).
         """
 
     def read_cell(self, number: int) -> Cell:
-        """Return the records of the cell (a cluster of near keys) with a number, with decoded keys."""
+        """Return the records of one cell (a cluster of near keys), with decoded keys.
+
+        Args:
+            number: number of the cell.
+        """
 
     rows: int
     """Number of records of the group."""
@@ -89,9 +106,9 @@ class Visitable(Protocol):
     """Largest number of bytes of decoded keys in memory, for all groups together."""
 
     def get_scanner(self) -> CodeScanner | None:
-        """Return the object that computes distances from codes (compressed keys).
+        """Return the object that computes distances from codes (compressed keys) without decoding the codes.
 
-        Returns None if it cannot be used, for example because a key is not compressed.
+        Returns None if such an object cannot be used, for example because a key is not compressed.
         """
 
     def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
@@ -99,20 +116,25 @@ class Visitable(Protocol):
 
         Args:
             numbers: numbers of the cells, without duplicates.
+
+        Returns:
+            For each cell the ids and codes of its records, in the order of `numbers`.
         """
 
     def visit_on_device(
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
     ) -> Iterator[Visits]:
-        """Compute on the device the distances between queries and the records of their cells.
+        """Compute on the device (such as a GPU) the distances between queries and the records of their cells.
+
+        A cell is a cluster of records with near keys. The keys must be in the memory of the device.
 
         Args:
-            visitors: the queries that are compared with each cell.
+            visitors: for each cell the queries that are compared with its records.
             queries: query vectors, float32, shape (q, dim), on the device.
-            ids: ids of the records to compare with; None compares with all records.
+            ids: ids of the records that the queries are compared with; None compares with all records.
 
         Yields:
-            Stacks of distances between some queries and some records of a cell.
+            `Visits`: distances between some queries and some records, for several cells.
         """
 
 
@@ -121,18 +143,18 @@ def visit_cells(
 ) -> list[Visits]:
     """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
 
-    The nearest cells are chosen among the cells of all groups together; cells without a matching record are
-    left out.
+    A group is a numbered set of records, such as a domain, that has its own cells. The nearest cells of a
+    query are chosen among the cells of all groups together. Cells without a matching record are left out.
 
     Args:
-        groups: groups of records, with the same metric and device.
+        groups: the groups to search; all must have the same metric and device.
         queries: query vectors, float32, shape (q, dim).
         probes: number of cells to search for each query, >= 1.
-        ids: ids of the records to compare with; None compares with all records.
+        ids: ids of the records that match; None lets all records match.
 
     Returns:
-        Arrays with queries, record ids and distances; empty if there are no groups, queries or matching
-        records.
+        A list of `Visits`. Each `Visits` has arrays of query numbers, record ids and the distances between
+        these queries and records. The list is empty if there is no group, no query or no matching record.
     """
     if not groups or not len(queries):
         return []
@@ -207,15 +229,18 @@ def visit_cells(
 
 
 def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
-    """Check whether computing distances from codes (compressed keys) is faster than decoding the keys.
+    """Estimate whether computing distances from codes (compressed keys) is faster than decoding the keys.
 
-    Computing from codes is faster if few queries share a cell (a cluster of near keys), and if the decoded
-    keys do not fit into the cache.
+    Computing from codes is faster if two conditions are met: few queries search the same cell (a cluster of
+    near keys), and the decoded keys do not fit into the cache.
 
     Args:
-        groups: the groups to search.
-        nearest: the nearest cells of each query, shape (q, probes).
-        cells: the cells of each group that have matching records.
+        groups: the groups (sets of records) to search.
+        nearest: the cells that each query searches, shape (q, probes).
+        cells: for each group its cells that have matching records.
+
+    Returns:
+        True if computing from codes is faster; False if decoding is faster.
     """
     decoded_bytes = sum(4 * group.rows * len(group.middle) for group in groups)
     missing_share = max(0.0, 1 - groups[0].room / max(1, decoded_bytes))
@@ -229,14 +254,15 @@ def _split_by_group(
 ) -> Iterator[NDArray[np.int64]]:
     """Divide the nearest cells (clusters of near keys) of each query by the groups to which the cells belong.
 
+    The list of all cells has the cells of the first group, then the cells of the second group, and so on.
+
     Args:
-        nearest: for each query the indices of its nearest cells in the list of all cells, in which one group
-            follows the other; shape (q, probes).
-        numbers: for each group the numbers of its cells in the list.
+        nearest: for each query the indices of its nearest cells in the list of all cells, shape (q, probes).
+        numbers: for each group the numbers (in the group) of its cells in the list.
 
     Yields:
-        For each group an array of shape (q, probes): the numbers of its cells that each query searches; -1
-        where the cell belongs to another group.
+        For each group an array of shape (q, probes). It has the numbers of the cells of this group that each
+        query searches, and -1 in place of the cells of other groups.
     """
     if len(numbers) == 1:
         yield numbers[0][nearest]
@@ -261,7 +287,7 @@ def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: I
         ids: ids of the records to compare with; None compares with all records.
 
     Returns:
-        One visit: the distances of query 0 to the records of all cells.
+        The query number 0, the ids of the records of all cells, and the distances to these records.
     """
     cells = [_filter_cell(group.read_cell(number), ids) for group, _, number in visited]
     ids_found = np.concatenate([cell.ids for cell in cells])
@@ -282,7 +308,7 @@ def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: I
 
 
 def _filter_cell(cell: Cell, ids: IdRanges | None) -> Cell:
-    """Return a cell (a cluster of near keys) with only the records that have one of some ids.
+    """Return a copy of a cell (a cluster of near keys) that has only the records with certain ids.
 
     Args:
         cell: the cell; it is returned itself if all its records are kept.
@@ -304,13 +330,14 @@ def _find_nearest_cells(
 
     Args:
         queries: query vectors, float32, shape (q, dim).
-        cells: for each group its cells that have matching records.
+        cells: for each group (a set of records) its cells that have matching records.
         probes: number of cells to find for each query, at most the number of all cells.
         metric: metric of the distances.
-        is_ranked: True sorts the cells of each query, nearest first; False returns them in any order.
+        is_ranked: True sorts the cells of each query, nearest first; False returns the cells in any order.
 
     Returns:
-        Indices in the list of all cells, in which one group follows the other, int64, shape (q, probes).
+        Indices of the nearest cells in the list of all cells, int64, shape (q, probes). The list has the
+        cells of the first group, then the cells of the second group, and so on.
     """
     counts = [len(group_cells.numbers) for group_cells in cells]
     if probes == sum(counts) and (probes == 1 or not is_ranked):

@@ -145,22 +145,29 @@ class Policy:
         return policy
 
     def is_group_indexed(self, group_rows: int) -> bool:
-        """Check whether a group of records is searched with indexes, not exactly.
+        """Check whether the records of a group are searched with indexes.
+
+        A group is a numbered set of records, such as a domain. With ``index="auto"``, only a group of more
+        than 32,768 records is searched with indexes. A group that is not searched with indexes is searched
+        exactly: each query is compared with all records.
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
+
+        Returns:
+            True if indexes are used; False if the group is searched exactly.
         """
         return self.index != "exact" and (self.index != "auto" or group_rows > EXACT_UP_TO)
 
     def choose_factory(self, rows: int, group_rows: int, dim: int) -> str | None:
         """Choose the index of a segment (a set of files with records of one group).
 
-        In a large group, even small segments have indexes: each segment has few of the neighbors, so few
-        records must be visited, while exact search would visit all records.
+        In a large group, also segments of 8,192 records have indexes. Such a segment has few of the neighbors
+        of a query, so a search with an index compares the query with few of its records.
 
         Args:
             rows: number of records of the segment, deleted records included.
-            group_rows: number of records of its group, without deleted and replaced records.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
             dim: number of components of a key.
 
         Returns:
@@ -178,12 +185,16 @@ class Policy:
         return f"{quantizer},PQ{codes}x4fs"
 
     def count_probes(self, k: int, rows: int, matching: int, lists: int) -> int:
-        """Return the number of lists to visit in order to find approximately the k nearest records.
+        """Return the number of lists that a search visits for each query.
+
+        A list has the records with keys that are near each other. The k nearest records are searched only in
+        the visited lists, so the search is approximate.
 
         Args:
             k: number of neighbors.
             rows: number of records of the segment (an immutable set of records).
-            matching: number of records that match the filter, >= 1. Fewer matching records need more lists.
+            matching: number of records that match the filter of the search, >= 1. With fewer matching
+                records, more lists are visited.
             lists: number of lists of the inverted file; the result is at most this number.
         """
         unfiltered = self.nprobe or math.ceil(_CODES_PER_NEIGHBOR * k * lists / rows) + _MIN_PROBES
@@ -192,9 +203,12 @@ class Policy:
     def count_candidates(self, k: int, matching: int, *, coarse: bool) -> int:
         """Return the number of candidates of a query whose exact distances are computed, at least k.
 
+        A candidate is a record that the index finds; the k nearest candidates become the result.
+
         Args:
             k: number of neighbors.
-            matching: number of records that match the filter.
+            matching: number of records that match the filter of the search. The result is at most this number
+                if the number is more than k.
             coarse: True if the index's own distances are too inaccurate to choose the k nearest records.
         """
         by_index = max(_RERANKED * k, _MIN_RERANKED) if coarse else k
@@ -212,7 +226,9 @@ def _warn_of_ignored(names: str) -> None:
 
 
 def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Create an empty, untrained inverted file of FAISS, whose training will take bounded time.
+    """Create an empty, untrained inverted file of FAISS, and limit the work of its training.
+
+    An inverted file is an index that divides keys into lists of near keys.
 
     Args:
         factory: FAISS factory string, such as "IVF1024,SQ8".
@@ -220,7 +236,8 @@ def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
         metric: metric of the distances.
 
     Raises:
-        ConfigError: FAISS does not know the factory string, or it is not a plain inverted file.
+        ConfigError: FAISS does not know the factory string, the string is too long, has a too large number,
+            or describes another index than an inverted file.
     """
     # FAISS parses the string recursively and allocates all lists at once, so a bad string could end the
     # process.
@@ -254,7 +271,7 @@ faiss.cvar.distance_compute_blas_threshold = 1
 
 
 def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
-    """Find the k nearest rows of a matrix of keys for each query exactly, on all cores.
+    """Find the k nearest rows of a matrix of keys for each query exactly, on all CPU cores.
 
     Args:
         queries: query vectors, from which the mean key may be subtracted, float32, shape (q, dim).
@@ -264,8 +281,8 @@ def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Dista
         norms: squared norm of each key, shape (n,).
 
     Returns:
-        Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, the rest of a row
-        holds -1 and +inf.
+        Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, each missing
+        neighbor has row number -1 and distance +inf.
     """
     if len(queries) == 1:  # numpy multiplies a matrix by one vector in half the time
         return nearest_rows_by_numpy(queries, keys, k, metric, norms)
@@ -282,15 +299,18 @@ def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Dista
 
 
 def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
-    """Convert the result of a FAISS search to neighbors. The arrays are changed and used in the result.
+    """Convert the result of a FAISS search to neighbors. The arrays are changed in place and returned.
 
-    Inner products become negative inner products. FAISS marks missing neighbors with the id -1 and the
-    largest float; this float becomes +inf.
+    Inner products become negative inner products. Negative L2 distances, which rounding can cause, become 0.
+    FAISS marks a missing neighbor with id -1 and the largest float; the largest float becomes +inf.
 
     Args:
-        ids: ids from FAISS, int64, shape (q, k).
+        ids: ids from FAISS, nearest first, int64, shape (q, k).
         distances: distances or inner products from FAISS, float32, shape (q, k).
         metric: metric of the search.
+
+    Returns:
+        The ids and distances; each missing neighbor has id -1 and distance +inf.
     """
     if metric is Metric.IP:
         np.negative(distances, out=distances)
@@ -302,13 +322,14 @@ def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
 
 
 def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
-    """Train an inverted file on a sample of a segment's keys, add all keys, and write the index to a file.
+    """Train an inverted file on a sample of a segment's keys, add all keys, and write it to a file.
 
-    The index returns row numbers of the segment (0 for its first record), which stay valid when records are
+    An inverted file is an index that divides keys into lists of near keys. A search of the index gives the
+    numbers of records in the segment (0 for the first record). These numbers do not change when records are
     deleted.
 
     Args:
-        segment: a set of files with records of one group.
+        segment: the segment, which is a set of files with records of one group.
         factory: FAISS factory string of the index.
         dim: number of components of a key.
         metric: metric of the distances.
@@ -337,15 +358,22 @@ def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: 
 
 
 def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
-    """Check whether a segment has enough records for the lists of an index and for training its codes.
+    """Check whether a segment has enough records to train an index, which is an inverted file.
 
-    Codes are compressed keys.
+    Training fits the centers of the lists, and the codes (compressed keys) of the index. It needs at least 8
+    records for each list, and at least 256 records.
 
     Args:
         factory: FAISS factory string of the index.
         rows: number of records of the segment (a set of files with records).
         dim: number of components of a key.
         metric: metric of the distances.
+
+    Returns:
+        True if the segment has enough records, else False.
+
+    Raises:
+        ConfigError: FAISS does not know the factory string, or it is not a plain inverted file.
     """
     return rows >= max(8 * int(new_index(factory, dim, metric).nlist), 256)
 
@@ -425,9 +453,10 @@ class InvertedIndex:
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Neighbors:
-        """Find the k nearest records of each query in its nearest lists of the inverted file.
+        """Find the k nearest records of each query in the lists of the inverted file that are nearest to it.
 
-        The nearest candidates by the index's own distances are compared again by exact distances.
+        The index chooses the nearest candidates by its own distances. Then the exact distances of the
+        candidates are computed, and the k nearest candidates are returned.
 
         Args:
             queries: query vectors, float32, shape (q, dim).
@@ -439,7 +468,7 @@ class InvertedIndex:
 
         Returns:
             Row numbers of the segment (in `ids`) and distances, each of shape (q, k), nearest first. If the
-            lists have fewer than k allowed rows, the rest of a row holds -1 and +inf.
+            lists have fewer than k allowed rows, each missing neighbor has row number -1 and distance +inf.
         """
         params = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         keys = self._columns.keys_file
@@ -455,12 +484,14 @@ class InvertedIndex:
         return _convert_hits(rows, distances, self._metric)
 
     def _rerank_candidates(self, queries: Keys, candidates: Neighbors, k: int) -> Neighbors:
-        """Compute the exact distances of candidates from the stored keys, and return the k nearest, sorted.
+        """Return the k candidates of each query that are nearest by exact distances, nearest first.
+
+        The exact distances are computed from the stored keys.
 
         Args:
             queries: query vectors, float32, shape (q, dim).
             candidates: row numbers of the segment (in `ids`) and distances, each of shape (q, c). The
-                distances are replaced in place.
+                distances are replaced in place. A missing candidate has row number -1 and distance +inf.
             k: number of candidates to return for each query.
         """
         for query, rows, distances in zip(queries, candidates.ids, candidates.distances, strict=True):
@@ -471,9 +502,9 @@ class InvertedIndex:
 
 
 def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
-    """Compare an index file with its SHA-256, and open it with FAISS.
+    """Check an index file by its SHA-256, open the file with FAISS, and return the index.
 
-    The lists of the index stay on disk if FAISS can map them into memory.
+    If FAISS can map the file into memory, the lists of the index stay on disk. Otherwise they are loaded.
 
     Args:
         root: the datastore's directory.
@@ -508,8 +539,8 @@ def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
     """Make the object by which FAISS restricts a search to some rows of a segment.
 
     Args:
-        rows: the row numbers, as ranges.
-        total: number of all rows of the segment.
+        rows: numbers of the rows that may be found, as ranges. Row i is the i-th record of the segment.
+        total: number of all rows of the segment (a set of files with records).
 
     Returns:
         The selector; None if `rows` has all rows.
@@ -523,9 +554,9 @@ def _make_selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
 
 
 def _view_keys(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
-    """Make a FAISS index without lists (a flat index) that reads keys in place, without a copy.
+    """Return a FAISS index that compares queries with all keys of an array, without a copy of the array.
 
-    The index can only be searched, and only as long as the caller keeps `keys` alive.
+    The index can be searched, but not changed. The caller must keep `keys` alive while the index is used.
 
     Args:
         keys: float16 or float32, shape (n, dim).
@@ -605,7 +636,9 @@ class FaissDatastore(EmbeddedDatastore):
         return replace(super().capabilities, exact_search=self._policy.index == "exact")
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group of records is searched with indexes, not exactly.
+        """Check whether the records of a group (a numbered set of records) are searched with indexes.
+
+        Returns False for a group that is searched exactly: each query is compared with all records.
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
@@ -634,8 +667,8 @@ class FaissDatastore(EmbeddedDatastore):
         """Build the index of a segment with FAISS, and write the index to a file.
 
         Args:
-            segment: a set of files with records of one group.
-            parameters: result of `_index_parameters`.
+            segment: the segment, which is a set of files with records of one group.
+            parameters: result of `_index_parameters`; it has the FAISS factory string.
             path: file to create.
         """
         build_index(segment, parameters["faiss"], self._dim, self._metric, path)
@@ -644,11 +677,16 @@ class FaissDatastore(EmbeddedDatastore):
         """Open the index file of a segment (a set of files with records).
 
         Args:
-            segment: segment with an index.
+            segment: segment that has an index file.
             parameters: parameters that were saved with the index.
 
         Returns:
-            The index; None if another engine than FAISS built the index file.
+            The object that searches the segment with the index; None if the index file was built by another
+            engine than FAISS.
+
+        Raises:
+            FileNotFoundError: the index file does not exist; a writer may have replaced it.
+            CorruptDatastoreError: the index file is damaged.
         """
         if "faiss" not in parameters:
             return None

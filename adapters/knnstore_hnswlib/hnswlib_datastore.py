@@ -106,25 +106,37 @@ class Policy:
         return {"hnswlib": {"M": self.M, "ef_construction": self.ef_construction}}
 
     def is_group_indexed(self, group_rows: int) -> bool:
-        """Check whether a group of records is searched with graphs, not exactly.
+        """Check whether a group is so large that its records are searched with graphs.
+
+        A group is a numbered set of records, such as a domain. The records of a smaller group are all
+        compared with each query.
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
+
+        Returns:
+            True if the number is more than `exact_up_to`, else False.
         """
         return group_rows > self.exact_up_to
 
     def has_graph(self, rows: int, group_rows: int) -> bool:
-        """Check whether a segment (a set of files with records of one group) is searched with a graph.
+        """Check whether a segment (a set of files with records of one group) gets a graph.
 
         Args:
             rows: number of records of the segment, deleted records included.
-            group_rows: number of records of its group, without deleted and replaced records.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
+
+        Returns:
+            True if the group is searched with graphs and the segment has at least 1/8 of `exact_up_to`
+            records, else False.
         """
         return self.is_group_indexed(group_rows) and rows >= self.exact_up_to // _SMALL_SHARE
 
 
 def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
     """Return for each key the index of the first key that equals it, int64, shape (n,).
+
+    The result for a key without an earlier equal key is the key's own index.
 
     Equal keys share one node of a graph. Of 300 equal keys, hnswlib would link each key to 32 others and to
     nothing else. A search that reaches these keys would not leave them, and a search that starts elsewhere
@@ -151,9 +163,10 @@ def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
 
 
 class Members:
-    """Map from the nodes of a graph to those rows of a segment that have the node's key.
+    """Map from each node of a graph to the rows (record numbers in a segment) that have the node's key.
 
-    A node stands for one or more records with equal keys. Its number is the first row with this key.
+    A segment is a set of files with records; row i is its i-th record. A node stands for one or more records
+    with equal keys. The number of a node is the first row with its key.
 
     Args:
         rows: row numbers, as ranges, that may be returned, for example without deleted records.
@@ -187,8 +200,8 @@ class Members:
             k: number of rows to return for each query, >= 1.
 
         Returns:
-            Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If the nodes have fewer
-            than k rows, the rest of a row holds -1 and +inf.
+            Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If the nodes of a query
+            have fewer than k allowed rows, each missing neighbor has row number -1 and distance +inf.
         """
         if self._every_node_once:
             return Neighbors(nodes[:, :k], distances[:, :k]).padded(k)
@@ -203,7 +216,9 @@ class Members:
     def _expand_nodes(
         self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
     ) -> Neighbors:
-        """Convert nodes to the k nearest rows, in the general case: a node may have no row or several rows.
+        """Convert the nodes that a graph search has found to the k nearest rows of the segment.
+
+        A node may have no allowed row, one row or several rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
@@ -212,7 +227,8 @@ class Members:
             k: number of rows to return for each query.
 
         Returns:
-            Row numbers (in `ids`) and distances, each of shape (q, k); missing rows are -1 at +inf.
+            Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. Each missing neighbor
+            has row number -1 and distance +inf.
         """
         # A flat list of all rows, ordered by query and by node.
         first_column = np.cumsum(counts, axis=1) - counts  # column of the first row of each node
@@ -235,7 +251,7 @@ def build_graph(segment: Segment, policy: Policy, dim: int, metric: Metric, path
     Keys of deleted records are included.
 
     Args:
-        segment: a set of files with records of one group.
+        segment: the segment, which is a set of files with records of one group.
         policy: parameters of the graph.
         dim: number of components of a key.
         metric: metric of the distances.
@@ -336,7 +352,7 @@ class GraphIndex:
             ids: ids of the records to select; None selects all records.
 
         Returns:
-            Map from the nodes of the graph to the rows of the selected records.
+            Map from each node of the graph to the selected records that have the node's key.
         """
         if ids is None:
             return self._live
@@ -355,8 +371,8 @@ class GraphIndex:
             matching: the selected records, a result of the method `matching`.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Only if fewer than k records are
-            selected, the rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
+            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
         """
         available = min(k, matching.size)
         fetched = k
@@ -379,10 +395,11 @@ class GraphIndex:
     def _search_nodes(
         self, queries: Keys, k: int, matching: Members, fetched: int, *, is_exact_allowed: bool
     ) -> Neighbors:
-        """Find the k nearest selected records among the nearest nodes of the graph, or exactly.
+        """Find the k nearest of the selected records for each query, with the graph or by exact search.
 
-        If all nodes would be fetched, or if exact search is allowed and faster, all selected records are
-        compared with the queries instead.
+        With the graph, the neighbors are chosen among the nodes that are nearest to the query. Exact search
+        compares all selected records with the queries. Exact search is used in two cases: the graph would
+        return all its nodes, or exact search is allowed and faster.
 
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.
@@ -392,8 +409,8 @@ class GraphIndex:
             is_exact_allowed: True allows exact search if it is faster.
 
         Returns:
-            Record ids and distances, each of shape (q, k). If too few of the fetched nodes have a selected
-            record, the rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If the fetched nodes have fewer
+            than k selected records, each missing neighbor has id -1 and distance +inf.
         """
         # hnswlib visits at least `fetched` nodes that are not deleted, and deleted nodes on the way.
         visited = max(fetched, self._ef) * len(self._nodes) / max(1, self._live.nodes)
@@ -412,8 +429,9 @@ class GraphIndex:
             fetched: number of nearest nodes to fetch from the graph for each query.
 
         Returns:
-            Row numbers of the segment (in `ids`) and distances, each of shape (q, k). Missing neighbors are
-            -1 at +inf. A query that reaches fewer than `fetched` nodes has only missing neighbors.
+            Row numbers of the segment (in `ids`) and distances, each of shape (q, k), nearest first. Each
+            missing neighbor has row number -1 and distance +inf. A query that reaches fewer than `fetched`
+            nodes of the graph has only missing neighbors.
         """
         vectors = queries
         if self._metric is Metric.IP:
@@ -486,7 +504,10 @@ class HnswlibDatastore(EmbeddedDatastore):
         return 2 * dim + 16 + 4 * (dim + 1) + 12 * Policy.from_params(params).M + 32
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group of records is searched with graphs, not exactly.
+        """Check whether a group is so large that its records are searched with graphs.
+
+        A group is a numbered set of records, such as a domain. Returns False for a smaller group, whose
+        records are all compared with each query.
 
         Args:
             group_rows: number of records of the group, without deleted and replaced records.
@@ -498,10 +519,10 @@ class HnswlibDatastore(EmbeddedDatastore):
 
         Args:
             rows: number of records of the segment, deleted records included.
-            group_rows: number of records of its group, without deleted and replaced records.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
 
         Returns:
-            JSON values by name; None if the segment needs no graph.
+            ``{"hnswlib": {"M": ..., "ef_construction": ...}}``; None if the segment needs no graph.
         """
         return self._policy.graph_parameters if self._policy.has_graph(rows, group_rows) else None
 
@@ -509,8 +530,9 @@ class HnswlibDatastore(EmbeddedDatastore):
         """Build the graph of a segment with hnswlib, and write the graph to a file.
 
         Args:
-            segment: a set of files with records of one group.
-            parameters: ignored, because the adapter's parameters give the same values.
+            segment: the segment, which is a set of files with records of one group.
+            parameters: ignored; the graph is built with the parameters of this adapter, which have the same
+                values.
             path: file to create.
         """
         build_graph(segment, self._policy, self._dim, self._metric, path)
@@ -519,11 +541,16 @@ class HnswlibDatastore(EmbeddedDatastore):
         """Open the graph file of a segment (a set of files with records).
 
         Args:
-            segment: segment with an index.
+            segment: segment that has an index file.
             parameters: parameters that were saved with the index.
 
         Returns:
-            The graph; None if another engine than hnswlib built the index file.
+            The object that searches the segment with the graph; None if the index file was built by another
+            engine than hnswlib.
+
+        Raises:
+            FileNotFoundError: the graph file does not exist; a writer may have replaced it.
+            CorruptDatastoreError: the graph file is damaged.
         """
         if "hnswlib" not in parameters:
             return None

@@ -69,14 +69,15 @@ class Attempts:
     def open(self, call: Callable[[], Result]) -> Result:
         """Make the first call to a server, and return the result of the call.
 
-        The method differs from `read` in one point: if the server refuses the connection, the call is not
-        repeated.
+        After an error that may be temporary, the call is repeated within the time limit, as `read` does. But
+        if the server cannot be connected to, the call is not repeated, and an error is raised at once.
 
         Args:
-            call: function that calls the server.
+            call: function that calls the server; it may be called several times.
 
         Raises:
-            StoreUnavailableError: the call was not answered within the time limit.
+            StoreUnavailableError: the server cannot be connected to, or the call did not succeed within the
+                time limit.
             DatastoreNotFoundError: the collection does not exist.
             DatastoreError: the server refuses the call.
         """
@@ -85,11 +86,13 @@ class Attempts:
     def read(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes nothing on the server, and return the result of the call.
 
+        After an error that may be temporary, the call is repeated until the time limit.
+
         Args:
             call: function that calls the server; it may be called several times.
 
         Raises:
-            StoreUnavailableError: the call was not answered within the time limit.
+            StoreUnavailableError: the call did not succeed within the time limit.
             DatastoreNotFoundError: the collection does not exist.
             DatastoreError: the server refuses the call.
         """
@@ -98,13 +101,14 @@ class Attempts:
     def write(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes something on the server, and return the result of the call.
 
-        The time limit is three times the limit of `read`.
+        After an error that may be temporary, the call is repeated until the time limit. The time limit is
+        three times the limit of `read`.
 
         Args:
             call: function that calls the server; it may be called several times.
 
         Raises:
-            StoreUnavailableError: the call was not answered within the time limit.
+            StoreUnavailableError: the call did not succeed within the time limit.
             DatastoreNotFoundError: the collection does not exist.
             DatastoreError: the server refuses the call.
         """
@@ -113,13 +117,15 @@ class Attempts:
     def change(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns the status ``completed``.
 
-        After any other status, the server may make the change later or never.
+        A point is a stored vector. Any other status means that the server may make the change later or never.
+        The time limit is that of `write`.
 
         Args:
-            call: function that calls the server and returns the status of the change.
+            call: function that calls the server and returns the status of the change; it may be called
+                several times.
 
         Raises:
-            StoreUnavailableError: the call was not answered within the time limit.
+            StoreUnavailableError: the call did not succeed within the time limit.
             DatastoreNotFoundError: the collection does not exist.
             DatastoreError: the server refuses the call.
         """
@@ -133,20 +139,27 @@ class Attempts:
         self.write(require_completed)
 
     def seconds_left(self) -> float:
-        """Return how many seconds the call that this thread makes now may still take, at least 0.001."""
+        """Return how many seconds are left for the call that the current thread makes, at least 0.001.
+
+        If the thread has made no call through this object yet, the result is the time limit of a reading
+        call.
+        """
         until: float = getattr(self._attempt, "until", time.monotonic() + self._timeout)
         return max(until - time.monotonic(), 0.001)
 
     def limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
     ) -> httpx.Response:
-        """Send an HTTP request with the remaining time as its timeout, and return the response.
+        """Send an HTTP request with the time that is left for the current call as its timeout.
 
         The HTTP client calls this method for each request, as a middleware.
 
         Args:
             request: the request.
             send: function that sends the request.
+
+        Returns:
+            The response.
         """
         request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
         return send(request)
@@ -159,11 +172,12 @@ class Attempts:
         Args:
             call: function that calls the server.
             seconds: time limit of all attempts together.
-            retry_refused: True also repeats the call if the server refuses the connection.
+            retry_refused: True also repeats the call if the server cannot be connected to; False raises an
+                error in this case.
 
         Raises:
-            StoreUnavailableError: the time is over, or the server refused the connection and `retry_refused`
-                is False.
+            StoreUnavailableError: no attempt succeeded within the time limit, or the server cannot be
+                connected to and `retry_refused` is False.
             DatastoreError: the error is not temporary, so the call is not repeated.
         """
         deadline = time.monotonic() + seconds
@@ -236,9 +250,10 @@ class Attempts:
 
 
 def pauses() -> Iterator[float]:
-    """Yield lengths of pauses between attempts, in seconds, without end.
+    """Yield the length in seconds of each pause between two attempts of a call, without end.
 
-    The pauses grow up to `_LONGEST_PAUSE`, and are made shorter by random amounts.
+    The pauses begin at .05 seconds and double up to 2 seconds. Each pause is shortened by a random amount of
+    up to one half.
     """
     pause = _FIRST_PAUSE
     while True:
@@ -258,7 +273,7 @@ MARK = "knnstore"
 """Name in a collection's metadata under which a random number that identifies the collection is saved."""
 
 OWNER = "knnstore_owner"
-"""Name in a collection's metadata under which the owner, the store to which the keys belong, is saved."""
+"""Name in a collection's metadata under which the name of the store that owns the collection is saved."""
 
 GROUP = "group"
 """Name in a point's payload of the record's group number (such as the number of its domain), an integer."""
@@ -266,12 +281,13 @@ GROUP = "group"
 POSITION = "position"
 """Name in a point's payload of the record's position (the number of its token in the store), an integer.
 
-Qdrant cannot filter by ranges of ids, and its ranges of a field are floats. A record id begins with its
-position, so ranges of ids become ranges of positions, whose 43 bits a float represents exactly.
+Qdrant cannot filter by ranges of ids. It can filter by ranges of a field, but with floats as limits. A record
+id begins with the record's position, so ranges of ids are converted to ranges of positions. A position has 43
+bits, which a float represents exactly.
 """
 
 _BULK = 100_000
-"""Number of added records after which the server is told to postpone indexing until the load is complete."""
+"""Number of added records after which the server is told to postpone indexing until all records are added."""
 
 _INDEXES: Mapping[str, models.IntegerIndexParams] = {
     # `is_principal`: the server stores the points of a group together and links them in the graph.
@@ -318,6 +334,9 @@ class Collection:
     def open(self, dim: int, metric: Metric, *, create: bool, must_create: bool) -> None:
         """Find the collection on the server, or create it, and check its dimension and metric.
 
+        The attributes `mark`, `exact_keys` and `quantized` are set. If `create` is True, missing indexes of
+        the payload are created too.
+
         Args:
             dim: number of components of a vector.
             metric: metric of the distances.
@@ -328,6 +347,8 @@ class Collection:
             DatastoreNotFoundError: the collection does not exist, and `create` is False.
             DatastoreExistsError: the collection exists, and `must_create` is True.
             DatastoreMismatchError: another program made the collection, or it has another dim or metric.
+            StoreUnavailableError: the server cannot be reached.
+            DatastoreError: the server refuses a call.
         """
         info = self._fetch_info()
         if info is None:
@@ -379,14 +400,18 @@ class Collection:
         return owner if isinstance(owner, str) else None
 
     def claim(self, owner: str) -> None:
-        """Save the name of the store to which the collection belongs; other metadata stay as they are."""
+        """Save the name of the store to which the collection belongs. Other metadata are not changed.
+
+        Args:
+            owner: name of the store.
+        """
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
     def will_add(self, records: int) -> None:
         """Count records that the caller is about to add, and postpone the server's indexing if they are many.
 
         From 100,000 added records on, indexing is postponed until `resume_indexing` or `index` is called.
-        Otherwise the server would index the same points again and again.
+        Without the postponement, the server would index the same points again and again.
 
         Args:
             records: number of records that will be added.
@@ -397,7 +422,11 @@ class Collection:
             self._is_indexing_postponed = True
 
     def resume_indexing(self) -> None:
-        """Let the server index new points again, in the background, if indexing was postponed."""
+        """Tell the server to index new points (stored vectors) again, if its indexing was postponed.
+
+        The method does not wait; the server indexes in the background. If indexing was not postponed, nothing
+        is sent to the server.
+        """
         self._added = 0
         if self._is_indexing_postponed:
             self._configure_indexing(
@@ -406,9 +435,12 @@ class Collection:
             self._is_indexing_postponed = False
 
     def index(self) -> None:
-        """Let the server index all points, and wait until it is done.
+        """Let the server index all points (stored vectors), and wait until all points are indexed.
+
+        There is no time limit.
 
         Raises:
+            StoreUnavailableError: the server cannot be reached.
             DatastoreError: the server reports that it cannot index.
         """
         self.resume_indexing()
@@ -423,7 +455,7 @@ class Collection:
             time.sleep(pause)
 
     def _fetch_info(self) -> models.CollectionInfo | None:
-        """Return the server's description of the collection; None if the collection does not exist."""
+        """Fetch the server's description of the collection; return None if the collection does not exist."""
         try:
             return self.attempts.open(lambda: self.client.get_collection(self.name))
         except DatastoreNotFoundError:
@@ -440,7 +472,10 @@ class Collection:
 
     @staticmethod
     def _is_complete(info: models.CollectionInfo) -> bool:
-        """Check whether the creation of a collection was completed: whether its payload indexes exist.
+        """Check whether the creation of a collection was completed.
+
+        Returns True if the server has the indexes of the values ``group`` and ``position``, which are created
+        last; else False.
 
         Args:
             info: the server's description of the collection.
@@ -486,7 +521,9 @@ class Collection:
         self.attempts.write(create)
 
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
-        """Let the server index a value of the points' payload, and wait until the index exists.
+        """Let the server create an index of a payload value, and wait until the index exists.
+
+        The payload is the set of named values of a point (a stored vector).
 
         Args:
             field: name of the value in the payload.
@@ -530,9 +567,10 @@ class Collection:
         )
 
     def _configure_indexing(self, optimizers: models.OptimizersConfigDiff) -> None:
-        """Change how the server indexes the points of this collection.
+        """Change how the server indexes the points (stored vectors) of this collection.
 
         Args:
-            optimizers: the settings to change.
+            optimizers: the settings to change, as a message of qdrant-client. Settings that are not in the
+                message stay the same.
         """
         self.attempts.write(lambda: self.client.update_collection(self.name, optimizers_config=optimizers))

@@ -64,10 +64,12 @@ class Condition:
 def condition_from_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -> Condition:
     """Convert a filter of records to a condition on points.
 
-    If the filter has groups, the condition selects the groups, because the server has an index of them.
+    If the filter has groups, the condition selects the groups, because the server has an index of the group
+    numbers. Otherwise it selects the filter's ranges of record ids. If the filter allows no record, the
+    condition selects nothing.
 
     Args:
-        where: the filter.
+        where: filter with group numbers or ranges of record ids.
         read_ids: function that returns the ids of all stored points that a condition selects.
     """
     if where.groups is not None:
@@ -78,9 +80,10 @@ def condition_from_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -
 def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]) -> Condition:
     """Convert ranges of record ids to a condition with ranges of positions and single ids.
 
-    A record id encodes a position and a token. knnstore itself uses only ranges that contain all ids of a
-    position. For other ranges, the ids at their ends are listed if they are few; otherwise the server is
-    asked which of these ids exist.
+    A record id encodes a position (the number of a token in the store) and a token. Positions of which a
+    range contains all record ids become ranges of positions. At its ends, a range may contain only some
+    record ids of a position. If there are at most 10,000 of these ids, the condition lists them. Otherwise
+    `read_ids` reads which of these ids exist, and the condition lists the existing ids.
 
     Args:
         ranges: the ranges; no ranges give a condition that selects nothing.
@@ -120,7 +123,7 @@ def _to_grpc_filter(condition: Condition | None) -> Any:
 def _convert_hits(
     answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_attribute: str = "id"
 ) -> Neighbors:
-    """Convert the server's hits (points that it found) to neighbors.
+    """Convert the points that the server has found (hits) to neighbors.
 
     Qdrant's score is the square root of knnstore's L2 distance, or the inner product.
 
@@ -131,8 +134,8 @@ def _convert_hits(
         id_attribute: name of the attribute of a hit that is its id; dots lead to nested attributes.
 
     Returns:
-        Record ids and distances, each of shape (q, k), nearest first. If a query has fewer than k hits, the
-        rest of its row holds id -1 and distance +inf.
+        Record ids and distances, each of shape (q, k), nearest first. If a query has fewer than k hits, each
+        missing neighbor has id -1 and distance +inf.
     """
     neighbors = Neighbors.nothing(len(answers), k)
     for row, hits in enumerate(answers):
@@ -148,9 +151,9 @@ def _convert_hits(
 class ServerPoints:
     """The points of an open collection, read and written over REST.
 
-    A point is a vector with an id and a payload; each record is a point. A condition selects points; None
-    selects all points, and a condition that selects nothing is not allowed. A writing method returns when its
-    change is visible; if this is not certain, the method raises an error.
+    A point is a vector with an id and a payload (named values); each record is a point. A condition selects
+    points. In place of a condition, None selects all points. A condition that selects nothing is not allowed.
+    A writing method returns when its change is visible. If this is not certain, the method raises an error.
 
     Args:
         collection: the open collection.
@@ -172,10 +175,11 @@ class ServerPoints:
         self._senders = ThreadPoolExecutor(collection.options.parallel, thread_name_prefix="qdrant")
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points, and replace points with the same ids. Several requests are sent at the same time.
+        """Add records to the collection; a new record replaces an older record with the same id.
 
-        If a request fails, no further request is sent, and the error is raised when the running requests have
-        ended. Some of the points may be stored then.
+        The records are divided among requests, several of which are sent at the same time. If a request
+        fails, no further request is sent, and the error is raised when the running requests have ended. In
+        this case some of the records may be stored.
 
         Args:
             ids: record ids, int64, shape (n,).
@@ -183,7 +187,8 @@ class ServerPoints:
             groups: group number of each record, int32, shape (n,).
 
         Raises:
-            InvalidVectorError: a component is too large for float16; no point is added.
+            InvalidVectorError: vectors are stored as float16, and a component is too large; no record is
+                added.
         """
         largest = float(np.abs(keys).max(initial=0))
         if largest > _LARGEST and not self.exact_keys:
@@ -204,7 +209,7 @@ class ServerPoints:
                 future.result()
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points with a single request, and wait until the server has stored them.
+        """Add records with a single request, and wait until the server has stored the records.
 
         Args:
             ids: record ids, int64, shape (n,).
@@ -222,17 +227,18 @@ class ServerPoints:
         self.attempts.change(lambda: self._client.upsert(self._name, batch, wait=True).status.value)
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
-        """Find the k nearest points of each query with a single request.
+        """Find the k nearest points (stored vectors) of each query with a single request.
 
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
             condition: points that may be found; None allows all points.
-            exact: True compares each query with all these points; False searches the graph, approximately.
+            exact: True compares each query with all points that may be found; False searches the server's
+                graph, approximately.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points are found,
+            each missing neighbor has id -1 and distance +inf.
         """
         params = self._make_search_params(k, exact)
         selection = None if condition is None else _to_rest_filter(condition)
@@ -244,7 +250,11 @@ class ServerPoints:
         return _convert_hits([answer.points for answer in answers], k, self._metric)
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects, and wait until the change is visible."""
+        """Delete the selected points (stored vectors), and wait until the change is visible.
+
+        Args:
+            condition: the points to delete; it must select at least one.
+        """
         selector = models.FilterSelector(filter=_to_rest_filter(condition))
         self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
@@ -255,13 +265,14 @@ class ServerPoints:
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
-        """Read the next points by ascending id, beginning at an id.
+        """Read the next points (stored vectors), by ascending id, beginning at an id.
 
         Args:
             first: smallest id to return.
-            limit: number of points to return, >= 1. Fewer points are returned only if no more exist.
+            limit: number of points to return, >= 1. Fewer points are returned if no more points exist.
             condition: points to return; None returns all points.
-            keys: True also returns vectors and group numbers; False returns empty arrays in their place.
+            keys: True also returns vectors and group numbers; False returns empty arrays for the vectors and
+                the group numbers.
 
         Returns:
             Record ids int64 (n,), vectors float32 (n, dim), and group numbers int32 (n,).
@@ -285,11 +296,15 @@ class ServerPoints:
         )
 
     def optimize(self) -> None:
-        """Let the server index all points (stored vectors), and wait until it is done."""
+        """Let the server index all points (stored vectors), and wait until all points are indexed."""
         self._collection.index()
 
     def close(self) -> None:
-        """Let the server index new points again if indexing was postponed, and close the connections."""
+        """Close the connections to the server.
+
+        If the server's indexing was postponed, the server is first told to index again. The method does not
+        wait until the index is built.
+        """
         self._senders.shutdown()
         try:
             self._collection.resume_indexing()
@@ -300,6 +315,9 @@ class ServerPoints:
         """Clip the components of queries to the range of float16 if the vectors are stored as float16.
 
         If the vectors are stored as float32, the queries are returned unchanged.
+
+        Args:
+            queries: query vectors, float32, shape (q, dim).
         """
         return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
@@ -319,13 +337,17 @@ class ServerPoints:
 
 
 def answers_over_grpc(collection: Collection) -> bool:
-    """Check whether a server answers at the port for gRPC, and is the server that REST reaches.
+    """Check whether the server of a collection answers over gRPC.
 
-    The random number in the collection's metadata must be the same over gRPC and REST. So the result
-    is always False for a server that keeps no metadata of collections (before 1.16).
+    The check waits at most 2 seconds. The answer must come from the same server as over REST: a random number
+    in the collection's metadata must be the same.
 
     Args:
         collection: open collection.
+
+    Returns:
+        True if the same server answers over gRPC. False if no server or another server answers, or if the
+        server keeps no metadata of collections (before version 1.16).
     """
     request: Any = grpc.GetCollectionInfoRequest(collection_name=collection.name)
     timeout = min(_PROBE_SECONDS, collection.options.timeout)
@@ -345,7 +367,7 @@ class GrpcPoints(ServerPoints):
     """
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add points with a single request over gRPC, and wait until the server has stored them.
+        """Add records with a single request over gRPC, and wait until the server has stored the records.
 
         Args:
             ids: record ids, int64, shape (n,).
@@ -374,17 +396,18 @@ class GrpcPoints(ServerPoints):
         self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
-        """Find the k nearest points of each query with a single request over gRPC.
+        """Find the k nearest points (stored vectors) of each query with a single request over gRPC.
 
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
             condition: points that may be found; None allows all points.
-            exact: True compares each query with all these points; False searches the graph, approximately.
+            exact: True compares each query with all points that may be found; False searches the server's
+                graph, approximately.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points are found,
+            each missing neighbor has id -1 and distance +inf.
         """
         shared: dict[str, Any] = {
             "collection_name": self._name,
@@ -409,7 +432,11 @@ class GrpcPoints(ServerPoints):
         return _convert_hits(hits, k, self._metric, id_attribute="id.num")
 
     def delete(self, condition: Condition) -> None:
-        """Delete the points that a condition selects over gRPC, and wait until the change is visible."""
+        """Delete the selected points (stored vectors) over gRPC, and wait until the change is visible.
+
+        Args:
+            condition: the points to delete; it must select at least one.
+        """
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
         self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
@@ -422,13 +449,14 @@ class GrpcPoints(ServerPoints):
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
-        """Read the next points by ascending id over gRPC, beginning at an id.
+        """Read the next points (stored vectors) over gRPC, by ascending id, beginning at an id.
 
         Args:
             first: smallest id to return.
             limit: number of points to return, >= 1. Fewer points are returned only if no more exist.
             condition: points to return; None returns all points.
-            keys: True also returns vectors and group numbers; False returns empty arrays in their place.
+            keys: True also returns vectors and group numbers; False returns empty arrays for the vectors and
+                the group numbers.
 
         Returns:
             Record ids int64 (n,), vectors float32 (n, dim), and group numbers int32 (n,).
@@ -452,7 +480,9 @@ class GrpcPoints(ServerPoints):
         return ids, vectors, np.array(groups, np.int32)
 
     def _send_request(self, method: str, request: Any) -> Any:
-        """Send a request over gRPC, and return the answer, within the remaining time of the current call.
+        """Send a request over gRPC, and return the answer.
+
+        The timeout is the time that `Attempts` leaves for the current call.
 
         Args:
             method: name of the server's gRPC method.
@@ -467,7 +497,9 @@ def _read_status(answer: Any) -> str:
 
 
 def _iterate_vector_messages(vectors: Keys) -> Iterator[Any]:
-    """Yield a gRPC message for each vector. The messages are parsed from bytes, because this is faster.
+    """Convert each vector to a gRPC message, and yield the messages in the order of the vectors.
+
+    The messages are parsed from bytes, because this is faster than passing a list of floats.
 
     Args:
         vectors: float32, shape (n, dim).

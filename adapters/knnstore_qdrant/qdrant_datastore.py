@@ -101,7 +101,10 @@ class QdrantDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a collection on a server. gRPC is used if the server answers over gRPC, else REST.
+        """Open or create a collection (a named set of vectors) on a Qdrant server.
+
+        The datastore uses gRPC if the server answers over gRPC and `prefer_grpc` is True; otherwise it uses
+        REST. A warning is logged if the versions of the server and of qdrant-client differ too much.
 
         Args:
             location: address of the server, ``http://HOST:PORT`` or ``https://HOST:PORT``.
@@ -112,8 +115,8 @@ class QdrantDatastore:
                 collection.
 
         Raises:
-            ConfigError: the location is not an address, a parameter is not valid, or the environment does not
-                say to which server an API key belongs.
+            ConfigError: the location is not an address, `dim` or a parameter is not valid, or the environment
+                does not say to which server an API key belongs.
             StoreUnavailableError: the server cannot be reached.
             DatastoreNotFoundError: mode ``"r"``, and the collection does not exist.
             DatastoreExistsError: mode ``"x"``, and the collection exists.
@@ -139,6 +142,9 @@ class QdrantDatastore:
         Args:
             location: address of the server.
             **params: parameters of the adapter; `collection` is the name of the collection.
+
+        Raises:
+            DatastoreMismatchError: another program made the collection.
         """
         with _connect_collection(location, Options.from_params(params)) as collection:
             collection.erase()
@@ -182,7 +188,10 @@ class QdrantDatastore:
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
-        """Choose a name for a copy of the collection that no collection on the server has. Creates nothing.
+        """Choose an unused name for a copy of the collection on the same server. Creates nothing.
+
+        The name is the name of the present collection, with the smallest free number from 2 on at its end,
+        such as ``knnstore-2``.
 
         Args:
             location: address of the server.
@@ -211,7 +220,11 @@ class QdrantDatastore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The features of this collection, which depend on its parameters; several processes may write."""
+        """The features of this datastore. Records are durable, and several processes may write.
+
+        `exact_search` is True if the parameter `exact` is True. `exact_keys` is True if vectors are stored as
+        float32, and False if they are stored as float16.
+        """
         return Capabilities(
             exact_search=self._points.exact_search,
             exact_keys=self._points.exact_keys,
@@ -222,8 +235,8 @@ class QdrantDatastore:
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records. A new record replaces an older record with the same id.
 
-        The change is durable when the call returns. After an error, some of the records may be stored; the
-        same call again stores the rest.
+        The change is durable when the call returns. After an error, some of the records may be stored. The
+        same call can then be repeated, and stores all records.
 
         Args:
             ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
@@ -248,8 +261,8 @@ class QdrantDatastore:
             where: records that may be found; None allows all records.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, the
-            rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
+            missing neighbor has id -1 and distance +inf.
         """
         points, k = self._get_open_points(), checked_k(k)
         queries = checked_keys(queries, self._dim, what="queries")
@@ -285,6 +298,9 @@ class QdrantDatastore:
         Args:
             ids: ids of the records to yield; None yields all records.
             batch_size: largest number of records in a batch, >= 1; a batch may have fewer.
+
+        Yields:
+            Record ids int64 (n,), keys float32 (n, dim), and group numbers int32 (n,) of n records, n >= 1.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -309,10 +325,10 @@ class QdrantDatastore:
         self._get_open_points()
 
     def optimize(self) -> None:
-        """Wait until the server has indexed all records and freed the space of deleted records.
+        """Let the server index all records and free the space of deleted records, and wait until it is done.
 
-        Until then, each query is compared with all records that are not indexed. Call this method after
-        adding many records.
+        While some records are not indexed, each query is compared with all of these records. Call this method
+        after adding many records. Raises ReadOnlyError in mode ``"r"``.
         """
         self._get_writable_points().optimize()
 
@@ -337,7 +353,10 @@ class QdrantDatastore:
         self.close()
 
     def _get_open_points(self) -> ServerPoints:
-        """Return the object that reads and writes the points. Raises `DatastoreClosedError` after `close`."""
+        """Return the object that reads and writes the points (stored vectors) on the server.
+
+        Raises `DatastoreClosedError` after `close`.
+        """
         if self._closed:
             raise DatastoreClosedError("this Qdrant store was closed; open it again")
         return self._points
@@ -354,10 +373,10 @@ class QdrantDatastore:
 
     @staticmethod
     def _search_batch(points: ServerPoints, queries: Keys, k: int, condition: Condition | None) -> Neighbors:
-        """Find the k nearest points of each query.
+        """Find the k nearest points (stored vectors) of each query.
 
-        If the search of the server's graph finds fewer than k neighbors of a query, the search for this query
-        is repeated exactly.
+        The server searches its graph. If this finds fewer than k neighbors of a query, the query is compared
+        with all points that may be found. With the parameter `exact`, all queries are.
 
         Args:
             points: the object that calls the server.
@@ -366,8 +385,8 @@ class QdrantDatastore:
             condition: points that may be found; None allows all points.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points may be
+            found, each missing neighbor has id -1 and distance +inf.
         """
         neighbors = points.query(queries, k, condition, exact=points.exact_search)
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
@@ -386,7 +405,11 @@ class QdrantDatastore:
         Args:
             limit: largest number of points in a batch.
             condition: points to yield; None yields all points.
-            keys: True also reads vectors and group numbers; False yields empty arrays in their place.
+            keys: True also reads vectors and group numbers; False yields empty arrays for the vectors and the
+                group numbers.
+
+        Yields:
+            Record ids int64 (n,), vectors float32 (n, dim), and group numbers int32 (n,); no batch is empty.
         """
         first, size = 0, limit
         while size >= limit:
@@ -407,9 +430,10 @@ _conforms: type[Datastore] = QdrantDatastore  # a type checker compares every si
 
 @contextmanager
 def _connect_collection(location: str | Path, options: Options) -> Iterator[Collection]:
-    """Connect to a server, and yield an object for a collection on it, which is not looked up yet.
+    """Create a client of a server, and yield an object for a collection on the server.
 
-    If the ``with`` block raises an error, the connections are closed. Otherwise the caller closes them.
+    Nothing is sent to the server yet, so the collection may not exist. If the ``with`` block raises an error,
+    the connections are closed. Otherwise the caller closes the connections.
 
     Args:
         location: address of the server.
@@ -451,9 +475,11 @@ def _connect_collection(location: str | Path, options: Options) -> Iterator[Coll
 
 
 def _compare_versions(collection: Collection) -> None:
-    """Compare the versions of the server and of qdrant-client; log a warning if they differ too much.
+    """Log a warning if the versions of the server and of qdrant-client differ too much.
 
-    More than one minor version is too much. Each server is compared only once in a process.
+    The versions differ too much if the major versions differ, or the minor versions differ by more than one.
+    Each server is asked for its version only once in a process. If the server does not tell its version,
+    nothing is logged.
 
     Args:
         collection: collection on the server.
@@ -477,9 +503,10 @@ def _compare_versions(collection: Collection) -> None:
 
 
 def _refuse_folder(location: str | Path) -> None:
-    """Raise `ConfigError` if a location is a folder and not the address of a server.
+    """Raise `ConfigError` if a location has no ``://``, so that it cannot be the address of a server.
 
-    Older versions of knnstore kept keys in a folder with Qdrant's engine; the message says what to do then.
+    Older versions of knnstore kept keys in a folder with Qdrant's engine. For such a folder, the message says
+    how to move the keys.
     """
     if "://" in str(location):
         return
@@ -496,10 +523,12 @@ def _refuse_folder(location: str | Path) -> None:
 
 
 def _check_address(url: str) -> str:
-    """Check the address of a server, and return it in a normalized form without secrets.
+    """Check the address of a server, and return the address in a normalized form.
+
+    The result is scheme, host, port and path; the port is always included, and is 6333 by default.
 
     Args:
-        url: address as the user or the store names it, for example ``http://localhost:6333``.
+        url: address as the user or the store names it, for example ``http://localhost``.
 
     Raises:
         ConfigError: the URL is not an address, or contains a password or a key.
@@ -520,10 +549,12 @@ def _check_address(url: str) -> str:
 
 
 def _find_api_key(place: str) -> str | None:
-    """Return the API key for a server from the environment; None if the environment has no key for it.
+    """Return the API key for a server from the environment; None if the environment has no such key.
 
-    The address comes from the store, which a stranger may have made. So a key is sent only to the server that
-    the user named together with the key, and a file that the store names is never read.
+    The environment variable KNNSTORE_QDRANT_API_KEY has keys, and KNNSTORE_QDRANT_URL the addresses of their
+    servers in the same order. The address in `place` comes from the store, which a stranger may have made. So
+    a key is sent only to the server that the user named together with the key. A file that the store names is
+    never read.
 
     Args:
         place: normalized address of the server, a result of `_check_address`.

@@ -17,7 +17,8 @@ class Options:
     """The parameters of the Qdrant adapter, for creating, reaching and searching a collection.
 
     A collection is a named set of points (vectors) on a server. The parameters up to `full_scan_threshold`
-    and from `shards` on apply when the collection is created; Qdrant keeps them with the collection.
+    and from `shards` on apply only when the collection is created. Qdrant saves these parameters with the
+    collection.
 
     Args:
         m: number of links of a point in the graph (HNSW, Malkov and Yashunin 2018), >= 2.
@@ -33,9 +34,9 @@ class Options:
         full_scan_threshold: size of the vectors in kilobytes up to which all points that match a filter are
             compared without the graph, >= 1.
         ef: number of candidates of a search of the graph, >= 1; at least k candidates are used.
-        exact: True compares each query with every point.
-        oversampling: k times this number of points are found by codes and then compared by their vectors,
-            >= 1.
+        exact: True compares each query with every point; False searches the graph, approximately.
+        oversampling: factor of the candidates that are found by codes, >= 1. A search for k neighbors finds
+            k times this number of points by codes, and then compares the found points by their vectors.
         collection: name of the collection; each store on a server needs another name.
         timeout: time in seconds after which an unanswered reading call raises StoreUnavailableError, >= 0.1;
             a writing call may take three times as long.

@@ -113,15 +113,18 @@ class Catalog:
     def create(cls, url: URL, identity: Identity, engine: Engine, *, store_id: str | None = None) -> Self:
         """Create the tables and the description of a new store in one transaction, and open the catalog.
 
+        The catalog is the SQL database of the store.
+
         Args:
             url: database in which the tables are created.
             identity: model and parameters of the store, which never change.
             engine: vector engine that holds the keys: name, location and parameters.
-            store_id: id of the store; None chooses a random id. If the database holds a store with this id
-                that was never opened for writing, its creation was interrupted, and it is created again.
+            store_id: id of the store; None chooses a random id. If an earlier creation of a store with this
+                id was interrupted, the store is created again; such a store was never opened for writing.
 
         Raises:
-            StoreExistsError: the database already holds a store.
+            StoreExistsError: the database already holds another store, or the store with this id was opened
+                for writing before.
             StoreUnavailableError: the database cannot be reached.
         """
         if is_sqlite_file(url):
@@ -159,16 +162,17 @@ class Catalog:
         """Copy SQLite's write-ahead log (file ``-wal``) into the database file, and empty the log.
 
         Does nothing on PostgreSQL and for a database in memory. If readers block the copy or the disk is
-        full, the log stays as it is, and no error is raised.
+        full, the log is not changed, and no error is raised.
         """
         if is_sqlite_file(self.sql.url):
             take_in_log(self.sql)
 
     def database(self) -> tuple[str, str]:
-        """Return an identifier of the database, and its location as text for messages.
+        """Return an identifier of the database, and the location of the database as text for messages.
 
-        A copy of the database has another identifier. The location is the absolute path of a SQLite file,
-        ":memory:" for a database in memory, else the URL with *** in place of the password.
+        A copy of the database has another identifier. The location of a SQLite file is its absolute path. The
+        location of a database in memory is ":memory:". The location of a PostgreSQL database is its URL
+        without options and with *** in place of the password.
         """
         url = self.sql.url
         location = render_location(url)
@@ -177,8 +181,8 @@ class Catalog:
     def revision(self) -> int:
         """Return the store's revision: a counter that grows with every change that readers can see.
 
-        Every search calls this method. On SQLite, the revision is cached until a commit to the file is
-        noticed, which costs less than a query. On PostgreSQL, each call runs a query.
+        Every search calls this method. On SQLite, the revision is cached until another connection commits a
+        change to the file. On PostgreSQL, each call runs a query.
         """
         version = self._commits.version() if self._commits else None
         cached_version, cached_revision = self._cached_revision
@@ -205,8 +209,8 @@ class Catalog:
     def snapshot(self) -> Snapshot:
         """Return the positions and domains of all live documents, as immutable arrays.
 
-        All values are read at the same revision (state of the store). Live documents are completely stored
-        and not removed.
+        A position is the number of a token in the store. Live documents are completely stored and not
+        removed. All values belong to the same revision (state of the store).
 
         Raises:
             CatalogError: the positions of documents overlap or are out of range.
@@ -230,8 +234,8 @@ class Catalog:
 
         Args:
             domain: name of the documents' domain; None allows all domains.
-            domains: names of allowed domains, in addition to `domain`; None allows all domains, and an empty
-                sequence gives an empty list.
+            domains: names of several allowed domains; None allows all domains, and an empty sequence gives an
+                empty list. If `domain` is given too, documents must match both arguments.
             id: id that the user gave the documents; several domains may have a document with this id. None
                 allows all ids.
             tag: tag that the documents carry; None allows documents with any tags or none.
@@ -251,7 +255,10 @@ class Catalog:
             return list(read_documents(session, session.execute(statement)).values())
 
     def documents_of(self, rows: Iterable[int]) -> dict[int, Document]:
-        """Return live documents by the primary keys of their rows in the database.
+        """Return descriptions of live documents, by the primary keys of the documents.
+
+        A live document is completely stored and not removed. Its primary key is the number of its row in the
+        database.
 
         Args:
             rows: primary keys; keys of unknown or removed documents are left out of the result.
@@ -301,7 +308,13 @@ class Catalog:
     def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
         """Return for each tag the primary keys (row numbers in the database) of live documents with the tag.
 
-        A live document is completely stored and not removed. Tags that no live document carries are left out.
+        A live document is completely stored and not removed.
+
+        Args:
+            tags: tags (labels of documents). Tags that no live document has are left out of the result.
+
+        Raises:
+            InputError: a tag is not valid, see `check_name`.
         """
         tags = check_names(tags, "the tag")
         statement = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
@@ -330,7 +343,8 @@ class Catalog:
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Return the pair (id, name of the domain) of live documents, by the primary keys of the documents.
 
-        The id is the id that the user gave the document.
+        The id is the id that the user gave the document. A live document is completely stored and not
+        removed.
 
         Args:
             rows: primary keys; keys of unknown or removed documents are left out of the result.
@@ -361,6 +375,8 @@ class Catalog:
     def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
         """Return the SHA-256 of the text of live documents, by the primary keys of the documents.
 
+        A live document is completely stored and not removed.
+
         Args:
             rows: primary keys; keys of unknown or removed documents are left out of the result.
         """
@@ -371,7 +387,7 @@ class Catalog:
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield pairs (primary key, token ids) of live documents, in any order.
 
-        The token ids are uint32, shape (n,).
+        A live document is completely stored and not removed. The token ids are uint32, shape (n,).
 
         Args:
             rows: primary keys; keys of unknown or removed documents are left out.
@@ -385,13 +401,14 @@ class Catalog:
                 yield row, decode_tokens(blob, digest)
 
     def altered(self, rows: Iterable[int]) -> set[int]:
-        """Return the primary keys of documents whose stored values are damaged; empty if none are.
+        """Check documents for damage, and return the primary keys of the damaged documents.
 
         A document is damaged if its tokens, tags or other fields do not match their digests (checksums), or
-        cannot be read. Vector keys are not checked.
+        cannot be read. Vector keys are not checked. The result is empty if no document is damaged.
 
         Args:
-            rows: primary keys of the documents to check; keys of documents that are not live are ignored.
+            rows: primary keys of the documents to check. Keys of documents that are not live (being added,
+                being removed or unknown) are ignored.
         """
         altered: set[int] = set()
         ordered = sorted(rows)
@@ -469,10 +486,10 @@ class Catalog:
             return read_domains(session, has_prefix=self.identity.has_prefix)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """Return the documents that are half added or half removed, sorted by position; empty if none.
+        """Return the documents that are being added or removed, sorted by position.
 
-        A writer is adding these documents (state "pending") or removing them (state "deleting") now, or a
-        crash interrupted a writer.
+        These documents have the state "pending" (being added) or "deleting" (being removed). Either a writer
+        works on them now, or a crash interrupted a writer. The list is empty if there are no such documents.
         """
         statement = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
         with run_read_transaction(self.sql) as session:
@@ -480,10 +497,10 @@ class Catalog:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def problems(self) -> list[str]:
-        """Check the database for damage.
+        """Check the database for damage, and return messages about the problems.
 
-        The check includes the counter that gives each new document its positions: it must not give out
-        positions that a stored document has.
+        On SQLite, the database's integrity check is run. On any database, the counter from which new
+        documents get their positions is checked: it must not give a position that a stored document has.
 
         Returns:
             One message for each problem; an empty list if the database is sound.
@@ -492,9 +509,10 @@ class Catalog:
             return find_problems(session)
 
     def retired_content(self) -> set[str]:
-        """Return the SHA-256 of the text of each removed document whose records may still exist.
+        """Return the SHA-256 of the text of each document that is removed but not completely deleted yet.
 
-        These documents are in the state "deleting": invisible to readers, and not yet deleted completely.
+        Such a document has the state "deleting": readers do not see it, but its records may still exist in
+        the vector engine.
         """
         with run_read_transaction(self.sql) as session:
             retired = select(DocumentRow.content_hash).where(IS_UNSETTLED, DocumentRow.state == DELETING)
@@ -531,8 +549,8 @@ class Catalog:
     def damaged_settings(self) -> list[str]:
         """Return the primary keys of saved retrieval settings that are damaged; empty if none are.
 
-        Such a key is a SHA-256 of the names of the domains for which the settings are saved.
-        `CatalogWriter.drop_settings` deletes settings by these keys.
+        The primary key of saved settings is a SHA-256 of the names of their domains.
+        `CatalogWriter.drop_settings` deletes settings by their primary keys.
         """
         damaged = []
         with run_read_transaction(self.sql) as session:
@@ -550,7 +568,11 @@ class Catalog:
 
 @contextmanager
 def _explain_damaged_settings() -> Iterator[None]:
-    """Convert a CatalogError of the ``with`` block to one that says how to repair the saved settings."""
+    """Replace a CatalogError of the ``with`` block by an error that says how to repair the saved settings.
+
+    Raises:
+        CatalogError: the block raised a CatalogError.
+    """
     try:
         yield
     except CatalogError as error:
@@ -561,7 +583,7 @@ def _explain_damaged_settings() -> Iterator[None]:
 
 
 def _check_settings_row(row: SettingRow) -> Mapping[str, Any]:
-    """Return the saved settings of a row after a check.
+    """Check that the saved settings in a row are not damaged, and return the settings.
 
     Args:
         row: row of the table of settings.

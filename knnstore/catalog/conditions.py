@@ -149,7 +149,8 @@ def check_condition(text: object) -> None:
         text: the value, for example ``"year >= 2020"``.
 
     Raises:
-        ConfigError: `text` is no string, has a syntax error, or exceeds a limit; the message says where.
+        ConfigError: `text` is not a string, has a syntax error, is too long, or is nested too deeply. For a
+            syntax error, the message says where it is.
     """
     if not isinstance(text, str):
         raise ConfigError(f"a condition is a string such as {EXAMPLE!r}, not {type(text).__name__}")
@@ -165,7 +166,7 @@ def list_condition_fields(text: str) -> tuple[str, ...]:
         text: the condition, for example ``"author.name = 'Ida'"``, which gives ``("author.name",)``.
 
     Raises:
-        ConfigError: the condition has a syntax error or exceeds a limit.
+        ConfigError: the condition has a syntax error, is too long, or is nested too deeply.
     """
     return tuple(".".join(map(_quote_field_name, field)) for field in _collect_fields(parse_condition(text)))
 
@@ -173,8 +174,8 @@ def list_condition_fields(text: str) -> tuple[str, ...]:
 def _quote_field_name(name: str) -> str:
     """Return a field name as it must be written in a condition.
 
-    The name is put in double quotes if it is a keyword or contains other characters than letters, digits and
-    underscores.
+    The name is put in double quotes if it is a keyword, begins with a digit, or contains other characters
+    than letters, digits and underscores.
     """
     plain = re.fullmatch(r"[^\W\d]\w*", name) and name.lower() not in _WORDS
     return name if plain else '"{}"'.format(name.replace('"', '""'))
@@ -190,7 +191,8 @@ def parse_condition(text: str) -> Condition:
         text: the condition, for example ``"year >= 2020 and not draft = true"``.
 
     Raises:
-        ConfigError: the text has a syntax error (the message says where), or exceeds a limit.
+        ConfigError: the text has a syntax error (the message says where), is too long, or is nested too
+            deeply.
     """
     if len(text) > LONGEST:
         raise ConfigError(f"the condition has {len(text):,} characters, at most {LONGEST:,} are allowed")
@@ -215,14 +217,17 @@ def parse_condition(text: str) -> Condition:
 
 @cache
 def _build_parser() -> Any:
-    """Build the parser of conditions; later calls return the same parser.
+    """Return the parser of conditions. The first call builds the parser; later calls return the same parser.
 
     The parser's method `parse` converts the text of a condition to a `Condition`.
     """
     from lark import Lark, Transformer, v_args  # imported late: most runs parse no condition
 
     class Conditions(Transformer[Any, Condition]):
-        """Build conditions during parsing, so that no recursive pass over a parse tree is needed."""
+        """Builds the condition objects while the text is parsed, by one method for each rule of the grammar.
+
+        So no recursive pass over a parse tree is needed.
+        """
 
         number = v_args(inline=True)(staticmethod(_parse_number))
         compared = v_args(inline=True)(staticmethod(_make_comparison))
@@ -325,7 +330,7 @@ def _make_like(field: tuple[str, ...], pattern: str, *, negated: bool = False) -
         negated: True for ``not like``.
 
     Raises:
-        ConfigError: the pattern ends with a backslash that makes no character literal.
+        ConfigError: the pattern ends with a single backslash, after which no character follows.
     """
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ConfigError(f"the pattern {pattern!r} ends with a backslash that nothing follows: write two")
@@ -333,7 +338,7 @@ def _make_like(field: tuple[str, ...], pattern: str, *, negated: bool = False) -
 
 
 def _check_same_kind(values: list[Value]) -> tuple[Value, ...]:
-    """Return the values of a list after ``in`` as a tuple.
+    """Return the values in the list after ``in`` as a tuple, if all values have the same kind.
 
     Raises:
         ConfigError: the values are not all strings, all numbers, or all booleans.
@@ -356,9 +361,10 @@ _INVALID_ESCAPES = rf"\\u0000|{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW}"
 
 
 def build_condition_clause(condition: Condition, metadata: Metadata, dialect: str) -> ColumnElement[bool]:
-    """Build the SQL expression that tells whether the metadata of a row meet a condition.
+    """Translate a condition on metadata to a SQL expression, for the WHERE part of a statement.
 
-    The expression is true or false, never NULL.
+    The expression is true for a row whose metadata meet the condition, and false for any other row; it is
+    never NULL.
 
     Args:
         condition: the condition, a result of `parse_condition`.
@@ -396,8 +402,8 @@ def _translate_condition(condition: Condition, test: Any) -> ColumnElement[bool]
 def _replace_invalid_escapes(metadata: Metadata) -> ColumnElement[str]:
     """Build the SQL expression for the metadata as JSON text without escapes that PostgreSQL rejects.
 
-    Escapes of NUL and of unpaired surrogates are replaced by U+FFFD. Otherwise PostgreSQL would refuse the
-    whole query because of one such escape in one document.
+    In the text, each escape of NUL and of an unpaired surrogate is replaced by the escape of U+FFFD. Without
+    this, PostgreSQL would refuse the whole query because of one such escape in one document.
 
     Args:
         metadata: JSON column that holds the metadata.
@@ -427,7 +433,7 @@ def regexp_replace(text: Any, pattern: str, replacement: str, _global: str) -> A
 
 
 def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exists) -> ColumnElement[bool]:
-    """Build SQLite's SQL expression for a condition on one field.
+    """Translate a condition on one field to a SQL expression for SQLite.
 
     Each level of nested objects becomes a ``json_each`` table in the expression.
 
@@ -458,7 +464,7 @@ def _translate_for_sqlite(document: ColumnElement[str], test: Comparison | Exist
 
 
 def _translate_for_postgresql(document: Any, test: Comparison | Exists) -> ColumnElement[bool]:
-    """Build PostgreSQL's SQL expression for a condition on one field.
+    """Translate a condition on one field to a SQL expression for PostgreSQL.
 
     The expression checks the JSON type of the field before it casts the value, so a cast never fails.
 

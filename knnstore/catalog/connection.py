@@ -105,7 +105,10 @@ def parse_url(url: str) -> URL:
 
 
 def sqlite_url(path: Path) -> URL:
-    """Return the SQLAlchemy URL of the SQLite database in the file `path`. The file is not touched."""
+    """Return the SQLAlchemy URL of the SQLite database in the file `path`.
+
+    The file is neither opened nor created.
+    """
     return URL.create("sqlite", database=str(path))
 
 
@@ -120,7 +123,10 @@ def mask_password(url: URL) -> str:
 
 
 def is_sqlite_file(url: URL) -> bool:
-    """Check whether a URL names a SQLite database in a file, not one in memory or on a server."""
+    """Check whether a URL names a SQLite database in a file.
+
+    Returns False for a SQLite database in memory, and for a database on a server.
+    """
     return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
 
 
@@ -172,7 +178,10 @@ def connect(url: URL) -> Engine:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON text, and return its value; the placeholder `TOO_DEEP` if it is nested too deeply."""
+    """Parse JSON text from the database, and return the value.
+
+    If the value is nested too deeply for Python's parser, the placeholder `TOO_DEEP` is returned.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -180,13 +189,16 @@ def _parse_json(text: str) -> Any:
 
 
 def _check_encoding(connection: Any, _record: object) -> None:
-    """Refuse a PostgreSQL database with the encoding SQL_ASCII: close the connection, raise ConfigError.
+    """Check that a PostgreSQL database does not have the encoding SQL_ASCII, which has no text.
 
     SQLAlchemy calls this function for each new connection.
 
     Args:
-        connection: the driver's new connection.
+        connection: the driver's new connection; it is closed if the encoding is SQL_ASCII.
         _record: ignored.
+
+    Raises:
+        ConfigError: the database has the encoding SQL_ASCII.
     """
     info = connection.info
     if info.parameter_status("server_encoding") == "SQL_ASCII":  # the driver would return bytes as text
@@ -213,7 +225,7 @@ def translate_errors(engine: Engine) -> Iterator[None]:
     A KnnstoreError that the block raises passes unchanged.
 
     Args:
-        engine: SQLAlchemy engine that the block uses; its URL is named in messages.
+        engine: SQLAlchemy engine that the block uses; messages name the location of its database.
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
@@ -270,7 +282,14 @@ def _is_too_complex(error: DBAPIError, reason: str) -> bool:
 
 
 def _is_unreachable(error: DBAPIError) -> bool:
-    """Check whether a retry can succeed, because neither the statement nor the data caused the error."""
+    """Check whether a database error means that the database cannot be reached or used at the moment.
+
+    Returns True if the connection was lost, the database is locked or its disk fails, so that the same
+    statement may succeed later. Returns False if the statement or the stored data caused the error.
+
+    Args:
+        error: the error that SQLAlchemy raised.
+    """
     if error.connection_invalidated:
         return True
     if not isinstance(error, OperationalError):
@@ -286,8 +305,8 @@ def _is_unreachable(error: DBAPIError) -> bool:
 def render_location(url: URL) -> str:
     """Return the location of a database as text for messages.
 
-    The text is the path of a SQLite file, ":memory:" for a database in memory, else the URL without options
-    and with *** in place of the password.
+    The text for a SQLite file is its path, and for a database in memory ":memory:". For PostgreSQL, it is the
+    URL without options and with *** in place of the password.
     """
     if url.get_backend_name() == "sqlite":
         return url.database or ":memory:"
@@ -327,7 +346,7 @@ def identify_file(path: Path) -> str:
 
 @contextmanager
 def run_transaction(engine: Engine) -> Iterator[Session]:
-    """Run the ``with`` block in one transaction, and yield its SQLAlchemy session.
+    """Run the ``with`` block in one transaction, and yield the SQLAlchemy session of the transaction.
 
     The transaction is committed at the end of the block, and rolled back if the block raises an exception.
 
@@ -335,8 +354,8 @@ def run_transaction(engine: Engine) -> Iterator[Session]:
         engine: SQLAlchemy engine of the database.
 
     Raises:
-        StoreUnavailableError: the database cannot be reached, or the SQLite file was opened without its log
-            and changed during the block; trying again is safe.
+        StoreUnavailableError: the database cannot be reached; or the SQLite file was opened without its log,
+            and was changed by another process during the block. Trying again is safe.
         KnnstoreError: the database failed in another way, see `translate_errors`.
     """
     with (
@@ -349,9 +368,9 @@ def run_transaction(engine: Engine) -> Iterator[Session]:
 
 
 def run_read_transaction(engine: Engine) -> AbstractContextManager[Session]:
-    """Run the ``with`` block in one transaction, all of whose queries see the same state of the database.
+    """Run the ``with`` block in one transaction, and yield the SQLAlchemy session of the transaction.
 
-    Yields the SQLAlchemy session of the transaction.
+    All queries in the block see the same state of the database, also if another process changes it.
 
     Args:
         engine: SQLAlchemy engine of the database.
@@ -370,11 +389,14 @@ def run_exclusive_transaction(engine: Engine) -> Iterator[Connection]:
     """Run the ``with`` block in one transaction that may change the tables, and yield its connection.
 
     The transaction is committed at the end of the block, and rolled back if the block raises an exception.
-    Another call of this function, also in another process, waits until the transaction ends. On SQLite,
+    Another call of this function, in this or another process, waits until the transaction ends. On SQLite,
     foreign keys are not enforced in the block.
 
     Args:
         engine: SQLAlchemy engine of the database.
+
+    Raises:
+        KnnstoreError: the database cannot be reached or failed, see `translate_errors`.
     """
     with translate_errors(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":

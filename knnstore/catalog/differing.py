@@ -17,9 +17,10 @@ Change = Literal["added", "replaced", "described", "unchanged"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Changes that would make a domain equal to a list of documents, as ids of documents.
+    """Ids of the documents that must change so that a domain has exactly the documents of a list.
 
-    The ids in `added`, `replaced`, `described` and `unchanged` are in the order of the list.
+    A domain is a named set of documents. The ids in `added`, `replaced`, `described` and `unchanged` are in
+    the order of the list.
     """
 
     added: tuple[str, ...]
@@ -33,7 +34,7 @@ class Difference:
     removed: tuple[str, ...]
     """Ids that the domain has and the list does not have; sorted."""
     renamed: Mapping[str, str]
-    """New id by old id, for each document in `removed` whose text is in `added` under another id."""
+    """New id by old id, for documents in `removed` whose text is also the text of a document in `added`."""
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class Difference:
             catalog: catalog to read.
             domain: name of the domain; an unknown domain counts as a domain without documents.
             documents: documents that the domain should have; they are read once.
-            tags: tags that each document should carry.
+            tags: tags that each document should have.
         """
         ids_by_change: dict[Change, list[str]] = {
             "added": [],
@@ -96,7 +97,7 @@ def classify_change(document: TextDocument, stored: StoredVersion | None, tags: 
 
 
 def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-    """Find documents whose text a domain already has under another id.
+    """Find new documents whose text a domain (a named set of documents) already has under another id.
 
     Args:
         catalog: catalog to read.
@@ -118,7 +119,7 @@ def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dic
 
 
 def _split_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
-    """Yield the documents in lists of at most `_TOGETHER` documents, in the same order."""
+    """Divide documents into lists of at most 512 documents, in the same order, and yield the lists."""
     remaining = iter(documents)
     while group := list(islice(remaining, _TOGETHER)):
         yield group

@@ -61,7 +61,7 @@ class AccessKey:
 
     @property
     def has_expired(self) -> bool:
-        """True if the key's time of expiry has passed; False if the key never expires."""
+        """True if the key's time of expiry has passed; False if it has not, or if the key never expires."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 
@@ -158,14 +158,17 @@ class AccessKeys:
 
     @staticmethod
     def has_key_format(text: str) -> bool:
-        """Check whether a text has the format of an API key. The text is not compared with stored keys."""
+        """Return True if a text has the format of an API key, else False.
+
+        The text is not compared with stored keys.
+        """
         return _FORM.fullmatch(text) is not None
 
     def find(self, text: str) -> AccessKey | None:
-        """Look up an API key by its text, and return its description.
+        """Look up an API key by its text, and return the description of the key.
 
-        Returns None for an unknown, malformed or expired key. A wrong key takes as long as a right one, so
-        that the time tells an attacker nothing.
+        Returns None for an unknown, malformed or expired key. The look-up of a wrong key takes as long as the
+        look-up of a right key, so that the time tells an attacker nothing.
 
         Args:
             text: the whole key, as `add` returned it.

@@ -37,7 +37,10 @@ DOCUMENTS = select(DocumentRow, DomainRow.name).join(DomainRow).order_by(Documen
 
 
 def split_into_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the values in lists of at most `MANY` values, in the same order; empty input gives no list."""
+    """Divide values into lists of at most 500 values, and yield the lists.
+
+    The order of the values is kept. Without values, nothing is yielded.
+    """
     listed = list(values)
     return (listed[start : start + MANY] for start in range(0, len(listed), MANY))
 
@@ -50,8 +53,8 @@ def select_among(
 ) -> Iterator[Row[*tuple[Any, ...]]]:
     """Run a SELECT statement, restricted to rows with certain values in a column, and yield the rows.
 
-    The values may be too many for one statement, so the statement runs once for every `MANY` values. Its
-    ORDER BY therefore holds only within the rows of one run.
+    There may be too many values for one statement, so the statement runs once for every 500 values. The rows
+    are therefore not ordered as a whole, even if the statement has an ORDER BY.
 
     Args:
         session: session in which the statement runs.
@@ -230,6 +233,9 @@ def read_domains(session: Session, *, has_prefix: bool) -> list[Domain]:
 def read_engine(session: Session) -> Engine:
     """Read name, location and parameters of the vector engine that holds the store's keys.
 
+    Args:
+        session: session in which the query runs.
+
     Raises:
         CatalogError: the stored values are damaged.
     """
@@ -306,11 +312,13 @@ def read_snapshot(session: Session, *, has_prefix: bool) -> Snapshot:
 
 
 def count_records_clause(*, has_prefix: bool) -> ColumnElement[int]:
-    """Build the SQL expression for the number of records of a document (one per token with a predecessor).
+    """Build the SQL expression for the number of records of a document.
+
+    A document has one record for each token that has a predecessor.
 
     Args:
-        has_prefix: True if the model puts a prefix token before every document. Then all tokens have a
-            predecessor; otherwise all tokens except the first.
+        has_prefix: True if the model puts a prefix token before every document, so that all tokens have a
+            predecessor. False if the first token of a document has no predecessor.
     """
     tokens = DocumentRow.stop - DocumentRow.start
     # Without a prefix, the first token has no predecessor and so no record.
@@ -318,10 +326,14 @@ def count_records_clause(*, has_prefix: bool) -> ColumnElement[int]:
 
 
 def find_problems(session: Session) -> list[str]:
-    """Check the database for damage. Returns one message for each problem; an empty list if it is sound.
+    """Check the database for damage, and return one message for each problem.
 
     The function runs SQLite's integrity check (PostgreSQL has none). It also checks that the counter from
-    which new documents get their positions is not below the end of any document.
+    which new documents get their positions is not below the end of any document. The list is empty if no
+    problem is found.
+
+    Args:
+        session: session in which the queries run.
     """
     problems = []
     if session.get_bind().dialect.name == "sqlite":
@@ -355,7 +367,8 @@ def find_altered(session: Session, first: int, last: int) -> set[int]:
     """Return the primary keys of live documents whose stored values do not match their digests (checksums).
 
     A live document is completely stored and not removed. The digests cover tokens, tags and the other fields,
-    not the vector keys. A stored value of a wrong type raises an error.
+    not the vector keys. If a stored value has a wrong type, an exception is raised, which `run_transaction`
+    converts to CatalogError.
 
     Args:
         session: session in which the queries run.

@@ -46,7 +46,7 @@ def script_location() -> Path:
 
 
 def lacks_catalog(connection: Connection) -> bool:
-    """Check whether a database has no catalog. Tables of other applications do not matter."""
+    """Return True if a database has no catalog, else False. Tables of other applications are ignored."""
     return not inspect(connection).has_table(VERSION_TABLE)
 
 

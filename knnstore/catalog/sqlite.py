@@ -48,12 +48,12 @@ class UnloggedConnection(sqlite3.Connection):
     """State of the files when the connection was opened, a result of `_read_file_state`."""
 
     def is_stale(self) -> bool:
-        """Check whether the database file or its log has changed since the connection was opened."""
+        """Return True if the database file or its log has changed since the connection was opened."""
         return _read_file_state(self.path) != self.seen
 
 
 class Commits:
-    """Detects commits to a SQLite file, at a hundredth of the cost of a query. Thread-safe.
+    """Detects commits to a SQLite file, in a hundredth of the time of a query. Thread-safe.
 
     The object has a separate connection that never writes. For this connection, SQLite counts the commits of
     all other connections, also in other processes.
@@ -70,8 +70,9 @@ class Commits:
     def version(self) -> int | None:
         """Return a number that changes whenever another connection, of any process, commits to the file.
 
-        Opens the separate connection if it is not open. Returns None, and raises no error, if commits cannot
-        be detected: the database is open without its write-ahead log, or cannot be read.
+        The separate connection is opened if it is not open. If commits cannot be detected, the method returns
+        None and raises no error. This is the case if the database was opened without its write-ahead log, or
+        cannot be read.
         """
         with self._lock:
             try:
@@ -103,8 +104,11 @@ def register_handlers(engine: Engine) -> None:
     """Register this module's event handlers with a SQLAlchemy engine for SQLite.
 
     Afterwards the engine opens connections by `_open_connection`, and defines the SQL function
-    ``regexp_replace`` in each connection. When the pool hands out an `UnloggedConnection` whose file has
-    changed, a new connection takes its place.
+    ``regexp_replace`` in each connection. If the pool would hand out an `UnloggedConnection` (a connection
+    without the write-ahead log) whose file has changed, it opens a new connection instead.
+
+    Args:
+        engine: the engine, before its first connection.
     """
     event.listen(engine, "do_connect", _open_connection)
     event.listen(engine, "connect", _add_regexp_replace)
@@ -116,6 +120,9 @@ def create_private_file(path: Path) -> None:
 
     An existing file is not changed. Errors are ignored. SQLite later gives the files of its log the same
     mode.
+
+    Args:
+        path: path of the file.
     """
     with suppress(OSError):  # SQLite reports the error when it opens the file
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -145,8 +152,8 @@ def take_in_log(engine: Engine) -> None:
     """Copy SQLite's write-ahead log into the database file, and empty the log.
 
     Afterwards the database file contains all commits. If a reader blocks the copy for a second, or the disk
-    is full, the log stays as it is, and no error is raised; nothing is lost, because connections read the
-    log.
+    is full, the log is not emptied, and no error is raised. Nothing is lost in this case, because every
+    connection also reads the log.
 
     Args:
         engine: SQLAlchemy engine of the SQLite file.
@@ -162,7 +169,7 @@ def take_in_log(engine: Engine) -> None:
 
 
 def convert_disk_error(error: object, path: str) -> KnnstoreError | None:
-    """Convert a SQLite error about the disk to a ReadOnlyError or DiskFullError, and return it unraised.
+    """Return, without raising it, a ReadOnlyError or DiskFullError for a SQLite error about the disk.
 
     Args:
         error: exception of the SQLite driver.

@@ -118,7 +118,10 @@ class DomainRow(Base):
 
 
 class DocumentRow(Base):
-    """Table of documents. A change of the column `state` shows or hides all stored parts of a document."""
+    """Table of documents, with a row for each document.
+
+    The column `state` decides whether readers see the document with its tokens, tags and records.
+    """
 
     __tablename__ = "knnstore_documents"
     __table_args__ = (

@@ -31,7 +31,8 @@ class Identity:
     vocab_size: int
     """Number of token ids of the model."""
     max_length: int
-    """Number of tokens in a window (part of a document for one pass), prefix token included."""
+    """Number of tokens in a window (a part of a document that the model processes in one pass), with its
+    prefix token."""
     stride: int
     """Number of tokens between the starts of successive windows of a long document."""
     has_prefix: bool = True
@@ -58,7 +59,7 @@ class Engine:
 
     @property
     def is_keyless(self) -> bool:
-        """True if the store keeps no keys, so that documents have no records."""
+        """True if the store keeps no keys, so that documents have no records; False if it keeps keys."""
         return self.adapter == KEYLESS
 
 
@@ -75,7 +76,9 @@ class NewDocument:
     tokens: NDArray[np.unsignedinteger[Any]]
     """Token ids, shape (n,)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata, JSON values by name."""
     tags: frozenset[str] = frozenset()
+    """Tags (labels) of the document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +107,20 @@ class StoredVersion:
     content_hash: str
     """SHA-256 of the text, hexadecimal."""
     metadata: Mapping[str, Any]
+    """Metadata, JSON values by name."""
     tags: frozenset[str]
+    """Tags (labels) of the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A domain (a named set of documents) with the totals of its documents. Removed ones do not count."""
+    """A domain (a named set of documents) with the totals of its documents.
+
+    Documents that are not completely stored, or are removed, do not count.
+    """
 
     name: str
+    """Name of the domain."""
     documents: int
     """Number of documents."""
     tokens: int
@@ -134,6 +143,7 @@ class Document:
     tags: tuple[str, ...]
     """Tags, sorted."""
     metadata: Mapping[str, Any]
+    """Metadata, JSON values by name."""
     content_hash: str
     """SHA-256 of the text, hexadecimal."""
     added_at: str

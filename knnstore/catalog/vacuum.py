@@ -28,7 +28,7 @@ _FRAME = 24
 
 
 def vacuum(sql: Engine) -> list[str]:
-    """Erase the bytes of deleted rows: rewrite all tables without them, and empty the database's logs.
+    """Erase the bytes of deleted rows: rewrite all tables without these rows, and empty the database's logs.
 
     Args:
         sql: SQLAlchemy engine of the catalog's database.
@@ -38,7 +38,7 @@ def vacuum(sql: Engine) -> list[str]:
         are left.
 
     Raises:
-        StoreUnavailableError: other connections used the database during `SECONDS_TO_WAIT`.
+        StoreUnavailableError: other connections used the database for more than 30 seconds.
         DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
     """
     if sql.dialect.name == "sqlite":
@@ -78,8 +78,9 @@ def check_room(sql: Engine) -> None:
 def _find_temporary_folder() -> Path:
     """Return the folder where SQLite creates its temporary files.
 
-    This is the first writable folder of: the environment variables SQLITE_TMPDIR and TMPDIR, /var/tmp,
-    /usr/tmp, /tmp. If none is writable, it is the current folder.
+    The result is the first writable folder in this list: the values of the environment variables
+    SQLITE_TMPDIR and TMPDIR, /var/tmp, /usr/tmp and /tmp. If no folder is writable, the result is the current
+    folder.
     """
     configured = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
     for path in map(Path, filter(None, [*configured, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
@@ -134,9 +135,9 @@ def _vacuum_postgresql(sql: Engine) -> list[str]:
 
 
 def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANALYZE") -> list[str]:
-    """Rewrite a table of a PostgreSQL database again and again, until no deleted rows remain in it.
+    """Rewrite a table of a PostgreSQL database repeatedly, until no deleted rows remain in the table.
 
-    PostgreSQL keeps a deleted row while an older transaction can see it. After `SECONDS_TO_WAIT` the function
+    PostgreSQL keeps a deleted row as long as an older transaction can see it. After 30 seconds the function
     gives up.
 
     Args:
@@ -173,11 +174,11 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Let PostgreSQL begin a new log file, so that it can remove log files with deleted rows.
+    """Let PostgreSQL begin a new log file, so that the server can remove older log files with deleted rows.
 
     Returns:
-        One message for each reason why old log files remain; empty if none remain. If the user lacks a
-        necessary right, this is a message too, not an error.
+        One message for each reason why content of older log files remains; empty if nothing remains. If the
+        database user lacks a necessary right, the list has a message about this, and no error is raised.
     """
     try:
         connection.execute(text("SELECT pg_switch_wal()"))

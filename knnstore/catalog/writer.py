@@ -64,8 +64,8 @@ _SECONDS_BETWEEN_ATTEMPTS = 0.1
 class CatalogWriter:
     """Makes changes in a catalog (the SQL database of a store).
 
-    Only the newest writer of a catalog can commit: every method that changes the catalog raises FencedError
-    if a newer writer exists, also in another process.
+    Only the newest writer of a catalog can make changes. If a newer writer exists, in this or in another
+    process, every method that changes the catalog raises FencedError.
 
     Args:
         catalog: open catalog. On PostgreSQL, closing the catalog releases the writer's lock on the server.
@@ -89,8 +89,8 @@ class CatalogWriter:
         A position is the number of a token in the store, used only once. Missing domains are created.
 
         Args:
-            documents: documents to store. They may replace stored documents with the same domain and id
-                later, when `publish` is called.
+            documents: documents to store. If a stored document has the same domain and id as one of them, the
+                stored document is replaced later, when `publish` is called.
 
         Returns:
             Primary key, domain and positions of each document, in the order of `documents`.
@@ -139,8 +139,8 @@ class CatalogWriter:
 
         Args:
             rows: primary keys of the documents.
-            checksums: checksums of vector keys, by primary key of the document; they may cover only some of
-                the documents.
+            checksums: checksums of the documents' vector keys, by primary key of the document. Documents for
+                which no checksum is known are left out.
 
         Raises:
             CatalogError: a document is not pending, or two of the documents have the same domain and id; no
@@ -203,13 +203,14 @@ class CatalogWriter:
                     _increment_revision(session)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """Return the documents that are half added or half removed (not live), sorted by position."""
+        """Return the documents that are being added or removed (not live), sorted by position."""
         return self.catalog.unsettled()
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Delete the rows of documents that are not live, with their tokens and tags.
+        """Delete documents that are not live from the catalog, with their tokens and tags.
 
-        A domain without documents is deleted too, and so are all saved settings that name such a domain.
+        If a domain has no document left, the domain is deleted too. Saved settings for a set of domains are
+        deleted if one of these domains was deleted.
 
         Args:
             rows: primary keys of the documents. Unknown keys, and keys of live documents, are ignored.
@@ -230,7 +231,7 @@ class CatalogWriter:
                     _increment_revision(session)
 
     def describe(self, changes: Mapping[int, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Replace the metadata and tags of live documents.
+        """Replace the metadata and tags of live documents (completely stored and not removed).
 
         Args:
             changes: pairs (new metadata, new tags) by primary key of the document. An empty mapping changes
@@ -263,7 +264,7 @@ class CatalogWriter:
             _increment_revision(session)
 
     def rename(self, ids: Mapping[int, str]) -> None:
-        """Change the ids that the user gave live documents.
+        """Replace the ids that the user gave to live documents (completely stored and not removed).
 
         Args:
             ids: new id of each document, by primary key of the document.
@@ -329,7 +330,9 @@ class CatalogWriter:
             _increment_revision(session)
 
     def move(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Change which vector engine holds the store's keys, and replace all stored checksums of keys.
+        """Save that another vector engine holds the store's keys, and replace all stored checksums of keys.
+
+        The method copies no keys.
 
         Args:
             engine: the new engine, which already has all records.
@@ -344,17 +347,21 @@ class CatalogWriter:
             _increment_revision(session)
 
     def check_room_to_vacuum(self) -> None:
-        """Raise DiskFullError if the disks have too little free space for `vacuum` on a SQLite file."""
+        """Raise DiskFullError if the disks have too little free space for `vacuum` to rewrite a SQLite file.
+
+        Does nothing on PostgreSQL and for a database in memory.
+        """
         check_room(self._sql)
 
     def vacuum(self) -> list[str]:
         """Erase the bytes of deleted rows from the database's files by rewriting all tables.
 
         Returns:
-            One message for each place that still has bytes of deleted rows, with the reason; empty if no
-            bytes are left.
+            One message for each place, such as PostgreSQL's log, that still has bytes of deleted rows, with
+            the reason; empty if no bytes are left.
 
         Raises:
+            FencedError: a newer writer exists.
             StoreUnavailableError: other connections used the database for too long.
             DiskFullError, ReadOnlyError: SQLite cannot write to its disk.
         """
@@ -364,10 +371,10 @@ class CatalogWriter:
 
     @contextmanager
     def _run_transaction(self, name: str) -> Iterator[Session]:
-        """Run the ``with`` block in one transaction, and yield its SQLAlchemy session.
+        """Run the ``with`` block in one transaction, and yield the SQLAlchemy session of the transaction.
 
-        The transaction is committed at the end of the block. Its first statement checks that no newer writer
-        exists, and takes the database's write lock.
+        The transaction is committed at the end of the block. If the block raises an exception, nothing is
+        changed. The first statement checks that no newer writer exists, and takes the database's write lock.
 
         Args:
             name: name of the change. It is part of the names of failpoints, places where tests let the
@@ -476,9 +483,12 @@ def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[in
 
 
 def _increment_revision(session: Session) -> None:
-    """Increment the store's revision, by which readers notice changes.
+    """Increment the store's revision (a counter by which readers notice changes).
 
     Every transaction that changes what readers see calls this function.
+
+    Args:
+        session: session of the transaction.
     """
     session.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
 

@@ -45,19 +45,20 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A set of records to which a search is restricted, described by record ids and perhaps also by groups.
+    """The set of records that a search may find, described by record ids, and possibly also by groups.
 
-    A group is a numbered set of records, for example all records of a domain. If `ids` and `groups` are
-    both set, they describe the same records: an adapter uses the description that is cheaper for its engine.
+    A group is a numbered set of records, for example all records of a domain. If `groups` is not None, `ids`
+    and `groups` describe the same records, and an adapter uses the description that is cheaper for its
+    engine.
     """
 
     ids: IdRanges
     """Ids of the records in the set. There may be any number of ranges, in the worst case one per record."""
 
     groups: frozenset[int] | None = None
-    """Numbers of the groups whose records together are exactly the records with `ids`.
+    """Numbers of the groups whose records are the records in the set.
 
-    None if the records with `ids` are not a union of whole groups.
+    None if the set contains only some of the records of a group.
     """
 
 
@@ -66,7 +67,7 @@ class Capabilities:
     """Features that a vector engine claims. The conformance kit tests an adapter's claims."""
 
     exact_search: bool
-    """True if `search` returns the true nearest neighbors; False if the engine searches approximately."""
+    """True if `search` always returns the true nearest neighbors; False if it may miss some of them."""
 
     exact_keys: bool
     """True if `iterate` returns the float32 values that `add` received; False if it returns these values
@@ -76,11 +77,11 @@ class Capabilities:
     """True if flushed records survive the end of the process."""
 
     shared_writers: bool
-    """True if several processes may write at the same time; if False, the second writer is refused."""
+    """True if several processes may write at the same time; False if only one process may write."""
 
     checks_keys: bool = False
-    """True if `verify` compares every stored byte of keys and ids with a checksum. If False, the store keeps
-    checksums itself."""
+    """True if `verify` compares every stored byte of keys and ids with a checksum. False if the engine has no
+    such checksums; then the store keeps checksums itself."""
 
     codes: str | None = None
     """Name of the compressed form (code) in which large groups of records store their keys, such as

@@ -82,13 +82,13 @@ def nearest_rows(
         keys: float32, shape (n, dim); n may be 0.
         k: number of rows to find for each query, >= 1.
         metric: squared Euclidean distance (L2) or negated inner product.
-        norms: squared norm of each key, shape (n,). Pass them if the mean key was already subtracted from
-            queries and keys. With None, the function computes the norms, and for L2 first subtracts the
-            mean key, which makes rounding errors smaller.
+        norms: squared norm of each key, shape (n,), if the mean key was already subtracted from queries and
+            keys. With None, the function computes the norms, and for L2 first subtracts the mean key, which
+            makes rounding errors smaller.
 
     Returns:
-        Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, the last k - n
-        columns hold -1 and +inf.
+        Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, each missing
+        neighbor has row number -1 and distance +inf.
     """
     neighbors = Neighbors.nothing(len(queries), k)
     k = min(k, len(keys))

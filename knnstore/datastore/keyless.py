@@ -58,7 +58,10 @@ class KeylessDatastore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """All features are claimed (True), because each claim holds for a datastore without records."""
+        """The features of this datastore: all are True, because they hold for a datastore without records.
+
+        `codes` and `coded_from` are None, because no key is compressed.
+        """
         return Capabilities(
             exact_search=True, exact_keys=True, persistent=True, shared_writers=True, checks_keys=True
         )

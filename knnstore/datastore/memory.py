@@ -45,9 +45,9 @@ class _Records:
 class MemoryDatastore:
     """Keeps float32 keys in memory and compares each query with every key.
 
-    Searches are exact and never wait: a change builds new arrays and swaps them in, and a running search
-    continues with the old arrays. For this, each change copies all records. Nothing outlives the handle, and
-    no two handles share records, even with the same location.
+    Searches are exact and never wait for a change. Each change copies all records to new arrays; a search
+    that is running continues with the old arrays. The records are lost when the object is closed or deleted.
+    Two objects never share records, even if they were opened with the same location.
 
     Args:
         dim: number of components of a vector, >= 1.
@@ -139,7 +139,7 @@ class MemoryDatastore:
 
         Returns:
             Record ids and distances, each of shape (q, k), nearest first. Equally near records are ordered by
-            ascending id. Missing neighbors have id -1 and distance +inf.
+            ascending id. If fewer than k records match, each missing neighbor has id -1 and distance +inf.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         records = self._get_current_records()
@@ -169,7 +169,7 @@ class MemoryDatastore:
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield records by ascending id, in batches (ids, keys, groups).
 
-        Changes after the first batch was requested do not affect the iteration.
+        Changes that are made after the first batch was requested do not affect the iteration.
 
         Args:
             ids: ids of the records to yield; None yields all records.
@@ -195,7 +195,7 @@ class MemoryDatastore:
         self._get_current_records()
 
     def close(self) -> None:
-        """Drop all records. Later calls of other methods raise DatastoreClosedError."""
+        """Drop all records. Later calls of methods that read or change records raise DatastoreClosedError."""
         self._records = None
 
     def __enter__(self) -> Self:

@@ -19,14 +19,14 @@ _COLUMNS_HELD = 16
 class Neighbors:
     """The k nearest records of each of q queries, as two matrices with a row for each query.
 
-    Each row is sorted by ascending distance unless a function's docstring says otherwise, and no id occurs
-    twice in a row. If a query has fewer than k neighbors, the rest of its row holds *missing neighbors*: id
-    -1 at distance +inf.
+    Each row is sorted by ascending distance unless a function's docstring says otherwise, and no record id
+    occurs twice in a row. If a query has fewer than k neighbors, the last columns of its row hold *missing
+    neighbors*: id -1 at distance +inf.
     """
 
     ids: Ids
-    """Record ids, int64, shape (q, k). An index of a matrix of keys returns row numbers of this matrix
-    instead of record ids."""
+    """Record ids, int64, shape (q, k). Some functions that search a matrix of keys put row numbers of the
+    matrix here instead of record ids; their docstrings say so."""
 
     distances: Distances
     """Distances as `Metric` measures them; float32, shape (q, k)."""
@@ -38,13 +38,13 @@ class Neighbors:
 
     @classmethod
     def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
-        """Concatenate search results, without sorting.
+        """Concatenate search results into one result, without sorting.
 
         Args:
             parts: one or more results. A single result is returned itself.
-            axis: 1 to append the columns of results of the same queries; 0 to append the rows of results of
-                different queries. With 0, narrower results are first padded with missing neighbors to the
-                number of columns of the widest result.
+            axis: 1 joins results of the same queries: the columns are appended, so each query gets the
+                neighbors of all results. 0 joins results of different queries: the rows are appended. With 0,
+                results with fewer columns are first padded with missing neighbors (id -1 at distance +inf).
         """
         if len(parts) == 1:
             return parts[0]
@@ -59,8 +59,8 @@ class Neighbors:
         """Convert visits (distances of queries to all records of a cluster of near keys) to neighbors.
 
         Each record that a query was compared with becomes a neighbor of this query. The rows of the result
-        are not sorted. They are padded to the same length, at least 1, with missing neighbors (id -1 at
-        distance +inf), which may stand between other neighbors.
+        are not sorted. All rows are padded to the same length, at least 1, with missing neighbors (id -1 at
+        distance +inf). A missing neighbor may stand between two other neighbors of a row.
 
         Args:
             found: visits of the queries, the result of `SupportsCells.visit`.
@@ -83,7 +83,12 @@ class Neighbors:
     def nearest_first(self, k: int) -> "Neighbors":
         """Return a copy in which the first k columns hold the k nearest neighbors, sorted by distance.
 
-        The remaining neighbors follow, unsorted. The number of columns does not change.
+        The other neighbors of each query follow in the later columns, unsorted. The number of columns does
+        not change.
+
+        Args:
+            k: number of sorted columns, >= 1. If it is at least the number of columns, all neighbors are
+                sorted.
         """
         if k >= self.ids.shape[1]:
             return self.nearest(self.ids.shape[1])
@@ -103,9 +108,10 @@ class Neighbors:
         return self._map_arrays(lambda array: array[rows])
 
     def named(self, ids: Ids) -> "Neighbors":
-        """Convert row numbers in `self.ids` to record ids: r becomes ids[r], and -1 stays -1.
+        """Return a result in which row numbers of a searched matrix are replaced by record ids.
 
-        Returns a new result; the distances are shared with this result.
+        A row number r in `self.ids` becomes ids[r], and -1 (a missing neighbor) stays -1. The new result
+        shares the array of distances with this result.
 
         Args:
             ids: record id of each row of the searched matrix, int64, shape (n,).
@@ -126,21 +132,24 @@ class Neighbors:
         return self if columns == k else Neighbors.joined([self, Neighbors.nothing(queries, k - columns)])
 
     def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
-        """Return a result for n queries, shape (n, k), with this result's rows where a mask is True.
+        """Return a result for n queries of which only some were searched, shape (n, k).
 
-        Rows where the mask is False get only missing neighbors (id -1 at distance +inf).
+        The i-th row of this result becomes the row of the i-th query whose mask value is True. Each query
+        whose mask value is False gets only missing neighbors (id -1 at distance +inf).
 
         Args:
-            rows: mask of the n queries, shape (n,), with as many True values as this result has rows.
+            rows: mask of the n queries, shape (n,); it is True for each query that was searched. The number
+                of True values is the number of rows of this result.
         """
         neighbors = Neighbors.nothing(len(rows), self.ids.shape[1])
         neighbors.put(rows, self)
         return neighbors
 
     def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
-        """Return a copy in which the neighbors that a mask selects are missing (id -1 at distance +inf).
+        """Return a copy in which the neighbors that a mask selects are replaced by missing neighbors.
 
-        No neighbor moves to another column; call `nearest` to move missing neighbors to the end of a row.
+        A missing neighbor has id -1 and distance +inf. No neighbor moves to another column; call `nearest` to
+        move missing neighbors to the end of a row.
 
         Args:
             gone: mask of the neighbors to remove, shape (q, k).
@@ -148,11 +157,11 @@ class Neighbors:
         return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
     def nearest(self, k: int) -> "Neighbors":
-        """Return the k nearest neighbors of each query, sorted by distance.
+        """Return the k nearest neighbors of each query, sorted by distance, nearest first.
 
         The columns of `self` may have any order. The result has k columns; if `self` has fewer columns,
-        missing neighbors (id -1 at distance +inf) are appended. If more neighbors than fit have the k-th
-        smallest distance, the neighbors with the smallest ids are kept.
+        missing neighbors (id -1 at distance +inf) are appended. If several neighbors compete for the last
+        column with equal distances, the neighbors with the smallest ids are kept.
         """
         # The stable sort is the one that is fast on presorted rows.
         order = np.argsort(self.distances, axis=1, kind="stable")
@@ -165,7 +174,7 @@ class Neighbors:
         return self._map_arrays(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
 
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
-        """Replace the neighbors of some queries in place.
+        """Replace the neighbors of some queries of this result in place.
 
         Args:
             rows: the queries whose neighbors are replaced: a mask of all queries, or row numbers.
@@ -184,7 +193,12 @@ class Neighbors:
         self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
 
     def _map_arrays(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
-        """Apply a function to the matrix of ids and to the matrix of distances; return the new result."""
+        """Return a new result whose ids and distances are made from this result's by the same function.
+
+        Args:
+            change: function that is called with the matrix of ids, then with the matrix of distances, and
+                returns the new matrix.
+        """
         return Neighbors(change(self.ids), change(self.distances))
 
 
@@ -204,13 +218,14 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
     """Merge several search results of the same queries into the k nearest neighbors of each query.
 
     Args:
-        parts: results of the same queries. No record may occur in two results. If only one result has
-            columns, and at most k, its order is kept. Without results, all neighbors are missing.
+        parts: results of the same queries, each sorted by distance. No record may occur in two results. An
+            empty list gives only missing neighbors.
         queries: number of queries.
         k: number of neighbors to keep for each query.
 
     Returns:
-        Neighbors sorted by distance, shape (queries, k); missing neighbors have id -1 and distance +inf.
+        Neighbors, nearest first, shape (queries, k). If a query has fewer than k neighbors in all results,
+        each missing neighbor has id -1 and distance +inf.
     """
     parts = [part for part in parts if part.ids.shape[1]]
     if not parts:
@@ -223,13 +238,18 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
 def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
     """Merge many search results of the same queries into the k nearest neighbors of each query.
 
-    The result is that of `merge`, but not all parts are in memory at the same time: whenever the parts in
-    memory have more than `_COLUMNS_HELD` * k columns, they are merged.
+    The function returns the same as `merge`, and takes less memory: whenever the results in memory have more
+    than 16 * k columns together, they are merged into one result.
 
     Args:
-        parts: results of the same queries, read one after another. No record may occur in two results.
+        parts: results of the same queries, each sorted by distance; they are read one after another. No
+            record may occur in two results. Without results, all neighbors are missing.
         queries: number of queries.
         k: number of neighbors to keep for each query.
+
+    Returns:
+        Neighbors, nearest first, shape (queries, k). If a query has fewer than k neighbors in all results,
+        each missing neighbor has id -1 and distance +inf.
     """
     held_parts: list[Neighbors] = []
     columns = 0

@@ -55,9 +55,9 @@ class SupportsCells(Protocol):
             where: filter that records must match; None matches all records.
 
         Returns:
-            A list of `Visits`: arrays with queries, record ids and distances. A query and a record occur
-            together at most once. The result takes 4 bytes of memory for each query and each record of its
-            cells. The list is empty if no record matches or q is 0.
+            A list of `Visits`. Each `Visits` has arrays of query numbers, record ids and the distances
+            between these queries and records. No pair of a query and a record occurs twice. The distances
+            take 4 bytes of memory for each pair. The list is empty if no record matches or q is 0.
 
         Raises:
             DimensionMismatchError: the queries have another dimension than the records.
@@ -71,10 +71,10 @@ class SupportsOptimize(Protocol):
     """A vector engine that can reorganize itself for faster search."""
 
     def optimize(self) -> None:
-        """Build or extend indexes, and reclaim the space of deleted records.
+        """Build or extend indexes for faster search, and reclaim the space of deleted records.
 
-        The stored records do not change. Afterwards searches are faster, and may be approximate where the
-        engine searches approximately.
+        The set of records does not change. Searches that were exact before may be approximate afterwards,
+        because an engine may search its indexes approximately.
         """
 
 
@@ -101,13 +101,14 @@ class SupportsVacuum(Protocol):
     def vacuum(self) -> None:
         """Rewrite every file that contains deleted or replaced records, without these records.
 
-        Afterwards no file contains the id or the key of a deleted record, or the key that was replaced.
+        Afterwards no file contains the id or the key of a deleted record, or the old key of a replaced
+        record.
         """
 
 
 @runtime_checkable
 class SupportsBeside(Protocol):
-    """A vector engine, usually a server, that can hold a copy of a datastore at the same location."""
+    """A vector engine, usually a server, that can hold several datastores at one location."""
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
@@ -171,8 +172,8 @@ class SupportsErase(Protocol):
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove all files or server data of the datastore at a location, and nothing else.
 
-        The datastore may be damaged, or half removed by an interrupted call. If no datastore exists at the
-        location, the method does nothing.
+        The datastore may be damaged. An interrupted call can be repeated, and removes what is left. If no
+        datastore exists at the location, the method does nothing.
 
         Args:
             location: directory or URL of the datastore, as in `Datastore.open`.
@@ -186,11 +187,11 @@ class SupportsErase(Protocol):
 
 @runtime_checkable
 class SupportsOwner(Protocol):
-    """A vector engine that stores the name of the owner of a datastore beside the keys.
+    """A vector engine that saves the name of the owner of a datastore together with the keys.
 
     The owner is the store (catalog and datastore together) to which the keys belong. A store reads the
-    owner's name so that it never writes, moves or erases keys of another store. After somebody copies the
-    folder of a store, the copy finds the name of the original, and leaves the keys alone.
+    owner's name so that it never writes, moves or erases keys of another store. If somebody copies the folder
+    of a store, the copy reads the name of the original store here, and does not change the keys.
     """
 
     @classmethod
@@ -223,7 +224,9 @@ class SupportsOwner(Protocol):
 
 
 def read_keys(store: Datastore, ids: Ids) -> Keys:
-    """Return the keys of records by id. Adapters can use this function to implement `SupportsGet.get`.
+    """Return the keys of records by id. Adapters can use the function to implement `SupportsGet.get`.
+
+    A key is the vector of a record.
 
     Args:
         store: open datastore; its method `iterate` reads the records.

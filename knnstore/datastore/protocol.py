@@ -35,9 +35,9 @@ class Datastore(Protocol):
             location: a directory that the adapter owns, or the URL of a server.
             dim: number of components of a vector, >= 1.
             metric: metric of the distances.
-            mode: ``"r"`` opens an existing datastore for reading; the handle sees what a writer flushes
-                later. ``"a"`` opens for writing, and creates the datastore if it does not exist. ``"x"``
-                creates a datastore and opens it for writing.
+            mode: ``"r"`` opens an existing datastore for reading; later searches of this handle include the
+                changes that a writer has flushed. ``"a"`` opens for writing, and creates the datastore if it
+                does not exist. ``"x"`` creates a datastore and opens it for writing.
             **params: the adapter's parameters, which each adapter documents. Parameters about the storage of
                 records are fixed when the datastore is created. Parameters about building an index apply when
                 an index is built. Parameters about searching or about reaching an engine apply to this
@@ -64,12 +64,13 @@ class Datastore(Protocol):
         """The features of this vector engine, such as exact search."""
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records; a record replaces an older record with the same id, including its group.
+        """Store records; a new record replaces an older record with the same id, including its group.
 
-        When the call returns, `search` of this handle finds the records; they are durable after `flush`. The
-        arrays are neither kept nor changed. With n = 0 the call does nothing. A call with invalid arguments
-        stores nothing. If the engine fails halfway (disk full, connection lost), some of the records may have
-        been stored, and no record is stored half; the same call again stores the rest.
+        When the call returns, `search` of this handle finds the records. The records are durable after
+        `flush`. The arrays are neither kept nor changed. With n = 0 the call does nothing. A call with
+        invalid arguments stores nothing. If the engine fails during the call (disk full, connection lost),
+        some of the records may be stored, each of them completely. The same call can then be repeated, and
+        stores all records.
 
         Args:
             ids: record ids, int64, shape (n,), >= 0, without duplicates.
@@ -91,12 +92,12 @@ class Datastore(Protocol):
             k: number of neighbors, >= 1. If several records compete for the k-th place at the same distance,
                 the engine may choose; it should choose the smallest ids.
             where: filter that records must match; None matches all records. The engine never returns a
-                record outside the filter: an empty filter matches no record, and a filter may have any number
+                record that does not match. An empty filter matches no record. A filter may have any number
                 of ranges.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, the
-            rest of a row holds id -1 and distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
+            missing neighbor has id -1 and distance +inf.
 
         Raises:
             DimensionMismatchError: the queries have another dimension.
@@ -112,14 +113,14 @@ class Datastore(Protocol):
         """
 
     def count(self) -> int:
-        """Return the exact number of records; deleted records, and replaced versions, do not count."""
+        """Return the exact number of records; deleted records and replaced records do not count."""
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every record once, by ascending id, as batches (ids, keys, groups).
 
-        Deleted records, and replaced versions of records, are not yielded.
+        Deleted records and replaced records are not yielded.
 
         Args:
             ids: ids of the records to yield; None yields all records.
@@ -133,7 +134,7 @@ class Datastore(Protocol):
         """Write all additions and deletions so far to disk, so that they survive a crash or a power loss."""
 
     def close(self) -> None:
-        """Flush, if the handle was opened for writing, and release all resources.
+        """Release all resources. If the handle was opened for writing, the changes so far are flushed first.
 
         A second call does nothing.
         """

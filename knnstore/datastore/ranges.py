@@ -129,14 +129,15 @@ class IdRanges:
         return IdRanges(np.stack([starts, stops], axis=1))
 
     def rows_in(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the slices of an ascending array of ids that contain exactly the ids in the set.
+        """Find where the ids of the set stand in an ascending array of ids.
 
         Args:
             sorted_ids: int64, shape (n,), ascending.
 
         Returns:
-            Slices [start, stop) of array indices, int64, shape (s, 2), ascending and disjoint. No slice is
-            empty; s is 0 if no id of the array is in the set.
+            Slices [start, stop) of array indices, int64, shape (s, 2), ascending and disjoint. The slices
+            together contain all array elements that are in the set, and no other elements. No slice is empty;
+            s is 0 if no array element is in the set.
         """
         if not len(sorted_ids):
             return np.empty((0, 2), np.int64)

@@ -58,7 +58,9 @@ def positions_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
-    """Convert ranges of positions to the set of all record ids at these positions, whatever their token.
+    """Return the set of all record ids at some positions, with every possible token.
+
+    A position is the number of a token in the store; the positions are given as ranges.
 
     Args:
         starts: first position of each range, int64, shape (m,).
@@ -69,10 +71,14 @@ def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
 
 
 def whole_positions(ids: IdRanges) -> IdRanges:
-    """Return the positions all of whose record ids are in a set.
+    """Return the positions that a set of record ids contains completely.
 
-    A record id encodes a position and a token; a position counts only if the set contains its record id with
-    every possible token. The result is a set of positions, although its type is that of sets of record ids.
+    A record id encodes a position (the number of a token in the store) and a token. A position is in the
+    result if `ids` contains the record ids of this position with all possible tokens. The result is a set of
+    positions, although its class `IdRanges` is usually a set of record ids.
+
+    Args:
+        ids: set of record ids.
     """
     starts = positions_of(ids.starts - 1) + 1
     stops = positions_of(ids.stops) + (ids.stops == ID_LIMIT)

@@ -65,7 +65,7 @@ class AdapterInfo:
     """Reason why the adapter cannot be loaded, with a remedy; None if it can be loaded."""
 
     libraries: Mapping[str, str | None] = field(default_factory=dict)
-    """Version of each distribution that provides the engine, by name.
+    """Version of each Python distribution that provides the vector engine, by the distribution's name.
 
     The version is None if the distribution is not installed.
     """
@@ -73,13 +73,14 @@ class AdapterInfo:
     capabilities: Capabilities | None = None
     """Features of a datastore that was opened in a local folder with default parameters.
 
-    None if the adapter cannot be loaded, or cannot open a datastore in a folder (it needs a server).
+    None if the adapter cannot be loaded, or cannot open a datastore in a folder, for example because it needs
+    a server.
     """
 
     note: str | None = None
     """Reason why the loaded adapter cannot open a datastore in a local folder.
 
-    None if it can, or if the adapter cannot be loaded.
+    None if the adapter can open such a datastore, or if the adapter cannot be loaded.
     """
 
 
@@ -92,15 +93,18 @@ class _Offer:
 
 
 def names() -> list[str]:
-    """Return the names of all installed adapters, sorted, without importing an adapter."""
+    """Return the names of all installed adapters, sorted, without importing an adapter.
+
+    An adapter is a class that connects knnstore to a vector engine.
+    """
     return sorted({offer.entry_point.name for offer in _list_offers()})
 
 
 def load(name: str) -> type[Datastore]:
-    """Import an adapter and return its class.
+    """Import an adapter, which is a class that connects knnstore to a vector engine, and return the class.
 
     Args:
-        name: a name from `names`.
+        name: name of the adapter, one of the names that `names` returns.
 
     Returns:
         The adapter's class; its `open` opens a datastore.
@@ -108,17 +112,21 @@ def load(name: str) -> type[Datastore]:
     Raises:
         AdapterNotFoundError: no distribution offers this name; the message lists the installed names.
         AdapterConflictError: several distributions offer this name; the message names them.
-        AdapterLoadError: the adapter cannot be imported, or lacks a method of `Datastore`. For a missing
-            dependency the message says how to install it.
+        AdapterLoadError: the adapter cannot be imported, or lacks a method of `Datastore`. If a package is
+            missing, the message says how to install the package.
     """
     return _load_adapter(name, _list_offers())
 
 
 def describe() -> list[AdapterInfo]:
-    """Try every adapter by opening an empty datastore in a temporary folder.
+    """Try all installed adapters, and return a report on each adapter.
+
+    An adapter is a class that connects knnstore to a vector engine. The function imports each adapter, and
+    opens an empty datastore with it in a temporary folder. If this fails, the report has the reason; no error
+    is raised.
 
     Returns:
-        A report on each adapter, sorted by name and distribution. A failing adapter affects no other.
+        The reports, sorted by the names of the adapters and of their distributions.
     """
     offers = _list_offers()
     return sorted(
@@ -151,8 +159,12 @@ def _describe_adapter(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
 def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
     """Open an empty datastore with default parameters in a temporary folder, and return its capabilities.
 
+    Args:
+        adapter: class that connects knnstore to a vector engine.
+
     Returns:
-        (capabilities, None), or (None, first line of the error) if the adapter cannot open a datastore.
+        The capabilities (features) of the datastore, and None. If the adapter cannot open a datastore, None
+        and the first line of the error's message.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -163,19 +175,20 @@ def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, 
 
 
 def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
-    """Find the packages that provide an adapter's engine, and their installed versions.
+    """Find the packages that provide an adapter's vector engine, and their installed versions.
 
-    An extra is an optional group of requirements. The packages are the requirements of the extras whose name
-    is the adapter's name, or begins with this name and a hyphen. If these extras have no requirements on this
-    machine, the packages are all requirements of the adapter's distribution without any extra, except
-    knnstore and numpy. For an adapter of knnstore itself, only the extras count.
+    An extra is an optional group of requirements of a distribution (an installed package). First the extras
+    of the adapter are read: an extra belongs to the adapter if its name is the adapter's name, or begins with
+    this name and a hyphen. If an extra of the adapter requires packages on this machine, these packages are
+    returned. Otherwise all packages that the adapter's distribution requires without an extra are returned,
+    except knnstore and numpy. If the adapter belongs to knnstore itself, only its extras are read.
 
     Args:
         offer: the adapter, and the distribution that declares it.
 
     Returns:
-        Version of each package, by name; None if the package is not installed. Empty if a requirement of the
-        distribution cannot be read, or if there are no such packages.
+        Version of each package, by the package's name; the version is None if the package is not installed.
+        The dict is empty if no package is found, or if a requirement of the distribution cannot be parsed.
     """
     adapter, owner = offer.entry_point.name, offer.distribution
     try:
@@ -198,11 +211,14 @@ def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
 
 
 def _is_required(requirement: Requirement, extra: str = "") -> bool:
-    """Check whether a requirement applies on this machine.
+    """Check whether a package's requirement applies on this machine.
 
     Args:
-        requirement: a requirement, possibly with a condition (marker) on platform, Python or extra.
-        extra: name of the extra that is installed; "" for none.
+        requirement: a requirement, possibly with a condition (marker) on platform, Python version or extra.
+        extra: name of the extra (optional group of requirements) that is installed; "" for no extra.
+
+    Returns:
+        True if the requirement has no condition or its condition is met, else False.
     """
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
@@ -213,7 +229,7 @@ def _list_extras(owner: Distribution) -> list[str]:
 
 
 def _find_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution by name; None if it is not installed."""
+    """Return the version of the distribution (package) with a name; None if it is not installed."""
     try:
         return version_of(distribution)
     except PackageNotFoundError:
@@ -221,15 +237,20 @@ def _find_version(distribution: str) -> str | None:
 
 
 def _list_offers() -> list[_Offer]:
-    """Return all adapters that installed distributions offer, without importing them.
+    """Return all adapters that installed distributions (packages) offer, without importing the adapters.
 
-    The result is cached until a folder of `sys.path` changes.
+    An adapter is a class that connects knnstore to a vector engine. The result is cached until `sys.path` or
+    one of its folders changes.
     """
     return _read_offers(tuple((folder, _read_modification_time(folder)) for folder in sys.path))
 
 
 def _read_modification_time(folder: str) -> int:
-    """Return the modification time of a folder in ns; 0 if it cannot be read."""
+    """Return the modification time of a folder in ns; 0 if the time cannot be read.
+
+    Args:
+        folder: path of the folder; "" is the current folder.
+    """
     try:
         return Path(folder or ".").stat().st_mtime_ns
     except OSError:
@@ -238,10 +259,11 @@ def _read_modification_time(folder: str) -> int:
 
 @lru_cache(maxsize=1)
 def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to be told apart
-    """Read the entry points of all installed distributions, and return the adapters that they name.
+    """Read the entry points of all installed distributions (packages), and return the adapters they name.
 
-    If a distribution is installed twice, only the copy that Python imports counts. Unreadable distributions
-    are logged and skipped. The last result is cached.
+    If a distribution is installed twice, only the copy that Python imports counts. If the metadata of a
+    distribution cannot be read, a warning is logged and the distribution is skipped. The last result is
+    cached.
 
     Args:
         folders: folders of `sys.path` and their modification times; used only as the key of the cache.
@@ -303,14 +325,15 @@ def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
 
 
 def _find_missing_package(error: Exception, entry_point: EntryPoint) -> str | None:
-    """Return the name of the package that must be installed for an adapter whose import failed.
-
-    Returns None if the error is not a missing module, or if the missing module belongs to the adapter's own
-    package.
+    """Return the name of the package whose absence made the import of an adapter fail.
 
     Args:
-        error: the exception of the import.
+        error: the exception that the import raised.
         entry_point: the entry point of the adapter.
+
+    Returns:
+        Name of the top-level package of the missing module. None if the import failed for another reason, or
+        if the missing module belongs to the adapter's own package.
     """
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
@@ -321,7 +344,11 @@ def _find_missing_package(error: Exception, entry_point: EntryPoint) -> str | No
 def _make_install_command(offer: _Offer) -> str:
     """Return the shell command that installs an adapter with its dependencies.
 
-    If the distribution has an extra with the adapter's name, the command installs this extra.
+    The command is ``pip install`` with the name of the adapter's distribution. If the distribution has an
+    extra (optional group of requirements) with the adapter's name, the command installs this extra too.
+
+    Args:
+        offer: the adapter, and the distribution that declares it.
     """
     owner, extra = offer.distribution.name, offer.entry_point.name
     has_extra = extra in _list_extras(offer.distribution)

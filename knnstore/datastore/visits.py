@@ -28,9 +28,9 @@ class Visit(NamedTuple):
     """Distances as `Metric` measures them, float32, shape (m, r)."""
 
     ranks: NDArray[np.int64] | None = None
-    """Rank of this cell among the cells that each query searched, shape (m,): 0 is the query's nearest cell.
+    """For each query the rank of this cell among the cells that the query searched, shape (m,).
 
-    None if the engine does not report ranks.
+    Rank 0 is the query's nearest cell. None if the engine does not report ranks.
     """
 
 
@@ -52,15 +52,15 @@ class Visits(NamedTuple):
     numpy array, or a torch tensor on the engine's device."""
 
     ranks: NDArray[np.int64] | None = None
-    """Rank of each visit's cell among the cells that each query searched, shape (b, m): 0 is the nearest.
+    """For each visit and query the rank of the visit's cell among the cells of the query, shape (b, m).
 
-    None if the engine does not report ranks. With ranks, the caller can compute from the same visits what
-    fewer cells for each query would have given.
+    Rank 0 is the query's nearest cell. None if the engine does not report ranks. With ranks, the caller can
+    compute from the same visits the result of a search of fewer cells.
     """
 
     @classmethod
     def of(cls, visit: Visit) -> Self:
-        """Wrap one `Visit` in a stack with b = 1, without copying the arrays of the visit."""
+        """Return a stack that contains only one visit (b = 1). The arrays of the visit are not copied."""
         queries, ids, distances, ranks = visit
         return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
@@ -85,12 +85,14 @@ class Visits(NamedTuple):
                 yield visit
 
     def is_by_row(self, queries: int) -> bool:
-        """Check whether visit i of the stack belongs to query i alone, for all queries.
-
-        Returns False also if the visits have no records, or if the distances are not in a numpy array.
+        """Check whether the stack has exactly one visit for each query, in the order of the queries.
 
         Args:
-            queries: number of queries in all.
+            queries: number of queries.
+
+        Returns:
+            True if visit i has only query i, for all queries. False otherwise, and also if the visits have no
+            records or the distances are not in a numpy array.
         """
         in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
@@ -98,7 +100,8 @@ class Visits(NamedTuple):
     def only(self, records: NDArray[np.bool_]) -> "Visits":
         """Return a copy in which only the records that a mask selects remain.
 
-        The other records are replaced by padding: id -1 at distance +inf. The shapes do not change.
+        Each record that is not selected is replaced by padding: id -1 at distance +inf. The shapes of the
+        arrays do not change.
 
         Args:
             records: mask of the records to keep in each visit, shape (b, r).
@@ -118,8 +121,13 @@ class Visits(NamedTuple):
 
 
 def apart(visits: Iterable[Visits]) -> list[Visit]:
-    """Divide stacks of visits into single `Visit` objects, as numpy arrays without padding.
+    """Divide stacks of visits into single `Visit` objects, whose numpy arrays have no padding.
 
-    Visits without a query or without a record are left out. Distances on a GPU are copied to main memory.
+    A visit holds the distances between some queries and all records of a cell, which is a cluster of nearby
+    records. Visits without a query or without a record are left out. Distances on a GPU are copied to main
+    memory.
+
+    Args:
+        visits: stacks of visits; without stacks, the result is empty.
     """
     return [visit for stack in visits for visit in stack.apart()]

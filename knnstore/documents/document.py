@@ -57,9 +57,9 @@ class Reason(StrEnum):
 
 
 NOT_MEMBERS = frozenset((Reason.LINK, Reason.SPECIAL))
-"""Reasons for which a path does not count as a file of its folder.
+"""Reasons for which a path in a folder is treated as if it did not exist.
 
-If the path was stored as a document before, `sync` removes the document, as if the file were missing.
+If the path was stored as a document before, `sync` removes the document, as for a missing file.
 """
 
 
@@ -92,11 +92,11 @@ class Entry(NamedTuple):
     def refused(
         cls, where: str, error: InputError, *, in_folder: bool = False, id: str | None = None
     ) -> "Entry":
-        """Return an entry for a document that is known to be unusable: its `read` raises an error.
+        """Return an entry for a document that is known to be unusable. Reading the entry raises an error.
 
         Args:
             where: place of the document, for messages.
-            error: the error that `read` raises.
+            error: the error that the entry's function `read` raises.
             in_folder: True if the file was found in a folder; False if the caller named it.
             id: id of the document; None if it is not known.
         """
@@ -150,7 +150,13 @@ class TextDocument:
         return f"document {self.id!r}" + (f" ({self.origin.where})" if self.origin is not None else "")
 
     def with_origin(self, origin: Origin) -> "TextDocument":
-        """Return a copy of the document with an origin; a document that has an origin is returned itself."""
+        """Return a copy of the document that has an origin (place from which it was read).
+
+        If the document already has an origin, the document itself is returned.
+
+        Args:
+            origin: origin of the copy.
+        """
         if self.origin is not None:
             return self
         document = copy(self)
@@ -164,17 +170,18 @@ class TextDocument:
 
     @classmethod
     def from_row(cls, row: object, fields: Fields = FIELDS) -> "TextDocument":
-        """Convert a row ``{"id", "text", ...metadata}`` or a bare text to a document.
+        """Convert a row with a text, an id and metadata, or a text alone, to a document.
 
-        If the row has no id, the id is a hash of the text, so that adding the same text again changes
-        nothing. A `TextDocument` is returned unchanged.
+        If the row has no id, the document's id is a hash of the text. So a text that is added twice is stored
+        once. A `TextDocument` is returned unchanged.
 
         Args:
             row: a mapping, an object that behaves like a mapping (such as a pandas Series), or a string.
             fields: names of the fields with the text and the id; all other fields become metadata.
 
         Raises:
-            InputError: the row has no text, or a value has a wrong type.
+            InputError: the row has no text or an empty text, the id is not valid, or a value has a wrong
+                type.
         """
         if isinstance(row, TextDocument):
             return row
@@ -204,11 +211,14 @@ class TextDocument:
 def documents_of(
     rows: Iterable[object], *, source: str = "document", on_bad: OnBad | None = None
 ) -> Iterator[TextDocument]:
-    """Yield a document for each row, bare text or `TextDocument`; no rows yield nothing.
+    """Convert each row, text or `TextDocument` of an iterable or a table to a document, and yield it.
+
+    An empty iterable yields nothing.
 
     Args:
-        rows: any iterable, also a `datasets` stream; it is read once, one row at a time. Or a table of
-            pandas, polars or pyarrow with the column ``text``, optionally ``id``, and columns of metadata.
+        rows: an iterable, such as a list or a stream of the package `datasets`, which is read once, one row
+            at a time; or a table of pandas, polars or pyarrow. A row, or the table, has the field ``text``;
+            it may have the field ``id``; all other fields are metadata.
         source: name of a row in messages; the number of the row, from 1, is appended.
         on_bad: function that is called with the error of each row that cannot be used; then the row is
             skipped. None raises the error.
@@ -248,7 +258,7 @@ def make_missing_text_error(fields: Fields, names: Iterable[object]) -> InputErr
 
 
 def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocument]:
-    """Read the documents of entries, and yield them. A second document with the same id is an error.
+    """Read the documents of entries, and yield the documents. A second document with the same id is an error.
 
     Args:
         entries: documents that are not read yet. Each is read when the caller requests the next document.
@@ -256,7 +266,8 @@ def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[Tex
             is skipped. None raises the error.
 
     Raises:
-        UnusableDocumentError: a document cannot be used and `on_bad` is None.
+        UnusableDocumentError: a document cannot be used, or an earlier document has the same id, and `on_bad`
+            is None.
     """
     places_by_id: dict[str, str] = {}
     for where, read, in_folder, id in entries:

@@ -51,12 +51,12 @@ class Kind(NamedTuple):
     """A kind of file that can be read, such as JSON Lines; the suffix of a file decides its kind."""
 
     read: Callable[[Source, Fields], Iterator[Entry]]
-    """Function that yields an `Entry` for each document of a file. It may raise the errors in `UNREADABLE`
-    and `InputError` at any time."""
+    """Function that yields an `Entry` (a document that is not read yet) for each document of a file. The
+    function may raise `InputError` or an error in `UNREADABLE` before or after any entry."""
     is_document: bool = False
-    """True if each file is one document, whose id is its path."""
+    """True if each file is one document, whose id is its path; False if a file may contain several."""
     is_mostly_text: bool = True
-    """True if a file contains little besides text, so that its size is about the size of its texts."""
+    """True if a file contains little more than text, so that its size is about the size of its texts."""
 
 
 def _make_whole_file_reader(
@@ -64,7 +64,8 @@ def _make_whole_file_reader(
 ) -> Callable[[Source, Fields], Iterator[Entry]]:
     """Return a function for `Kind.read`, for a kind of file that contains one document.
 
-    The function yields one entry. The file is read when the entry's document is made, not before.
+    The function yields one `Entry` (a document that is not read yet). The file is read when the entry is
+    read.
 
     Args:
         make: function that reads a file and returns its document.
@@ -78,7 +79,7 @@ def _make_whole_file_reader(
 
 
 def _read_plain_document(source: Source) -> TextDocument:
-    """Read a text file as a document whose text is the whole file."""
+    """Read a text file, and return a document whose text is the whole file."""
     return TextDocument(source.id, source.read_text())
 
 
@@ -112,11 +113,11 @@ HUB = "hf:"
 """Prefix of the name of a data set of the Hugging Face hub."""
 
 OnIgnored = Callable[[Path], None]
-"""Function that is called with each file of a folder that is skipped because its suffix is not known."""
+"""Function that is called with the path of each file in a folder that is skipped because of its suffix."""
 
 
 class Place(NamedTuple):
-    """A file, standard input or a data set from which documents are to be read; it need not exist."""
+    """A file, standard input, or a data set, from which documents will be read. It may not exist."""
 
     path: str
     """Path of the file, `STDIN`, or name of the data set with the prefix `HUB`."""
@@ -125,7 +126,7 @@ class Place(NamedTuple):
     root: Path | None = None
     """Folder in which the file was found; None if the caller named the file."""
     problem: InputError | None = None
-    """Error that reading will raise, if the place is known to be unreadable; else None."""
+    """Error that reading the place will raise; None if no problem is known."""
 
     @property
     def in_folder(self) -> bool:
@@ -176,17 +177,19 @@ class Place(NamedTuple):
 
 
 def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterator[Place]:
-    """Yield the places that a path stands for: the path itself, or all files below a folder.
+    """Yield the places from which the documents of a path are read.
 
-    Hidden files and folders are skipped. If a file is one document, its id is its path relative to the folder
-    (with ``/``), or its file name if `path` is the file. Links to files are followed if they stay in the
-    folder; links to folders are not followed. Unusable files are yielded with a problem. A folder without any
-    document yields itself, with a problem.
+    For a file, standard input or a data set, the only place is the path itself. For a folder, the files in it
+    and in all its subfolders are yielded, except hidden files and files with an unknown suffix. Hidden
+    folders are skipped. Links to files are followed if they stay in the folder; links to folders are not
+    followed. A file or folder that cannot be used is yielded with a problem. If the folder has no file with a
+    known suffix, the folder itself is yielded too, with a problem. If a file is one document, its id is its
+    path relative to the folder (with ``/``), or its file name if `path` is the file.
 
     Args:
         path: a file or folder, which need not exist, `STDIN`, or a data set with the prefix `HUB`.
-        on_ignored: function that is called with each file of the folder whose suffix is not known; None calls
-            nothing.
+        on_ignored: function that is called with the path of each file in the folder whose suffix is not
+            known; None calls nothing.
     """
     named_place = Place(str(path), Path(path).name)
     if not named_place.is_file or not Path(path).is_dir():
@@ -196,7 +199,7 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
     refused_places: list[Place] = []
 
     def keep_error(error: OSError) -> None:
-        """Remember a folder that cannot be listed as a place with a problem."""
+        """Add a place with a problem for a subfolder whose files cannot be listed."""
         problem = RefusedError(f"cannot be read: {error.strerror or error}", Reason.UNREADABLE)
         refused_places.append(Place(str(error.filename), "", folder, problem))
 
@@ -229,8 +232,8 @@ def _find_problem(file: Path, folder: Path) -> RefusedError | None:
         folder: the folder.
 
     Returns:
-        The error, not raised, if the path is a link that leads out of the folder, or no regular file. None
-        for a regular file, and for a path that does not exist.
+        The error, not raised, if the path is a link that leads out of the folder, or is not a regular file.
+        None for a regular file, and for a path that does not exist or cannot be accessed.
     """
     try:
         mode = file.lstat().st_mode
@@ -278,8 +281,8 @@ def read_documents(
         on_bad: function that is called with the error of each document that cannot be used; then the document
             is skipped. None raises the error. The error has the reason, and says whether the document was
             found in a folder.
-        on_ignored: function that is called with each file of a folder that has another suffix; None calls
-            nothing.
+        on_ignored: function that is called with the path of each file in a folder that has another suffix;
+            None calls nothing.
 
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names file and row.
@@ -296,10 +299,10 @@ def read_documents(
 
 
 def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: str = UTF8) -> None:
-    """Check before a long run that each named file exists, has a known suffix, and has a usable first row.
+    """Check that each file in a list of paths exists, has a known suffix, and has a usable first document.
 
-    Only the first row of each file in `paths` is read. Files in folders, standard input and data sets are not
-    checked.
+    The check makes it unlikely that a long run fails later. Only the first document of each file is read.
+    Files in folders, standard input and data sets are not checked.
 
     Args:
         paths: files, folders and data sets, as for `read_documents`.
@@ -330,9 +333,9 @@ def size_of(paths: Iterable[str | Path]) -> int | None:
         paths: files, folders and data sets, as for `read_documents`.
 
     Returns:
-        The sum of the file sizes; files that cannot be read are skipped. None if the size of the text is not
-        known beforehand: for standard input, data sets, compressed files, and kinds of files that contain
-        much besides their text, such as HTML.
+        The sum of the sizes of all files; files that cannot be read are not counted. None if the size of the
+        text cannot be known before reading, because a path is standard input, a data set, a compressed file,
+        or a kind of file that contains much more than its text, such as HTML.
     """
     total = 0
     for place in (place for path in paths for place in find_places(path)):
@@ -348,10 +351,10 @@ def size_of(paths: Iterable[str | Path]) -> int | None:
 
 
 def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
-    """Check whether `read_documents` with some paths would read a file.
+    """Check whether a file is among the files that `read_documents` reads for a list of paths.
 
-    The file also counts if it is read by another path that leads to it. Returns False if the file does not
-    exist.
+    Returns True also if the file would be read by another path that leads to the same file, such as a link.
+    Returns False if the file does not exist.
 
     Args:
         file: path of the file.
@@ -366,7 +369,8 @@ def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
 def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
     """Yield an `Entry` for each document of a file, of standard input or of a data set.
 
-    If the place as a whole cannot be read, the last entry raises the error when it is read.
+    An entry is a document that is not read yet. The function raises no error for a place that cannot be read.
+    Instead, the last entry that it yields raises the error when this entry is read.
 
     Args:
         place: the file, standard input or data set.
@@ -394,7 +398,14 @@ def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
 
 
 def _read_entry(entry: Entry) -> TextDocument:
-    """Read the document of an entry, and convert errors of reading its file to `InputError`."""
+    """Read the document of an entry, and return it.
+
+    Args:
+        entry: the document that is not read yet.
+
+    Raises:
+        InputError: the document cannot be used, or its file cannot be read.
+    """
     try:
         return entry.read()
     except UNREADABLE as error:
@@ -404,14 +415,17 @@ def _read_entry(entry: Entry) -> TextDocument:
 
 
 def _read_standard_input(fields: Fields, encoding: str) -> Iterator[Entry]:
-    """Yield an `Entry` for each document of standard input.
+    """Yield an `Entry` (a document that is not read yet) for each document of standard input.
 
-    If standard input starts with ``{``, it is read as JSON Lines; otherwise it is one document with the id
+    If standard input starts with ``{``, it is read as JSON Lines. Otherwise it is one document with the id
     "stdin".
 
     Args:
         fields: names of the fields of a row that contain its text and its id.
         encoding: encoding of standard input.
+
+    Raises:
+        RefusedError: standard input is too large for one document, or is not text in this encoding.
     """
     stream, name = sys.stdin.buffer, "standard input"
     if not is_utf8(encoding):

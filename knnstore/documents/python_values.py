@@ -23,7 +23,7 @@ _SCALARS = ("numpy", "torch", "jax", "jaxlib", "cupy", "tensorflow")
 
 
 def to_json_or_same(value: Any) -> Any:
-    """Convert the value of a table cell to a JSON value; return the value unchanged if this is impossible.
+    """Convert a value, such as a table cell, to a JSON value; return it unchanged if this is impossible.
 
     Dates and times become ISO 8601 strings. Decimals, UUIDs and paths become strings. Arrays and sets become
     lists. NaN and infinite numbers become None.
@@ -49,9 +49,10 @@ class _NotJsonError(Exception):
 
 
 def to_json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert the metadata of a row to JSON values by name.
+    """Convert the metadata of a row to a dict of JSON values by name.
 
-    Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out; None is kept, like null in a file.
+    Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out. None is kept, as null is kept in a JSON
+    file.
 
     Args:
         row: metadata by name; a name that is a number becomes a string.
@@ -72,12 +73,12 @@ def to_json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
 def to_json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) -> Any:
     """Convert one value, and all values nested in it, to the types that `json.loads` returns.
 
-    Missing values such as NaN become None.
+    Missing values such as NaN become None. A set becomes a sorted list.
 
     Args:
         value: any value.
         path: path of the value in the metadata, for messages.
-        depth: nesting depth of the value: 1 for a value that is not inside of an object or list.
+        depth: nesting depth of the value: 1 for a value that is not inside an object or a list.
         **infinity: ``infinity=None`` converts infinite numbers to None; without this argument, an infinite
             number raises an error.
 
@@ -119,7 +120,10 @@ def to_json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) 
 
 
 def is_missing(value: Any) -> bool:
-    """Check whether a value means "missing": None, NaN, `pandas.NaT` or `pandas.NA`."""
+    """Return True if a value means "missing", else False.
+
+    None, NaN, `pandas.NaT`, `pandas.NA`, and missing values of numpy and pyarrow mean "missing".
+    """
     if value is None:
         return True
     if isinstance(value, Decimal):
@@ -137,9 +141,10 @@ def is_missing(value: Any) -> bool:
 
 
 def unwrap_string(value: Any) -> Any:
-    """Convert a string scalar of numpy, pyarrow or a similar library to `str`.
+    """Convert a string of numpy, pyarrow or a similar library to `str`.
 
-    A value that is no string is returned unchanged, or as the Python value of the library's scalar.
+    Another value of such a library is converted to a Python value, if possible. All other values are returned
+    unchanged.
     """
     if _find_library_name(value) in ("pyarrow", *_SCALARS) and not isinstance(value, str):
         value = _unwrap_value(value)
@@ -149,8 +154,8 @@ def unwrap_string(value: Any) -> Any:
 def _unwrap_value(value: Any) -> Any:
     """Convert a library's scalar or array, a date, a decimal, an enum or a path to a plain Python value.
 
-    Only the value itself is converted: the items of a resulting list or dict may need conversion too. A value
-    of any other type is returned unchanged.
+    Only the value itself is converted. If the result is a list or a dict, its items may need conversion too.
+    A value of any other type is returned unchanged.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -209,7 +214,7 @@ def _call_converter(value: Any, method: str) -> Any:
 
 
 def _format_duration(value: timedelta) -> str:
-    """Return a duration as ISO 8601 text, in the form that pandas writes into JSON: ``P1DT2H3M4S``."""
+    """Convert a duration to ISO 8601 text in the form that pandas writes into JSON, like ``P1DT2H3M4S``."""
     if hasattr(value, "isoformat"):  # pandas
         return str(value.isoformat())
     sign, rest = ("-", -value) if value < timedelta() else ("", value)
@@ -219,7 +224,7 @@ def _format_duration(value: timedelta) -> str:
 
 
 def _convert_field_name(name: Any, path: str) -> str:
-    """Convert the key of a mapping to a string, as JSON does for object keys.
+    """Convert the key of a mapping to a string, as Python's module `json` does for the keys of objects.
 
     Args:
         name: the key.
@@ -249,13 +254,13 @@ _TEXT_COLUMN = "text"
 
 
 def iterate_rows(table: Any) -> Iterable[object]:
-    """Iterate over the rows of a table of pandas, polars or pyarrow, or over any other iterable.
+    """Return an iterator over the rows of a table, or over the items of any other iterable.
 
-    A row of a table is a dict of JSON values by column. Missing values are left out, except that a missing
-    value of the column ``text`` becomes None. The items of another iterable are not changed.
+    A row of a table is a dict of JSON values by column. Missing values are left out of the dict, except in
+    the column ``text``, where a missing value becomes None. The items of another iterable are not changed.
 
     Args:
-        table: the table or iterable.
+        table: table of pandas, polars or pyarrow, or another iterable.
 
     Raises:
         InputError: two columns have the same name, or the argument is not iterable.
@@ -278,9 +283,9 @@ def iterate_rows(table: Any) -> Iterable[object]:
 
 
 def as_mapping(row: Any) -> Any:
-    """Convert a row that behaves like a mapping to a mapping; return any other value unchanged.
+    """Convert an object that is used like a mapping to a mapping; return any other value unchanged.
 
-    Such rows are a pandas Series, a `sqlite3.Row`, and a struct of numpy or Arrow.
+    Objects that are used like mappings are a pandas Series, a `sqlite3.Row`, and a struct of numpy or Arrow.
     """
     if isinstance(row, Mapping):
         return row
@@ -319,7 +324,11 @@ def _check_columns(names: Iterable[str]) -> None:
 def _drop_missing(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the values of a row to JSON values, and leave missing values out.
 
-    A missing value of the column ``text`` is not left out; it becomes None.
+    In the column ``text``, a missing value is not left out; it becomes None. A value that JSON cannot
+    represent is not changed.
+
+    Args:
+        row: values by column; not changed.
     """
     missing = {_TEXT_COLUMN: None} if _TEXT_COLUMN in row and is_missing(row[_TEXT_COLUMN]) else {}
     return {name: to_json_or_same(value) for name, value in row.items() if not is_missing(value)} | missing

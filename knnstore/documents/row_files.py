@@ -54,9 +54,15 @@ _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
 def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each row of a JSON Lines file, which has one JSON object on each line.
 
+    An entry is a document that is not read yet. If a row cannot be used, reading its entry raises the error.
+
     Args:
         source: the file.
         fields: names of the fields that contain the text and the id.
+
+    Raises:
+        OSError: the file cannot be read.
+        RefusedError: the file is not a regular file, leads out of its folder, or cannot be decoded.
     """
     with source.open() as stream:
         yield from read_json_line_entries(source.name, read_utf8_lines(stream, source.encoding), fields)
@@ -65,7 +71,10 @@ def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
 def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each line of JSON in UTF-8; empty lines are skipped.
 
-    If all lines are empty, a single entry is yielded, which raises the error that the file is empty.
+    An entry is a document that is not read yet. If a line cannot be used, reading its entry raises the error.
+    If all lines are empty, one entry is yielded, and reading it raises the error that the file is empty. If
+    the first line is only ``[`` or ``{``, the file is JSON but not JSON Lines: the only entry raises an error
+    that says so.
 
     Args:
         name: name of the file, for messages.
@@ -121,14 +130,18 @@ def _parse_line(line: bytes, fields: Fields) -> TextDocument:
 
 
 def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
-    """Yield an entry for each row of a JSON file: an array of objects, one object, or one per line.
+    """Yield an entry for each row of a JSON file.
+
+    An entry is a document that is not read yet. The file contains an array of objects, a single object, or
+    one object on each line. If a row cannot be used, reading its entry raises the error.
 
     Args:
         source: the file.
         fields: names of the fields that contain the text and the id.
 
     Raises:
-        InputError: the file is not JSON, contains another value than objects, or contains an empty array.
+        OSError: the file cannot be read.
+        InputError: the file is not JSON, is neither an array nor an object, or contains an empty array.
     """
     name, text = source.name, source.read_text()
     try:
@@ -151,7 +164,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
 
 
 def _parse_first_line(text: str) -> Any:
-    """Return the JSON value of the first line that is not empty; None if the line is not JSON."""
+    """Return the JSON value of the first line of a text that is not empty; None if this line is not JSON."""
     try:
         return json.loads(text.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -159,7 +172,9 @@ def _parse_first_line(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON text, and return its value. NaN and infinite numbers, which Python accepts, are errors.
+    """Parse JSON text, and return its value.
+
+    NaN and infinite numbers raise an error, although Python's parser accepts them.
 
     Raises:
         json.JSONDecodeError: the text is not JSON.
@@ -176,7 +191,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Raise `InputError` for a constant that is no JSON: "NaN", "Infinity" or "-Infinity"."""
+    """Raise `InputError` for a constant that JSON does not have: "NaN", "Infinity" or "-Infinity"."""
     raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
 
 
@@ -220,7 +235,10 @@ class _Lines:
         return text
 
     def end_row(self) -> RefusedError | None:
-        """End the current row. Returns its first decoding problem; None if it has none."""
+        """End the current row, and return its first decoding problem.
+
+        Returns None if all lines of the row could be decoded. The error is not raised.
+        """
         problem, self._problem, self._row_bytes = self._problem, None, 0
         return problem
 
@@ -228,8 +246,9 @@ class _Lines:
 def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[Entry]:
     """Yield an entry for each row of a CSV file, whose first row (the header) has the names of the columns.
 
-    A first line ``sep=X`` sets the delimiter. Otherwise, if the header split by `delimiter` has no column for
-    the text, the delimiters ``, ; | tab`` are tried.
+    An entry is a document that is not read yet. If a row cannot be used, reading its entry raises the error.
+    If the first line is ``sep=X``, X is the delimiter. Otherwise `delimiter` is tried first. If the header
+    then has no column for the text, the delimiters comma, semicolon, tab and ``|`` are tried.
 
     Args:
         source: the file.
@@ -237,7 +256,9 @@ def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[En
         delimiter: delimiter that is expected between cells.
 
     Raises:
-        InputError: the file has no rows, no column for the text, or two columns with the same name.
+        OSError: the file cannot be read.
+        InputError: the file has no rows, no column for the text, or two columns with the same name; or a row
+            is too large.
     """
     with source.open() as stream:
         lines = _Lines(read_utf8_lines(stream, source.encoding))
@@ -246,6 +267,8 @@ def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[En
 
 def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> Iterator[Entry]:
     """Yield an entry for each row of a CSV file; the first row has the names of the columns.
+
+    An entry is a document that is not read yet. If a row cannot be used, reading its entry raises the error.
 
     Args:
         name: name of the file, for messages.
@@ -355,9 +378,14 @@ def _check_header(columns: Sequence[str], fields: Fields) -> None:
 
 
 def _find_repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Find columns with the name of an earlier column.
+    """Find columns that have the same name as an earlier column.
 
-    Yields for each such column a pair: the index of the first column with its name, and its own index.
+    Args:
+        columns: names of the columns.
+
+    Yields:
+        For each column that repeats a name: the index of the first column with this name, and the index of
+        the repeating column. Nothing if all names differ.
     """
     first_indices: dict[str, int] = {}
     for index, name in enumerate(columns):
@@ -406,6 +434,8 @@ def _explain_csv_error(error: csv.Error) -> str:
 
 def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each row of a parquet file.
+
+    An entry is a document that is not read yet. If a row cannot be used, reading its entry raises the error.
 
     Args:
         source: the file.
@@ -541,9 +571,12 @@ def _check_expansion(table: Any, number: int) -> None:
 
 
 def _iterate_batch_rows(batch: Any) -> Iterator[Any]:
-    """Yield each row of an Arrow batch as a dict of JSON values by column.
+    """Yield each row of an Arrow batch (some rows of a parquet file) as a dict of JSON values by column.
 
-    For a row that cannot be used, the `InputError` is yielded, not raised.
+    If a row cannot be converted or is too large, an `InputError` is yielded in its place, not raised.
+
+    Args:
+        batch: the batch, from pyarrow.
     """
     for i in range(batch.num_rows):
         row = batch.slice(i, 1)
@@ -574,8 +607,8 @@ def read_data_set_rows(name: str) -> Iterator[Any]:
             ``NAME`` may be a folder with files, or a folder in which `datasets` saved a data set.
 
     Raises:
-        InputError: the package `datasets` is not installed, or the data set, configuration or split does not
-            exist.
+        InputError: the name is not valid, the package `datasets` is not installed, the data set,
+            configuration or split does not exist, or reading fails.
     """
     parts = name.split(":")
     if not parts[0] or len(parts) > 3:

@@ -44,7 +44,7 @@ _SPECIAL = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file from which documents are read, and how to open and decode it."""
+    """A file from which documents are read, with the information that is needed to open and decode it."""
 
     name: str
     """Path of the file as the caller gave it; used to open the file, and in messages."""
@@ -53,8 +53,8 @@ class Source:
     is_compressed: bool = False
     """True if the file is compressed with gzip."""
     root: Path | None = None
-    """Folder in which the file was found; the path must not lead out of it. None if the caller named the
-    file, so that the path may lead anywhere."""
+    """Folder in which the file was found; the path must not lead out of this folder. None if the caller named
+    the file; then the path may lead anywhere."""
     encoding: str = UTF8
     """Encoding of the text."""
 
@@ -102,12 +102,14 @@ class _OwningGzipFile(gzip.GzipFile):
 
 
 def open_regular(path: str | Path, root: Path | None = None) -> IO[bytes]:
-    """Open a regular file for reading bytes. A pipe, a device or a socket is refused without opening it.
+    """Open a regular file for reading, and return its stream of bytes.
+
+    A pipe, a device, a socket or a folder is not opened; an error is raised.
 
     Args:
         path: path of the file. Links are followed.
-        root: folder in which the file must be. A link that leads out of the folder is refused, also if it is
-            created during this call. None allows every place.
+        root: folder in which the file must be. If a link leads out of the folder, an error is raised, even if
+            the link is created during this call. None allows every place.
 
     Raises:
         OSError: the file cannot be opened.
@@ -131,7 +133,12 @@ def _check_regular(status: os.stat_result) -> None:
 
 
 def is_outside(path: str | Path, root: str | Path) -> bool:
-    """Check whether a path leads out of a folder when all links in path and folder are followed."""
+    """Return True if a path leads out of a folder when all links are followed, else False.
+
+    Args:
+        path: the path, which need not exist.
+        root: the folder; links in its path are followed too.
+    """
     real_path, real_root = os.path.realpath(path), os.path.realpath(root)
     return os.path.commonpath([real_path, real_root]) != real_root
 
@@ -147,8 +154,8 @@ def make_link_error(path: str | Path) -> RefusedError:
 def _open_inside(path: str | Path, root: Path) -> int:
     """Open a file below a folder for reading, and return its file descriptor.
 
-    Each folder of the path, after links are resolved, is opened relative to its parent with `O_NOFOLLOW`. So
-    a link that somebody creates meanwhile raises an `OSError`.
+    First all links are resolved. Then each folder of the resolved path is opened relative to its parent
+    folder with `O_NOFOLLOW`. So if somebody replaces a folder by a link during the call, `OSError` is raised.
 
     Args:
         path: path of the file.
@@ -188,17 +195,18 @@ def make_too_large_error(subject: str) -> RefusedError:
 def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
     """Yield the lines of a stream as bytes in UTF-8, each line with its line break.
 
-    Lines of a UTF-8 stream are not decoded, so that the caller can refuse a single bad line. If a line is
-    longer than `MAX_DOCUMENT_BYTES`, only its first `MAX_DOCUMENT_BYTES` + 1 bytes are yielded, so that the
-    caller can refuse this line and continue with the next line.
+    Lines of a UTF-8 stream are not decoded, so a line may contain bytes that are not UTF-8; the caller can
+    skip this line. If a line is longer than `MAX_DOCUMENT_BYTES`, only its first `MAX_DOCUMENT_BYTES` + 1
+    bytes are yielded; the caller can recognize the line by its length and continue with the next line.
 
     Args:
         stream: stream of bytes; it is not closed.
         encoding: encoding of the stream. Lines in another encoding than UTF-8 are converted.
 
     Raises:
-        RefusedError: the stream is expected to be UTF-8 and begins like UTF-16 or UTF-32; or it is not in
-            `encoding`, and the message names the last good line.
+        RefusedError: `encoding` is UTF-8 and the stream begins like UTF-16 or UTF-32; or `encoding` is
+            another encoding and the stream cannot be decoded with it. In the second case the message names
+            the last good line.
     """
     number, limit = 0, MAX_DOCUMENT_BYTES + 1
     if is_utf8(encoding):
@@ -227,13 +235,15 @@ def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
 
 
 def _skip_rest_of_line(stream: IO[AnyStr], line: AnyStr, line_end: AnyStr, limit: int) -> None:
-    """Read and drop the rest of a line that was cut at a limit. Does nothing if the line was not cut.
+    """Skip the rest of a line of a stream, if only the beginning of the line was read.
+
+    The beginning was read with ``stream.readline(limit)``. If the whole line was read, nothing is done.
 
     Args:
-        stream: stream, positioned after `line`.
-        line: the part of the line that was read.
+        stream: stream of bytes or text, positioned after `line`.
+        line: the beginning of the line, or the whole line.
         line_end: the line break.
-        limit: largest number of bytes or characters that were read at a time.
+        limit: largest number of bytes or characters that one read returns.
     """
     while len(line) == limit and not line.endswith(line_end):
         line = stream.readline(limit)
@@ -245,8 +255,8 @@ def decode_text(data: bytes, encoding: str = UTF8, suffix: str = "") -> str:
     Args:
         data: the bytes of a file or of a line.
         encoding: encoding of the bytes.
-        suffix: words that follow a position in messages, such as `` of the line``; empty for positions in a
-            file.
+        suffix: words that follow the position of a bad byte in messages, such as `` of the line``. Empty if
+            `data` is a whole file.
 
     Raises:
         RefusedError: `data` is empty, contains a NUL, or is not text in this encoding; the message names the
@@ -308,7 +318,11 @@ def check_encoding(name: str) -> str:
 
 
 def is_utf8(encoding: str) -> bool:
-    """Check whether the name of an encoding means UTF-8, with or without a byte order mark."""
+    """Return True if an encoding is UTF-8, with or without a byte order mark, else False.
+
+    Args:
+        encoding: Python's name of the encoding, for example "utf8" or "utf-8-sig".
+    """
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 

@@ -41,12 +41,16 @@ _CHARSET_WITHIN = 4096
 
 
 def read_html_document(source: Source) -> TextDocument:
-    """Read an HTML page as a document: the visible text as its text, the title as metadata.
+    """Read an HTML file, and return a document with the visible text, and with the title as metadata.
 
     The page is decoded with `source.encoding`. If this encoding is UTF-8 and the page is not UTF-8, the
-    encoding that the page itself names is used.
+    encoding that the page itself names is used. A page without a title gives a document without metadata.
+
+    Args:
+        source: the file.
 
     Raises:
+        OSError: the file cannot be read.
         InputError: the page cannot be decoded, or has no text.
     """
     data = source.read_bytes()
@@ -73,13 +77,15 @@ def read_html_document(source: Source) -> TextDocument:
 def extract_html_text(page: str) -> tuple[str, str]:
     """Extract the visible text and the title from an HTML page.
 
-    Each block element starts a new line. A run of white space becomes one space, except in ``<pre>``.
+    Each block element starts a new line. Empty lines, and spaces at the ends of lines, are removed. Outside
+    of ``<pre>``, each series of white space becomes one space.
 
     Args:
         page: the HTML.
 
     Returns:
-        The text and the title; each is empty if the page has none.
+        The text and the title. The text is empty if the page has no visible text; the title is empty if the
+        page has no title.
 
     Raises:
         InputError: Python's parser cannot parse the page.
@@ -108,9 +114,10 @@ class _TextParser(HTMLParser):
         self._in_pre = 0
 
     def finish(self) -> None:
-        """End the page. If a tag or comment is not closed, text after its begin is dropped, as in browsers.
+        """End the page. If its last tag or comment is not closed, the text from there on is dropped.
 
-        Python's parser would search the dropped text for the end of each tag in it, which can take hours.
+        Browsers drop this text too. Python's parser would search the text for the end of each tag in it,
+        which can take hours.
         """
         if self.rawdata.startswith("<"):
             self.rawdata = ""
@@ -137,7 +144,7 @@ class _TextParser(HTMLParser):
         return end
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        """Handle a start tag: begin an invisible element, the title, or a new line or cell of the text.
+        """Handle a start tag: begin an invisible element or the title, or append a line break or a tab.
 
         Args:
             tag: name of the tag in lower case.
@@ -157,7 +164,10 @@ class _TextParser(HTMLParser):
             self._parts.append("\t")
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
-        """Handle a tag without content, such as ``<br/>``, like a start tag. Invisible ones are ignored."""
+        """Handle a tag without content, such as ``<br/>``, like a start tag.
+
+        A tag of an invisible element, such as ``<script/>``, is ignored.
+        """
         if tag not in _UNSEEN:
             self.handle_starttag(tag, attrs)
 
@@ -191,8 +201,8 @@ class _TextParser(HTMLParser):
     def text(self) -> str:
         """Return the visible text that was collected, without empty lines.
 
-        Spaces at the ends of lines are removed. Other spaces in ``<pre>`` are kept; elsewhere each run of
-        white space becomes one space.
+        Spaces at the ends of lines are removed. All other spaces in ``<pre>`` are kept. Outside of ``<pre>``,
+        each series of white space becomes one space.
         """
         lines = re.sub(r" *\t[ \t]*", "\t", "".join(self._parts)).split("\n")
         return "\n".join(line.rstrip().strip("\t") for line in lines if line.strip())
@@ -202,11 +212,15 @@ _KINDS = ("markdown", "code", "heading")
 
 
 def read_notebook_document(source: Source) -> TextDocument:
-    """Read a Jupyter notebook as a document.
+    """Read a Jupyter notebook, and return a document with its markdown and code.
 
     The text consists of the markdown and code cells in order, separated by empty lines, without outputs.
 
+    Args:
+        source: the file.
+
     Raises:
+        OSError: the file cannot be read.
         InputError: the file is not a notebook, or has no text; the message says why.
     """
     try:
@@ -263,16 +277,17 @@ _METADATA = {"subject": "Subject", "from": "From", "date": "Date"}
 
 
 def read_mailbox(source: Source, _: Fields) -> Iterator[Entry]:
-    """Yield an entry for each message of a mailbox file (mbox).
+    """Yield an entry (a document that is not read yet) for each message of a mailbox file (mbox).
 
-    The id of a message's document is the Message-ID; without one, it is a hash of the text. Subject, sender
-    and date are metadata.
+    The id of the document is the message's Message-ID. If the message has no Message-ID, the id is a hash of
+    the text. Subject, sender and date are metadata.
 
     Args:
         source: the file.
         _: ignored.
 
     Raises:
+        OSError: the file cannot be read.
         InputError: the file is empty or not a mailbox, or a message is too large.
     """
     for number, (line, data) in enumerate(_split_mailbox(source), start=1):
@@ -284,8 +299,11 @@ def read_mailbox(source: Source, _: Fields) -> Iterator[Entry]:
 def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
     """Divide a mailbox file into messages.
 
-    A message begins at a line "From ..." after an empty line, if this line has a date or a mail header
-    follows it.
+    A message begins with a line "From ...", at the beginning of the file or after an empty line. This line
+    must have a date, or the next line must be a mail header.
+
+    Args:
+        source: the file.
 
     Yields:
         For each message the number of its first line in the file, and its bytes without this line.
@@ -331,7 +349,8 @@ def _parse_message(data: bytes, encoding: str) -> TextDocument:
     """Convert an e-mail to a document.
 
     The document's text consists of the texts of the message's parts. The metadata are subject, sender and
-    date. The id is the Message-ID; without one, it is a hash of the text.
+    date, as far as the message has them. The id is the Message-ID. If the message has no Message-ID, the id
+    is a hash of the text.
 
     Args:
         data: bytes of the message, headers included.
@@ -354,13 +373,13 @@ def _parse_message(data: bytes, encoding: str) -> TextDocument:
 
 
 def _iterate_text_parts(message: Message, encoding: str) -> Iterator[str]:
-    """Yield the texts of a message's parts, without attachments; a text may be empty.
+    """Yield the texts of a message's parts, without attachments. A text may be empty.
 
-    HTML parts are converted to text. If a message has the same content in alternative forms, only the plain
-    text is used, unless it is empty.
+    HTML parts are converted to text. If a message has the same content in alternative forms, and one of the
+    forms is plain text that is not empty, only the plain text is yielded.
 
     Args:
-        message: a message or a part of it.
+        message: a message, or a part of a message.
         encoding: encoding of parts that name no character set.
     """
     if message.is_multipart():
@@ -417,7 +436,7 @@ def _read_header(message: Message, name: str) -> str:
 
 
 def _convert_date(value: str) -> str:
-    """Convert the date of a mail header to ISO 8601. A text that is no such date is returned unchanged."""
+    """Convert the date of a mail header to ISO 8601. A text that is not a date is returned unchanged."""
     try:
         return parsedate_to_datetime(value).isoformat()
     except (ValueError, TypeError, IndexError, OverflowError):

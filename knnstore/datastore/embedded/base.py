@@ -25,19 +25,20 @@ from knnstore.space import check_space
 
 
 class EmbeddedDatastore(ABC):
-    """A datastore in a local directory, whose records are in segments that indexes search.
+    """A datastore in a local directory, whose records are in segments that are searched with indexes.
 
     A segment is a set of immutable files with records of one group (a numbered set of records, such as a
-    domain). Keys are stored in half precision or as codes (compressed keys); an index can always be built
-    again from the keys. One process may write, and any number of processes may read its flushed records. No
-    index is loaded before the first search, so adding records costs no memory for indexes. A subclass decides
-    which segments have an index, builds indexes and opens them.
+    domain). Keys are stored in half precision or as codes (compressed keys). An index can always be built
+    again from the keys. One process may write, and any number of processes may read the records that the
+    writer has flushed. No index is loaded before the first search, so adding records takes no memory for
+    indexes. A subclass decides which segments have an index, builds indexes and opens indexes.
 
     Args:
         segments: the open directory with the segments.
         dim: number of components of a vector.
         metric: metric of the distances.
-        nearest: function that finds the nearest rows of a matrix; it searches records without an index.
+        nearest: function that finds the nearest rows of a matrix, as `nearest_rows` does. It searches the
+            records that have no index.
     """
 
     merge_ratio: ClassVar[int] = 10
@@ -106,7 +107,9 @@ class EmbeddedDatastore(ABC):
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the name of the store to which the datastore in a directory belongs; None if none is saved.
+        """Return the name of the store to which the datastore in a directory belongs.
+
+        Returns None if no name is saved.
 
         Args:
             location: path of the directory.
@@ -145,8 +148,11 @@ class EmbeddedDatastore(ABC):
     def _is_indexed(self, group_rows: int) -> bool:
         """Check whether a group of records is large enough to be searched by indexes.
 
+        A group is a numbered set of records, such as a domain. Returns False for a smaller group, whose
+        records are all compared with each query.
+
         Args:
-            group_rows: number of live records (not deleted or replaced) of the group.
+            group_rows: number of records of the group, without deleted and replaced records.
         """
 
     @abstractmethod
@@ -155,7 +161,7 @@ class EmbeddedDatastore(ABC):
 
         Args:
             rows: number of records of the segment, deleted records included.
-            group_rows: number of live records (not deleted or replaced) of the segment's group.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
 
         Returns:
             JSON values by name, which are saved with the index; None if the segment needs no index.
@@ -175,11 +181,13 @@ class EmbeddedDatastore(ABC):
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
         """Open the index file of a segment (a set of files with records).
 
-        Returns None if the index file was built by another engine and cannot be used.
-
         Args:
             segment: segment with an index; `segment.index` names the file.
             parameters: parameters that were saved with the index.
+
+        Returns:
+            The object that searches the segment with the index. None if this engine cannot use the index
+            file, for example because another engine built it.
 
         Raises:
             FileNotFoundError: the index file is missing.
@@ -221,8 +229,8 @@ class EmbeddedDatastore(ABC):
             where: records that may be found; None allows all records.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
+            missing neighbor has id -1 and distance +inf.
 
         Raises:
             CorruptDatastoreError: no query has a neighbor, and records that `where` selects are damaged.
@@ -231,7 +239,7 @@ class EmbeddedDatastore(ABC):
         ids = where.ids if where and where.groups is None else None
 
         def find_nearest(searches: Sequence[GroupSearch]) -> Neighbors:
-            """Find the k nearest records of each query in some groups."""
+            """Return the k nearest records of each query in several groups (sets of records)."""
             # A small group is not asked for more neighbors than it has, so it takes no memory for them.
             parts = (group.search(queries, min(k, group.rows), ids) for group in searches)
             return merge_many(parts, len(queries), k)
@@ -246,12 +254,13 @@ class EmbeddedDatastore(ABC):
     def delete(self, ids: IdRanges) -> None:
         """Delete every record whose id is in the ranges; ids without a record are ignored.
 
-        Searches of this handle leave the records out at once; `flush` makes the deletion durable.
+        Searches of this handle leave the deleted records out at once; `flush` makes the deletion durable.
+        Raises ReadOnlyError if the handle was opened with mode ``"r"``.
         """
         self._segments.delete(ids)
 
     def count(self) -> int:
-        """Return the number of records; deleted and replaced records do not count, damaged records do."""
+        """Return the number of records. Deleted and replaced records do not count; damaged records count."""
         return self._segments.count()
 
     def iterate(
@@ -266,7 +275,8 @@ class EmbeddedDatastore(ABC):
             batch_size: largest number of records in a batch, >= 1.
 
         Raises:
-            CorruptDatastoreError: a file turns out to be damaged. The next call leaves its records out.
+            CorruptDatastoreError: a file turns out to be damaged. The next call leaves the records of the
+                file out.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -284,14 +294,16 @@ class EmbeddedDatastore(ABC):
         self._segments.flush()
 
     def damaged(self) -> list[DamagedPart]:
-        """Return the segments (files with records) that are known to be damaged; empty if none are.
+        """Return a report on each segment (set of files with records) that is known to be damaged.
 
-        The method does not read the files to look for damage; `verify` does.
+        The list is empty if no damage is known. The method does not read the files; `verify` does.
         """
         return self._segments.damaged()
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged segment (a set of files with records) with all its records, durably.
+        """Remove a damaged segment (a set of files with records) and all its records, durably.
+
+        The records are lost. Other changes that were not flushed become durable too.
 
         Args:
             part: the damaged segment, one of the results of `damaged`.
@@ -299,11 +311,11 @@ class EmbeddedDatastore(ABC):
         self._segments.abandon(part)
 
     def optimize(self) -> None:
-        """Merge segments (files with records), reclaim space of deleted records, and build missing indexes.
+        """Merge segments, reclaim the space of deleted records, and build missing indexes.
 
-        Segments that are large enough get an index. Records without an index are searched exactly, which is
-        slow for many records, so call `optimize` after adding many records. Missing files with checksums are
-        written too. Damaged segments are skipped.
+        A segment is a set of files with records. Segments that are large enough get an index. Records without
+        an index are searched exactly, which is slow for many records, so call `optimize` after adding many
+        records. Missing files with checksums are written too. Damaged segments are skipped.
         """
         self._segments.compact(ratio=self.merge_ratio)
         for segments in self._segments.by_group().values():
@@ -319,8 +331,11 @@ class EmbeddedDatastore(ABC):
     def vacuum(self) -> None:
         """Rewrite all files that contain deleted or replaced records, without these records.
 
-        Afterwards missing indexes are built. If the disk is too full for the indexes, they are left out; a
-        later `optimize` builds them.
+        Then `optimize` is called, which also builds missing indexes. If the disk is too full for `optimize`,
+        no error is raised; a later `optimize` builds the indexes.
+
+        Raises:
+            DiskFullError: the disk has too little free space to rewrite the files; nothing is rewritten.
         """
         self._segments.vacuum()
         with suppress(DiskFullError):
@@ -334,7 +349,7 @@ class EmbeddedDatastore(ABC):
         return self._segments.verify()
 
     def close(self) -> None:
-        """Flush, if the datastore is open for writing, and release all resources.."""
+        """Release all resources. If the datastore is open for writing, changes are flushed first."""
         self._searches.close()
 
     def __enter__(self) -> Self:
@@ -344,16 +359,18 @@ class EmbeddedDatastore(ABC):
         self.close()
 
     def _create_group_search(self) -> GroupSearch:
-        """Create an object that can search the records of one group.
+        """Create and return an object that can search the records of one group.
 
-        The object has no records until its method `update` is called with the segments (immutable sets of
-        records) of the group.
+        A group is a numbered set of records, such as a domain. The object has no records until its method
+        `update` is called with the segments (immutable sets of records) of the group.
         """
         exact = ExactIndex(self._dim, self._metric, self._nearest)
         return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
 
     def _check_readable(self, where: Filter | None) -> None:
-        """Raise CorruptDatastoreError if a damaged segment may contain records that a filter selects.
+        """Raise CorruptDatastoreError if damaged files may contain records that a filter selects.
+
+        If the filter selects no record of a file that is known to be damaged, the method does nothing.
 
         Args:
             where: the filter of a search; None selects all records.
@@ -365,14 +382,19 @@ class EmbeddedDatastore(ABC):
                 raise CorruptDatastoreError(part.problem)
 
     def _write_derived_files(self, segment: Segment, group_rows: int) -> None:
-        """Write the file with a segment's checksums, and its index, if the file is missing or damaged.
+        """Write the file with the checksums of a segment, and its index file, if they are missing or damaged.
 
-        No index is built for a segment that needs none, or that is in memory only. An index that was built
-        with other parameters than `_index_parameters` returns now is built again.
+        A segment is a set of files with records. No index is built for a segment that needs no index, or that
+        is in memory only. An index is also built again if its parameters differ from the parameters that
+        `_index_parameters` returns now.
 
         Args:
-            segment: the segment (a set of files with records).
-            group_rows: number of live records (not deleted or replaced) of the segment's group.
+            segment: the segment.
+            group_rows: number of records of the segment's group, without deleted and replaced records.
+
+        Raises:
+            DiskFullError: the disk has too little free space for the index.
+            CorruptDatastoreError: the keys of the segment are damaged.
         """
         self._segments.write_digests(segment)
         parameters = self._index_parameters(segment.rows, group_rows)
@@ -390,8 +412,12 @@ class EmbeddedDatastore(ABC):
             self._segments.write_index(segment, build, parameters)
 
     def _is_intact(self, file: StoredFile) -> bool:
-        """Check whether an index file is sound.
+        """Check whether an index file is undamaged.
 
-        Returns False if the file is known to be damaged, or does not match its saved size and SHA-256.
+        Returns True if the file matches its saved size and SHA-256. Returns False if the file is missing,
+        does not match, or is known to be damaged.
+
+        Args:
+            file: name, size and hash of the file, as they were saved.
         """
         return file not in self._damaged and self._segments.is_intact(file)

@@ -55,7 +55,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, keys: Keys) -> Codes:
-        """Compress keys, float32, shape (n, dim), to codes, uint8, shape (n, size)."""
+        """Compress keys, float32, shape (n, dim), to codes, uint8, shape (n, size), in the same order."""
 
     @abstractmethod
     def turned(self, codes: Codes) -> Keys:
@@ -71,9 +71,9 @@ class Codec(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the content of the file that stores this codec; `codec_from_bytes` reads this content.
+        """Return the fitted values of this codec (compressor of keys) as the content of a file.
 
-        A codec compresses keys.
+        `codec_from_bytes` makes the codec from this content again.
         """
 
     def decode(self, codes: Codes) -> Keys:
@@ -102,9 +102,9 @@ class RoundedCodec(Codec):
         return np.concatenate([scales.view(np.uint8), rounded.view(np.uint8)], axis=1)
 
     def turned(self, codes: Codes) -> Keys:
-        """Decode codes, uint8, shape (n, 4 + dim), to approximate keys, float32, shape (n, dim).
+        """Decode codes (compressed keys), uint8, shape (n, 4 + dim), to keys, float32, shape (n, dim).
 
-        This codec (a compressor of keys) has no rotation.
+        The keys are approximate. They are not rotated, because this codec has no rotation.
         """
         scales = np.ascontiguousarray(codes[:, :4]).view(np.float32)
         return np.ascontiguousarray(codes[:, 4:]).view(np.int8) * scales
@@ -115,11 +115,12 @@ class RoundedCodec(Codec):
 
 
 class ProductCodec(Codec):
-    """A product quantizer: a codec whose codes are indices into fitted tables.
+    """A product quantizer: a codec (compressor of keys) whose codes are indices into fitted tables.
 
-    The first byte of a code is the index of the nearest of 256 centers. The difference of the rotated key and
-    this center is cut into parts. For each part one byte follows: the index of the nearest of 256 vectors
-    in the part's table, its codebook.
+    A key is first rotated. The first byte of its code is the index of the nearest of 256 centers. The
+    difference of the rotated key and this center is cut into parts of equal length. Each part has a table of
+    256 vectors, its codebook. For each part, the code has one more byte: the index of the nearest vector in
+    the part's codebook.
 
     Args:
         rotation: matrix by which keys are multiplied first, float16, shape (dim, width).
@@ -142,9 +143,9 @@ class ProductCodec(Codec):
 
     @classmethod
     def fit(cls, keys: Keys, parts: int) -> Self:
-        """Fit centers, rotation and codebooks to keys. The same keys always give the same codec.
+        """Fit centers, rotation and codebooks to keys, and return the codec (compressor of keys).
 
-        A codec compresses keys.
+        The same keys always give the same codec.
 
         Args:
             keys: float32, shape (n, dim), n >= 1. If n < 256, some keys are used several times.
@@ -216,7 +217,7 @@ class ProductCodec(Codec):
 
 
 def checked_kind(kind: object) -> str:
-    """Check the name of a kind of codes (compressed keys), and return the name.
+    """Return the name of a kind of codes (compressed keys), if it is known.
 
     Args:
         kind: ``"int8"``, which rounds each component to a byte, or ``"pqN"`` with a number N, for example
@@ -252,7 +253,7 @@ def sample_size(dim: int) -> int:
 
 
 def fit_codec(kind: str, keys: Keys) -> Codec:
-    """Create a codec (a compressor of keys), and fit its tables to a sample of keys.
+    """Return a new codec (a compressor of keys) that is fitted to a sample of keys.
 
     Args:
         kind: ``"int8"`` for rounding, for which nothing is fitted; ``"pqN"`` for a product quantizer with N
@@ -283,7 +284,7 @@ def codec_from_bytes(kind: str, dim: int, stored: bytes) -> Codec:
 
 
 class Coding(NamedTuple):
-    """Rules for compressing keys to codes: the kind of codes, and the size from which a group is coded.
+    """Rules for compressing keys to codes: the kind of codes, and the sizes of groups that are compressed.
 
     A group is a numbered set of records, such as a domain.
     """
@@ -292,18 +293,24 @@ class Coding(NamedTuple):
     """Kind of codes: ``"int8"``, or ``"pqN"`` such as ``"pq32"``."""
 
     least: int
-    """Number of records from which a group is coded when one of its files is rewritten.
+    """Number of records from which the keys of a group are compressed when one of its files is rewritten.
 
-    A codec is fitted to a group only once, and fits better if the group has more records then.
+    A codec is fitted to a group only once, and fits better if the group then has more records.
     """
 
     most: int
-    """Number of records from which a group is coded already when records are added, to save space."""
+    """Number of records from which the keys of a group are compressed as soon as records are added.
+
+    This saves space while many records are added.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CodesEntry:
-    """The kind and the file of the codec (compressor) of some keys, as the list of all files names them."""
+    """The kind and the file of a codec (compressor of keys), as the manifest has them.
+
+    The manifest is the list of all files in use.
+    """
 
     kind: str
     """Kind of codes: ``"int8"``, or ``"pqN"`` such as ``"pq32"``."""
@@ -368,7 +375,7 @@ def _count_parts(kind: str, dim: int) -> int:
 
 
 def _find_nearest_entries(keys: Keys, entries: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return for each key the index of the entry at the smallest Euclidean distance, shape (n,).
+    """Return for each key the index of the nearest entry by Euclidean distance, shape (n,).
 
     For a key k, this is the entry e with the largest k·e - |e|²/2. A column of ones is appended to the keys,
     so that one matrix multiplication computes both terms.
@@ -410,9 +417,10 @@ def _fit_entries(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]
 
 
 def _spread_principal_axes(keys: Keys, parts: int) -> NDArray[np.float32]:
-    """Compute a rotation to the principal axes of keys, and divide the axes evenly among parts.
+    """Compute a rotation of keys to their principal axes, with the axes divided evenly among parts.
 
-    The axes are divided so that each part has about the same product of variances.
+    Each part gets about the same number of axes, and about the same product of the variances along its axes.
+    So the parts of a rotated key are about equally hard to compress.
 
     Args:
         keys: shape (n, dim).

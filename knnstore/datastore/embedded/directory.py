@@ -36,9 +36,10 @@ def make_folders(root: Path) -> None:
 
 
 def list_datastore_files(root: Path) -> list[Path]:
-    """Return the paths of all files in a datastore's folders whose names knnstore gives to its files.
+    """Return the paths of all files that knnstore wrote to a datastore's folders.
 
-    The result includes files that the manifest (the list of files in use) does not name.
+    The folders are ``segments`` and ``indexes``. The files are recognized by their names. The result includes
+    files that are not in use.
 
     Args:
         root: the datastore's directory. If its folders do not exist, the result is empty.
@@ -48,7 +49,9 @@ def list_datastore_files(root: Path) -> list[Path]:
 
 
 def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
-    """Remove files that a crash left behind: all of knnstore's files in the folders except the given names.
+    """Remove the files that a crash of a writer left behind in a datastore's folders.
+
+    All files with names that knnstore gives to its files are removed, except the files in use.
 
     Args:
         root: the datastore's directory.
@@ -60,9 +63,10 @@ def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
 
 
 def erase_segments(root: Path) -> None:
-    """Remove all files of a datastore from its directory, then the directory itself if it is empty.
+    """Remove all files of a datastore from its directory, and then the directory if it is empty.
 
-    If the directory does not exist, the function does nothing. After an interruption it can be called again.
+    If the directory does not exist, the function does nothing. If a call was interrupted, another call
+    removes the remaining files.
 
     Args:
         root: the datastore's directory.

@@ -30,7 +30,10 @@ NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 
 @dataclass(slots=True)
 class _Span:
-    """The rows start to stop - 1 of the matrix of an `ExactIndex`, with the live records of a segment."""
+    """The rows start to stop - 1 of the matrix of an `ExactIndex`, which hold the live records of a segment.
+
+    A segment is an immutable set of records. A record is live if it is neither deleted nor replaced.
+    """
 
     columns: Columns
     """Ids and keys of the segment."""
@@ -43,12 +46,12 @@ class _Span:
 
 
 class ExactIndex:
-    """Searches the live records of some segments of one group exactly, in a float32 matrix of their keys.
+    """Searches the live records of several segments of one group exactly, in a float32 matrix of their keys.
 
     A segment is an immutable set of records with ids and keys. Its live records are the records that are
     neither deleted nor replaced. A new index has no records; `update` fills the matrix. For L2, a *center*,
-    approximately the mean key, is subtracted from all keys and queries: distances stay the same, and the
-    rounding errors of the multiplication become smaller.
+    which is approximately the mean key, is subtracted from all keys and queries. Distances stay the same, and
+    rounding errors become smaller.
 
     Args:
         dim: number of components of a key.
@@ -69,10 +72,14 @@ class ExactIndex:
         self._in_half = True
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search. Afterwards the matrix holds exactly the live records of these segments.
+        """Set the segments to search, and copy the keys of their live records to the matrix.
 
-        Live records are neither deleted nor replaced. Keys of segments that were searched before are not read
-        again. No search may run during the call. If an error is raised, the index is empty afterwards.
+        A segment is an immutable set of records. Live records are neither deleted nor replaced. Keys that are
+        in the matrix already are not read again. No search may run during the call. If an error is raised,
+        the index is empty afterwards.
+
+        Args:
+            segments: all segments to search; other segments are removed.
         """
         try:
             self._replace_segments(segments)
@@ -81,7 +88,7 @@ class ExactIndex:
             raise
 
     def count(self, ids: IdRanges | None) -> int:
-        """Return the number of searched records whose id is in `ids`; None counts all searched records."""
+        """Return the number of records in the index whose id is in `ids`; None counts all records."""
         return self._rows if ids is None else int(np.diff(self._find_slices(ids), axis=1).sum())
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
@@ -93,8 +100,8 @@ class ExactIndex:
             ids: ids of the records that may be found; None allows all records.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records may be
+            found, each missing neighbor has id -1 and distance +inf.
         """
         reachable = min(k + _SPARE, self._rows)
         if reachable == 0 or len(queries) == 0:
@@ -109,11 +116,14 @@ class ExactIndex:
         return neighbors.named(self._ids).padded(k)
 
     def _replace_segments(self, segments: Sequence[Segment]) -> None:
-        """Bring the matrix up to date with the live records of `segments`.
+        """Change the matrix so that it has the keys of exactly the live records of `segments`.
 
-        Live records are neither deleted nor replaced. Rows of records that are no longer live, or not in
-        `segments`, are removed, and new records are appended. After an error the content of the matrix is
+        Live records are neither deleted nor replaced. Rows of records that are not live any more, or not in
+        `segments`, are removed. Rows of new records are appended. After an error the content of the matrix is
         undefined.
+
+        Args:
+            segments: all segments (sets of records) to search.
         """
         new_segments = {id(segment.columns): segment for segment in segments}
         spans, self._spans = self._spans, []
@@ -131,7 +141,7 @@ class ExactIndex:
                 self._append_segment(segment)
 
     def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
-        """Find the k nearest among some rows of the matrix for each query.
+        """Find for each query the k nearest among the given rows of the matrix.
 
         Args:
             queries: query vectors minus the center, shape (q, dim).
@@ -139,13 +149,13 @@ class ExactIndex:
             k: number of neighbors.
 
         Returns:
-            Neighbors whose ids are indices into `rows` (0 is the first of these rows), not row numbers of
-            the matrix and not record ids.
+            Neighbors, nearest first, shape (q, k). Their ids are indices into `rows`: 0 stands for the first
+            row in `rows`. If there are fewer than k rows, each missing neighbor has id -1 and distance +inf.
         """
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
     def _search_slices(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
-        """Find the k nearest rows of the matrix for each query, among the rows in some ranges.
+        """Find for each query the k nearest among the rows of the matrix in the given ranges.
 
         Args:
             queries: query vectors minus the center, shape (q, dim).
@@ -153,7 +163,8 @@ class ExactIndex:
             slices: ranges [start, stop) of row numbers to search, shape (s, 2).
 
         Returns:
-            Neighbors, shape (q, k), whose ids are row numbers of the matrix.
+            Neighbors, nearest first, shape (q, k), whose ids are row numbers of the matrix. If there are
+            fewer than k rows, each missing neighbor has id -1 and distance +inf.
         """
         parts: list[Neighbors] = []
         for rows in self._split_slices(slices):
@@ -169,8 +180,8 @@ class ExactIndex:
     def _split_slices(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
         """Convert ranges of rows to selections of rows that can be searched one after another.
 
-        Each long range is yielded as a slice, because its part of the matrix can be read in place. The rows
-        of all short ranges are yielded together as arrays of at most `_CHUNK` row numbers.
+        First each long range is yielded as a slice, because its part of the matrix can be read in place. Then
+        the rows of all short ranges are yielded together, as arrays of at most 65,536 row numbers.
 
         Args:
             slices: ranges [start, stop) of row numbers, shape (s, 2).
@@ -182,18 +193,19 @@ class ExactIndex:
         yield from (rows[chunk_start : chunk_start + _CHUNK] for chunk_start in range(0, len(rows), _CHUNK))
 
     def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
-        """Return the rows of the matrix whose record ids are in `ids`.
+        """Return the numbers of the matrix rows whose record ids are in `ids`.
 
-        The result is an array of ranges [start, stop) of row numbers, int64, shape (s, 2).
+        The result has ranges [start, stop) of row numbers, int64, shape (s, 2).
         """
         slices = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *slices])
 
     def _recompute_inexact(self, neighbors: Neighbors, queries: Keys, centered: Keys) -> None:
-        """Replace inaccurate L2 distances in place by distances from the differences of the vectors.
+        """Compute inaccurate L2 distances again, and replace them in place.
 
-        A distance is inaccurate if it is small compared to the norms of the vectors. Changed rows of
-        `neighbors` are sorted again.
+        A distance from matrix multiplication is inaccurate if it is small compared to the norms of the
+        vectors. It is computed again from the difference of the vectors. Rows of `neighbors` with changed
+        distances are sorted again.
 
         Args:
             neighbors: row numbers of the matrix, and their distances from the queries; changed in place.
@@ -216,10 +228,11 @@ class ExactIndex:
         neighbors.sort_rows(np.flatnonzero(inexact.any(axis=1)))
 
     def _compute_exact_distances(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
-        """Compute the distance between query i and row rows[i] of the matrix from their difference.
+        """Compute the distance between query i and row rows[i] of the matrix, for each i.
 
-        Equal keys get bitwise equal distances. If all keys are in half precision, this holds for keys of
-        different groups too, because subtracting the center was exact.
+        L2 distances are computed from the difference of the vectors. Equal keys have exactly equal distances
+        from a query. If all keys are in half precision, also equal keys in two different indexes have exactly
+        equal distances.
 
         Args:
             queries: query vectors, shape (n, dim), or (dim,) to compare one query with all rows.
@@ -236,13 +249,14 @@ class ExactIndex:
     def _select_nearest(
         self, neighbors: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
     ) -> Neighbors:
-        """Return the k nearest of more than k neighbors. Among equally near ones, smaller ids are kept.
+        """Return the k nearest of more than k neighbors. Of equally near records, the smallest ids are kept.
 
-        Distances that differ from the k-th smallest only by rounding are computed again, exactly, because
-        rounding could hide that two records are equally near.
+        Rounding can hide that two records are equally near. So distances that differ from the k-th smallest
+        distance by no more than a rounding error are computed again from the differences of the vectors.
 
         Args:
-            neighbors: more than k row numbers for each query, sorted by distance; changed in place.
+            neighbors: more than k row numbers of the matrix for each query, and their distances, nearest
+                first; changed in place.
             k: number of neighbors to keep.
             queries: query vectors, shape (q, dim).
             centered: query vectors minus the center, shape (q, dim).
@@ -278,7 +292,7 @@ class ExactIndex:
     def _find_rows_within(
         self, query: Keys, squared_norm: np.float32, max_distance: np.float32, slices: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the numbers of the rows of the matrix whose distance from a query is at most `max_distance`.
+        """Return the numbers of the matrix rows whose distance from a query is at most `max_distance`.
 
         Args:
             query: query vector minus the center, shape (dim,).
@@ -301,7 +315,8 @@ class ExactIndex:
     def _keep_span(self, span: _Span, segment: Segment) -> None:
         """Keep the rows of the matrix that belong to live records of a segment; drop rows of deleted records.
 
-        The rows move directly behind the rows that were kept before, and `_spans` gets an entry for them.
+        The rows move directly behind the rows that were kept before. If a row is kept, the list `_spans` gets
+        an entry with the new place of the rows.
 
         Args:
             span: the rows of the matrix that hold the segment's records so far.
@@ -318,9 +333,10 @@ class ExactIndex:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
     def _move_rows(self, rows: IdRanges) -> None:
-        """Move rows of the matrix directly behind the first `_rows` rows, and increase `_rows` accordingly.
+        """Move rows of the matrix directly behind its first `_rows` rows, and add their number to `_rows`.
 
-        Rows are moved in chunks, because source and target may overlap.
+        The first `_rows` rows are the rows in use. Rows are moved in chunks, because source and target may
+        overlap.
 
         Args:
             rows: row numbers as ranges, ascending, none below `_rows`.
@@ -337,7 +353,11 @@ class ExactIndex:
                 self._rows = target.stop
 
     def _grow_arrays(self, rows: int) -> None:
-        """Make room for `rows` rows: replace smaller arrays by larger arrays with the same content."""
+        """Make room in the matrix for `rows` rows in all.
+
+        If the arrays of keys, norms and ids are too small, they are replaced by larger arrays with the same
+        content.
+        """
         if rows > len(self._matrix):
             capacity = rows if self._rows == 0 else max(rows, len(self._matrix) * 5 // 4)
             for name in ("_matrix", "_norms", "_ids"):
@@ -350,6 +370,9 @@ class ExactIndex:
         """Append the keys and ids of a segment's live records to the matrix, which has room for them.
 
         Live records are neither deleted nor replaced.
+
+        Args:
+            segment: immutable set of records.
         """
         ids, keys = segment.columns.ids, segment.columns.keys
         start = self._rows
@@ -373,19 +396,19 @@ def compare_rows(
     metric: Metric,
     nearest: NearestRows = nearest_rows,
 ) -> Neighbors:
-    """Find the k nearest among some records of a segment for each query, by comparing with each record.
+    """Find for each query the k nearest of some records of a segment, by comparing with each record.
 
     Args:
-        segment: an immutable set of records on disk or in memory; it is read in chunks.
-        rows: numbers of the segment's rows to compare with, as ranges; row i is the segment's i-th record.
+        segment: an immutable set of records on disk or in memory; its records are read in chunks.
+        rows: numbers of the records to compare with, as ranges; 0 is the segment's first record.
         queries: query vectors, float32, shape (q, dim).
         k: number of neighbors, >= 1.
         metric: metric of the distances.
         nearest: function that finds the nearest rows of a matrix.
 
     Returns:
-        Record ids and distances, each of shape (q, k), nearest first. If there are fewer than k rows, the
-        missing neighbors have id -1 and distance +inf.
+        Record ids and distances, each of shape (q, k), nearest first. If there are fewer than k records to
+        compare with, each missing neighbor has id -1 and distance +inf.
     """
     numbers = rows.ids()
     neighbors = Neighbors.nothing(len(queries), k)
@@ -399,7 +422,7 @@ def compare_rows(
 
 
 def _compute_center(segments: Sequence[Segment]) -> Keys:
-    """Compute approximately the mean key, from a sample of at most 4096 keys of the largest segment.
+    """Estimate the mean key of several segments from at most 4096 keys of the largest segment.
 
     The mean is rounded to half precision, so that subtracting it from keys in half precision is exact.
 

@@ -35,7 +35,8 @@ class SegmentFiles:
     Args:
         root: the datastore's directory.
         manifest: the manifest that is on disk now.
-        coding: rules for compressing the keys of large groups to codes; None compresses no further group.
+        coding: rules for compressing the keys of large groups to codes. With None, no further group is
+            compressed; new keys of a group that is compressed already are still compressed.
     """
 
     def __init__(self, root: Path, manifest: Manifest, coding: Coding | None) -> None:
@@ -53,9 +54,10 @@ class SegmentFiles:
 
     @classmethod
     def open(cls, root: Path, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool) -> Self:
-        """Read the manifest of a directory, or publish an empty manifest if the directory has no manifest.
+        """Read the manifest of a directory, and return an object that writes the directory's files.
 
-        The manifest is the list of all files.
+        The manifest is the list of all files in use. If the directory has no datastore, an empty manifest is
+        published.
 
         Args:
             root: the datastore's directory, which exists.
@@ -66,7 +68,8 @@ class SegmentFiles:
 
         Raises:
             DatastoreExistsError: a manifest exists and `create_only` is True.
-            CorruptDatastoreError: the manifest is missing or damaged.
+            CorruptDatastoreError: the manifest is damaged, or missing although the directory has files of a
+                datastore.
         """
         try:
             manifest = Manifest.read(root)
@@ -80,7 +83,10 @@ class SegmentFiles:
         return cls(root, manifest, coding)
 
     def prepare_folders(self) -> None:
-        """Create the missing folders of the directory, and remove files that a crash of a writer left."""
+        """Create the missing folders of the directory, and remove files that a crash of a writer left behind.
+
+        Files that the manifest (the list of all files in use) lists are not removed.
+        """
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
@@ -93,9 +99,10 @@ class SegmentFiles:
     ) -> Segment:
         """Write the live records of some segments as the files of one new segment, and return this segment.
 
-        A segment is an immutable set of records. Deleted and replaced records are left out. Keys are
-        compressed to codes if another segment of the group has codes, or if the group is large enough; in the
-        latter case a codec is fitted and written too. The manifest does not list the new files yet.
+        A segment is an immutable set of records. Live records are neither deleted nor replaced. Keys are
+        compressed to codes in two cases. First, a segment of the group has codes: then its codec (compressor)
+        is used. Second, the group is large enough: then a codec is fitted and written to a file too. The
+        manifest does not list the new files yet.
 
         Args:
             segments: the segments to rewrite, all of one group.
@@ -118,12 +125,16 @@ class SegmentFiles:
         return write_segment(self._root, name, segments, dim, damaged_segments, codec)
 
     def are_coded(self, group: Sequence[Segment]) -> bool:
-        """Check whether rewriting a segment of a group would compress its keys to codes.
+        """Check whether the keys of a group's segment are compressed to codes when the segment is rewritten.
 
         A segment is an immutable set of records.
 
         Args:
             group: all segments of the group.
+
+        Returns:
+            True if a segment of the group is compressed by a readable codec (compressor of keys), or if the
+            group is large enough for a new codec; else False.
         """
         return find_readable_codec(group) is not None or self._is_codec_due(group, rewriting=True)
 
@@ -141,13 +152,14 @@ class SegmentFiles:
         return stored
 
     def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
-        """Replace the manifest on disk, durably and atomically, and return the new manifest.
+        """Publish a manifest with changed segments of some groups, durably and atomically, and return it.
 
-        The new manifest lists other segments (immutable sets of records) for some groups. The segments of all
-        other groups stay.
+        The manifest is the list of all files in use, and a segment is a set of files with records. The new
+        manifest replaces the manifest on disk. The segments of groups that are not in `groups` do not change.
 
         Args:
-            groups: all segments of each changed group, by group number; an empty list removes the group.
+            groups: for each changed group the entries of all its segments, by group number. An empty list
+                removes the group.
         """
         old_entries = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
         current_entries = {entry.name: entry for entries in groups.values() for entry in entries}
@@ -166,7 +178,8 @@ class SegmentFiles:
     def remove_unnamed(self) -> None:
         """Remove the files that this object wrote or replaced, and that the manifest does not list.
 
-        If removing a file raises OSError, the next call tries again to remove this file and the rest.
+        The manifest is the list of all files in use. If a file cannot be removed, OSError is raised; the next
+        call tries again to remove this file and the remaining files.
         """
         for name in sorted(self._unnamed):
             remove(self._root / name)
@@ -179,20 +192,28 @@ class SegmentFiles:
         return f"{number:08d}"
 
     def _remember_unnamed(self, *names: str) -> None:
-        """Remember the names of new files that the manifest does not list yet.
+        """Remember new files that the manifest (the list of all files in use) does not list yet.
 
-        `remove_unnamed` removes the files if no later manifest lists them.
+        If no later manifest lists a file, `remove_unnamed` removes the file.
+
+        Args:
+            *names: paths of the files, relative to the directory.
         """
         self.on_disk.update(names)
         self._unnamed.update(names)
 
     def _is_codec_due(self, group: Sequence[Segment], *, rewriting: bool) -> bool:
-        """Check whether a group of uncompressed keys is large enough to fit a codec (a compressor) now.
+        """Check whether a group of uncompressed keys is so large that a codec must be fitted now.
+
+        A codec is a compressor of keys.
 
         Args:
             group: all segments (immutable sets of records) of the group.
-            rewriting: True if stored segments are rewritten (`Coding.least` applies), False if records are
-                added (`Coding.most` applies).
+            rewriting: True if stored segments are rewritten; then the group must have at least `Coding.least`
+                records. False if records are added; then it must have at least `Coding.most` records.
+
+        Returns:
+            True if the group is large enough. False if it is smaller, or if no keys are to be compressed.
         """
         coding = self._coding
         least = math.inf if coding is None else coding.least if rewriting else coding.most
@@ -246,12 +267,14 @@ class SegmentFiles:
 
 
 def find_readable_codec(segments: Iterable[Segment]) -> CodecFile | None:
-    """Return a readable codec (compressor of keys) that some segments use.
-
-    Returns None if no segment has compressed keys, or if the codec's file is missing or damaged.
+    """Return the codec (compressor of keys) of a group, if a segment has compressed keys.
 
     Args:
         segments: segments (sets of files with records) of one group.
+
+    Returns:
+        The first codec that can be read. None if no segment has compressed keys, or if the files of all
+        codecs are missing or damaged.
     """
     for codec in {segment.columns.codec_file for segment in segments if segment.columns.codec_file}:
         with suppress(FileNotFoundError, CorruptDatastoreError):
@@ -264,11 +287,11 @@ def write_digests(root: Path, segment: Segment) -> None:
     """Write the file with the checksums of a segment's keys, durably, if this file is missing or damaged.
 
     The file holds the SHA-256 digest of each block of the file of keys. Before it is written, all keys are
-    compared with the SHA-256 in the manifest (the list of all files).
+    compared with the SHA-256 in the manifest (the list of all files in use).
 
     Args:
         root: the datastore's directory.
-        segment: a segment (set of files with records). A segment in memory is ignored.
+        segment: segment (set of files with records). For a segment in memory, nothing is written.
 
     Raises:
         OSError: the disk is full or broken.
@@ -282,9 +305,9 @@ def write_digests(root: Path, segment: Segment) -> None:
 
 @contextmanager
 def translate_write_errors(root: Path) -> Iterator[None]:
-    """Convert an OSError that the ``with`` block raises to a DatastoreError that says what to do.
+    """Convert an OSError that the ``with`` block raises to a DatastoreError that says what the user can do.
 
-    If the OSError is also a DatastoreError, it passes unchanged.
+    An error that is already a DatastoreError is not converted, although it may also be an OSError.
 
     Args:
         root: directory that the message names if the OSError has no file name.
@@ -305,13 +328,16 @@ def translate_write_errors(root: Path) -> Iterator[None]:
 
 
 def _collect_file_names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
-    """Return the names of all files of some segments, and of all parts of a manifest.
+    """Return the paths of all files of some segments, and of all parts of a manifest.
 
-    A segment is an immutable set of records.
+    A segment is a set of files with records. A part of a manifest is a file that lists segments.
 
     Args:
         entries: entries of the segments in a manifest.
-        manifest: manifest whose parts (files that list segments) are included.
+        manifest: the manifest whose parts are included.
+
+    Returns:
+        Paths relative to the datastore's directory.
     """
     names = {name for entry in entries for name in entry.file_names()}
     return names.union(part.file.name for part in manifest.parts)
@@ -320,10 +346,13 @@ def _collect_file_names(entries: Iterable[SegmentEntry], manifest: Manifest) -> 
 def _write_index(root: Path, name: str, write: Callable[[Path], None]) -> StoredFile:
     """Create the file of an index, durably, and return the file's name, size and hash.
 
+    The content is first written to a temporary file, and then copied to the new file and hashed.
+
     Args:
         root: the datastore's directory.
         name: path of the new file, relative to the directory.
-        write: function that is called with the path of a temporary file, and must create this file.
+        write: function that is called with the path of a temporary file, and must write the index to this
+            path.
 
     Raises:
         OSError: the disk is full or broken.

@@ -50,7 +50,8 @@ class SegmentIndex(Protocol):
             ids: ids of the records to select; None selects all records of the segment.
 
         Returns:
-            An object that `search` accepts. Its attribute `size` is the number of selected records.
+            An object that stands for the selected records, as the argument `matching` of `search`. Its
+            attribute `size` is the number of selected records.
         """
 
     def search(self, queries: Keys, k: int, matching: Any) -> Neighbors:
@@ -62,8 +63,8 @@ class SegmentIndex(Protocol):
             matching: the selected records, a result of the method `matching`; at least one record.
 
         Returns:
-            Record ids and distances, each of shape (q, k). If at least k records are selected, no neighbor
-            is missing.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
+            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
         """
 
 
@@ -74,14 +75,20 @@ class GroupSearch(Protocol):
     """Number of records of the group; deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the same object that the last `update` received."""
+        """Check whether `segments` is the same object that the last call of `update` received.
+
+        Returns False for another object with equal segments.
+        """
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments (sets of files with records) to search. No search may run during the call.
 
+        Args:
+            segments: all segments of the group.
+
         Raises:
-            FileNotFoundError: the file of an index is missing, for the first time: a writer may have
-                replaced it by another file. A second call treats the index as damaged.
+            FileNotFoundError: an index file is missing for the first time; a writer may have replaced it. A
+                second call treats the missing file as damaged, and raises no error.
         """
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
@@ -93,8 +100,8 @@ class GroupSearch(Protocol):
             ids: ids of the records that may be found; None allows all records of the group.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records may be
+            found, each missing neighbor has id -1 and distance +inf.
         """
 
 
@@ -105,10 +112,10 @@ class GroupIndex:
 
     Args:
         exact: an empty exact index, which will search the records of segments without an index.
-        load_index: function that opens the index of a segment, called with the segment and the parameters
-            saved with its index. It returns None for an index of another engine.
-        is_indexed: function that decides, from the number of records of a group, whether the group is
-            searched by indexes.
+        load_index: function that opens the index of a segment. It is called with the segment and the
+            parameters that were saved with the index. It returns None if another engine built the index.
+        is_indexed: function that is called with the number of records of a group, and returns True if the
+            group is searched by indexes.
         damaged: index files that are known to be damaged or missing. The class adds each file that it finds
             damaged or missing.
     """
@@ -131,18 +138,24 @@ class GroupIndex:
         """Number of records of the group; deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the same object that the last `update` received."""
+        """Check whether `segments` is the same object that the last call of `update` received.
+
+        Returns False for another object with equal segments.
+        """
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Set the segments to search, and open their indexes. No search may run during the call.
 
         A segment whose index is damaged or missing is searched exactly until `optimize` builds the index
-        again.
+        again. If the group is not large enough for indexes, no index is opened.
+
+        Args:
+            segments: all segments of the group.
 
         Raises:
-            FileNotFoundError: the file of an index is missing, for the first time: a writer may have
-                replaced it by another file. A second call treats the index as damaged.
+            FileNotFoundError: an index file is missing for the first time; a writer may have replaced it. A
+                second call treats the missing file as damaged, and raises no error.
         """
         self._segments = ()
         known_indexes = {index.file: index for index in self._indexes}
@@ -165,8 +178,8 @@ class GroupIndex:
             ids: ids of the records that may be found; None allows all records of the group.
 
         Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
+            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records may be
+            found, each missing neighbor has id -1 and distance +inf.
         """
         indexes_with_rows = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
         if not indexes_with_rows or len(queries) == 0:
@@ -198,16 +211,17 @@ class GroupIndex:
     ) -> SegmentIndex | None:
         """Return the open index of a segment; None if the segment has no usable index.
 
-        If the index file is damaged, or missing for the second time, a warning is logged, the file is added
-        to the damaged files, and None is returned.
+        The first time that an index file is missing, an error is raised, so that the caller can look for a
+        newer version of the segment. If the index file is missing for the second time, or is damaged, a
+        warning is logged, the file is added to the damaged files, and None is returned.
 
         Args:
             segment: the segment.
-            known_indexes: indexes that are open already, by file. If the segment's index is one of them, it
-                gets the newest version of the segment and is returned.
+            known_indexes: indexes that are open already, by file. If the segment's index is open already, it
+                is updated with `segment` and returned.
 
         Raises:
-            FileNotFoundError: the index file is missing, for the first time.
+            FileNotFoundError: the index file is missing for the first time.
             CorruptDatastoreError: the segment's keys are damaged.
         """
         if segment.index is None or segment.index.file in self._damaged:
@@ -233,10 +247,11 @@ class GroupIndex:
 
 
 class GroupSearches:
-    """Keeps one `GroupSearch` for each group of records. It is created when the group is first searched.
+    """Keeps one `GroupSearch` (an object that searches one group) for each group of records.
 
-    Before a search, the `GroupSearch` of each searched group is updated to the newest records. Any number of
-    threads may search at the same time.
+    A group is a numbered set of records, such as a domain. The `GroupSearch` of a group is created when the
+    group is first searched. Before each search, it is updated if the group's records have changed. Any number
+    of threads may search at the same time.
 
     Args:
         segments: the open datastore directory.
@@ -254,10 +269,10 @@ class GroupSearches:
         search: Callable[[Sequence[GroupSearch]], Found],
         create: Callable[[], GroupSearch],
     ) -> Found:
-        """Call a function with up-to-date `GroupSearch` objects of some groups, and return its result.
+        """Call a function with the `GroupSearch` objects of some groups, and return the function's result.
 
-        If the function finds a damaged segment (set of files with records), it is called again without this
-        segment.
+        The objects are updated to the newest records first. If the function finds a damaged segment (a set of
+        files with records), it is called again, and the objects then leave the segment out.
 
         Args:
             groups: numbers of the groups to search; None for all groups. A group without records is left out.
@@ -267,7 +282,7 @@ class GroupSearches:
                 after an error, until the garbage collector runs.
 
         Raises:
-            CorruptDatastoreError: a file is damaged that cannot be left out.
+            CorruptDatastoreError: a file is damaged, and leaving segments out does not help.
         """
         known_damage = 0
         while True:
@@ -291,7 +306,7 @@ class GroupSearches:
         search: Callable[[Sequence[GroupSearch]], Found],
         create: Callable[[], GroupSearch],
     ) -> Found:
-        """Update the `GroupSearch` of each group if needed, call `search` with them, and return its result.
+        """Update the `GroupSearch` objects if needed, call `search` with them, and return its result.
 
         Args:
             groups: numbers of the groups to search; None for all groups. A group without records is left out.
@@ -314,18 +329,23 @@ class GroupSearches:
             was_updated = True
 
     def _select_groups(self, groups: frozenset[int] | None) -> list[int]:
-        """Return the group numbers in `groups` that have records, sorted; None returns all groups."""
+        """Return the sorted numbers of the groups to search; groups without records are left out.
+
+        Args:
+            groups: numbers of the groups; None selects all groups with records, in any order.
+        """
         if groups is None:
             return list(self._current_segments)
         return [group for group in sorted(groups) if group in self._current_segments]
 
     def _are_current(self, groups: frozenset[int] | None) -> bool:
-        """Check whether each group has a `GroupSearch` that knows the group's current segments.
+        """Check whether the `GroupSearch` of each group exists and has the newest records of the group.
 
-        A segment is an immutable set of records.
+        Returns False if at least one group has no `GroupSearch`, or a `GroupSearch` that must be updated.
 
         Args:
-            groups: numbers of the groups to check; None for all groups.
+            groups: numbers of the groups to check; None checks all groups. Groups without records are
+                ignored.
         """
         return all(
             group in self._searches and self._searches[group].holds(self._current_segments[group])
@@ -333,14 +353,14 @@ class GroupSearches:
         )
 
     def _update_searches(self, groups: frozenset[int] | None, create: Callable[[], GroupSearch]) -> None:
-        """Update the `GroupSearch` of each of some groups to the newest records.
+        """Update the `GroupSearch` objects of some groups to the newest records.
 
-        A missing `GroupSearch` is created, and the `GroupSearch` of a removed group is dropped. If an index
-        file is missing, the update is repeated, because a writer may have replaced the file. The caller holds
-        the lock for writing.
+        A missing `GroupSearch` is created. If a group does not exist any more, its `GroupSearch` is dropped.
+        If an index file is missing, the update is repeated, because a writer may have replaced the file. The
+        caller holds the lock for writing.
 
         Args:
-            groups: numbers of the groups; None for all groups.
+            groups: numbers of the groups to update; None updates all groups.
             create: function that creates an empty `GroupSearch`.
         """
         while True:
@@ -371,9 +391,9 @@ class ReadersWriterLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold the lock during the block, shared with other readers.
+        """Hold the lock during the ``with`` block, together with other reading threads.
 
-        Waits while a writer holds the lock or waits for it.
+        First waits until no thread holds the lock for writing, and no thread waits to write.
         """
         with self._changed:
             while self._written or self._writers_waiting:
@@ -389,7 +409,10 @@ class ReadersWriterLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock exclusively during the block. Waits for readers and for another writer."""
+        """Hold the lock during the ``with`` block, while no other thread holds it.
+
+        First waits until no other thread holds the lock for reading or writing.
+        """
         with self._changed:
             self._writers_waiting += 1
             try:

@@ -49,15 +49,17 @@ class KeySegments(SegmentReader):
 
     A segment is an immutable set of files with records of one group (a numbered set of records, such as a
     domain). Only one thread may make changes. At the same time any number of threads may read the segments
-    that `by_group` and `snapshot` return. A failed operation can be repeated. Files that it leaves behind are
-    removed by the next successful change, or when the directory is next opened for writing.
+    that `by_group` and `snapshot` return. A failed operation can be repeated. The files that a failed
+    operation leaves behind are removed by the next successful change, or when the directory is next opened
+    for writing.
 
     Args:
         root: a directory that only this datastore uses; created unless mode is ``"r"``.
         dim: number of components of a key.
         metric: metric of the distances; only saved, and compared with the saved metric.
         mode: ``"r"`` reads an existing directory, ``"a"`` opens for writing or creates, ``"x"`` creates.
-        coding: rules for compressing the keys of large groups to codes; None compresses no further group.
+        coding: rules for compressing the keys of large groups to codes. With None, no further group is
+            compressed; new keys of a group that is compressed already are still compressed.
 
     Raises:
         ConfigError: dim is below 1.
@@ -105,9 +107,9 @@ class KeySegments(SegmentReader):
     def append(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Add records. A new record replaces an older record with the same id.
 
-        Searches in this process find the records at once. The records are buffered in memory, and written to
-        files when the buffer exceeds `BUFFER_SIZE`. `flush` makes them durable. The arguments must be valid,
-        as `checked_records` returns them.
+        Searches in this process find the records at once. The records are buffered in memory. When the buffer
+        exceeds 16 MiB, its records are written to files. `flush` makes the records durable. The arguments
+        must be valid, as `checked_records` returns them.
 
         Args:
             ids: record ids, int64, shape (n,), without duplicates, in any order; n may be 0.
@@ -146,7 +148,7 @@ class KeySegments(SegmentReader):
     def delete(self, ids: IdRanges) -> None:
         """Delete every record whose id is in the ranges; ids without a record are ignored.
 
-        Searches in this process leave the records out at once. `flush` makes the deletion durable.
+        Searches in this process leave the deleted records out at once. `flush` makes the deletion durable.
 
         Raises:
             ReadOnlyError, DatastoreClosedError: the directory is not open for writing.
@@ -180,10 +182,10 @@ class KeySegments(SegmentReader):
             self._publish_manifest()
 
     def flush(self) -> None:
-        """Make all changes durable by writing buffered records and publishing a new manifest.
+        """Make all changes durable: write buffered records to files, and publish a new manifest.
 
-        The manifest is the list of all files. If a group that changed has very many segments (sets of files
-        with records), small segments are merged.
+        The manifest is the list of all files in use. Then, if a group that changed has very many segments
+        (sets of files with records), its small segments without an index are merged.
 
         Raises:
             DiskFullError, DatastoreError: the disk is full or failed; nothing that was flushed before is
@@ -201,10 +203,12 @@ class KeySegments(SegmentReader):
                     self._merge_segments(group, ratio=2, indexed=False)
 
     def compact(self, *, ratio: int) -> None:
-        """Merge the segments (sets of files with records) of each group, and drop deleted records.
+        """Merge the segments of each group, and reclaim the space of many deleted records.
 
-        A segment is rewritten if more than a quarter of its records are deleted or replaced. The keys of
-        groups that are large enough are compressed to codes. Damaged segments stay as they are.
+        A segment is a set of files with records of one group. A segment is rewritten without its deleted and
+        replaced records if they are more than a quarter of its records. In groups that are large enough,
+        segments with uncompressed keys are rewritten too, and the keys are compressed to codes. Damaged
+        segments are not changed. Changes that were made before are flushed first.
 
         Args:
             ratio: afterwards a segment of a group has at least this many times the records of the group's
@@ -223,7 +227,12 @@ class KeySegments(SegmentReader):
     def write_digests(self, segment: Segment) -> None:
         """Write the file with the SHA-256 digests of a segment's keys, if the file is missing or damaged.
 
-        Raises CorruptDatastoreError if the keys themselves are damaged. A segment in memory is ignored.
+        Args:
+            segment: segment (set of files with records). For a segment in memory, nothing is written.
+
+        Raises:
+            CorruptDatastoreError: the keys of the segment are damaged.
+            DiskFullError, DatastoreError: the disk is full or failed.
         """
         with self._mutex, translate_write_errors(self.root):
             write_digests(self.root, segment)
@@ -231,8 +240,8 @@ class KeySegments(SegmentReader):
     def vacuum(self) -> None:
         """Rewrite every segment that holds deleted or replaced records, without these records.
 
-        A segment is a set of files with records. Afterwards no readable file holds a deleted record. Damaged
-        segments stay as they are.
+        A segment is a set of files with records. Afterwards only damaged segments, which are not changed, may
+        still hold a deleted record.
 
         Raises:
             DiskFullError: the disk has too little free space; nothing is rewritten.
@@ -252,9 +261,9 @@ class KeySegments(SegmentReader):
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:
-        """Create the index file of a segment, and save its name in the manifest, durably.
+        """Create the index file of a segment, and publish a manifest that names the file, durably.
 
-        The manifest is the list of all files.
+        The manifest is the list of all files in use. All changes that were made before become durable too.
 
         Args:
             segment: a segment (set of files with records) on disk.
@@ -273,7 +282,7 @@ class KeySegments(SegmentReader):
             self._publish_manifest()
 
     def close(self) -> None:
-        """Flush, if the directory is open for writing, and release the writer's lock.
+        """Close the directory. If it is open for writing, flush first, and release the writer's lock.
 
         The lock is also released if flushing fails. A second call does nothing.
         """
@@ -295,7 +304,8 @@ class KeySegments(SegmentReader):
     ) -> Manifest:
         """Read or create the manifest, map its segments, and remove files that a crash left behind.
 
-        The manifest is the list of all files. The caller holds the writer's lock.
+        The manifest is the list of all files in use, and a segment is a set of files with records. The files
+        are mapped into memory. The caller holds the writer's lock.
 
         Args:
             dim: number of components of a key; used only in a new manifest.
@@ -325,6 +335,8 @@ class KeySegments(SegmentReader):
     def _merge_segments(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge successive segments of a group until each segment has `ratio` times the records of the next.
 
+        A segment is a set of files with records. The new files become durable.
+
         Args:
             group: number of the group.
             ratio: smallest ratio of the numbers of records of a segment and the next segment.
@@ -338,8 +350,12 @@ class KeySegments(SegmentReader):
     def _rewrite_and_publish(self, segments: Sequence[Segment]) -> None:
         """Replace some segments of a group by one new segment with their live records, durably.
 
-        Live records are the records that are neither deleted nor replaced. The old files are removed. If a
-        segment is damaged, no segment is replaced.
+        A segment is a set of files with records. Live records are the records that are neither deleted nor
+        replaced. The old files are removed. If a segment is damaged, no segment is replaced, and no error is
+        raised.
+
+        Args:
+            segments: the segments to replace, all of one group.
         """
         with translate_write_errors(self.root):
             self._rewrite_segments(segments)
@@ -348,8 +364,9 @@ class KeySegments(SegmentReader):
     def _rewrite_segments(self, segments: Sequence[Segment]) -> None:
         """Write the live records of some segments as one new segment, and use it in place of these segments.
 
-        Live records are the records that are neither deleted nor replaced. The change becomes durable when
-        the next manifest (the list of all files) is published. If a segment is damaged, nothing changes.
+        A segment is a set of files with records. Live records are the records that are neither deleted nor
+        replaced. The change becomes durable when the next manifest (the list of all files in use) is
+        published. If a segment is damaged, nothing changes, and no error is raised.
 
         Args:
             segments: the segments to replace, all of one group.
@@ -374,10 +391,11 @@ class KeySegments(SegmentReader):
         self._set_segments({new.group: [*remaining, new]})
 
     def _set_segments(self, changed: Mapping[int, Sequence[Segment]]) -> None:
-        """Set the segments of some groups in this object. The next published manifest makes them durable.
+        """Set the segments of some groups in this object. Nothing is written to disk yet.
 
-        The manifest is the list of all files. Segments all of whose records are deleted or replaced are left
-        out, and groups without segments are removed.
+        A segment is a set of records, and a group has one or more segments. The next manifest (the list of
+        all files in use) that is published makes the change durable. A segment whose records are all deleted
+        or replaced is left out. A group without segments is removed.
 
         Args:
             changed: all segments of each changed group, by group number.
@@ -395,8 +413,11 @@ class KeySegments(SegmentReader):
     def _write_segment(self, segments: Sequence[Segment]) -> Segment:
         """Write the live records of some segments of one group as a new segment on disk, and return it.
 
-        Live records are the records that are neither deleted nor replaced. The manifest does not list the new
-        segment yet.
+        Live records are the records that are neither deleted nor replaced. The manifest (the list of all
+        files in use) does not list the new segment yet.
+
+        Args:
+            segments: segments (sets of records) of one group; they are not changed.
         """
         group_segments = self._groups[segments[0].group]
         written = self._files.write_segment(
@@ -408,7 +429,7 @@ class KeySegments(SegmentReader):
     def _publish_manifest(self) -> None:
         """Publish a manifest with the current segments, durably, then remove files that it does not list.
 
-        Buffered records are written first.
+        The manifest is the list of all files in use. Records in the buffer are written to files first.
         """
         # Rows that were replaced are marked dead, so their replacements must be in the same manifest.
         self._write_buffered()

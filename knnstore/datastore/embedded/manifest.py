@@ -54,7 +54,10 @@ PART_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """Entry of the index of one segment (a set of files with records). It can be rebuilt from the keys."""
+    """Entry of the index of one segment (a set of files with records).
+
+    If the index is lost, it can be built again from the keys.
+    """
 
     file: StoredFile
     """The index file: its name, size and hash."""
@@ -100,13 +103,16 @@ class SegmentEntry:
     `sha256` of `keys`."""
 
     dead: tuple[tuple[int, int], ...] = ()
-    """Ranges [start, stop) of the dead rows. A record with the same id may be live in another segment."""
+    """Ranges [start, stop) of the numbers of dead rows.
+
+    If a row is dead because its record was replaced, the new record is in another segment.
+    """
 
     index: IndexEntry | None = None
     """The index of the segment; None if it has none."""
 
     codes: CodesEntry | None = None
-    """Kind and file of the codec that compressed the keys; None if the keys are not compressed."""
+    """Kind and file of the codec (compressor) of the keys; None if the keys are not compressed."""
 
     runs: int | None = None
     """Number of runs (series of consecutive positions) in the file of packed ids; None if the file holds the
@@ -114,9 +120,10 @@ class SegmentEntry:
 
     @property
     def needed(self) -> list[StoredFile]:
-        """The files without which the segment cannot be read: keys, ids, and the codec if there is one.
+        """The files without which the segment cannot be read.
 
-        A codec compresses keys.
+        They are the file of keys, the file of ids and, if the keys are compressed, the file of the codec
+        (compressor of keys).
         """
         return [self.keys, self.ids] + ([self.codes.file] if self.codes else [])
 
@@ -136,7 +143,10 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class ManifestPart:
-    """A part of the manifest: an immutable file that lists some segments, to keep the manifest small."""
+    """A part of the manifest: an immutable file that lists some of the segments of a datastore.
+
+    A segment is a set of immutable files with records. Parts keep the file of the manifest itself small.
+    """
 
     file: StoredFile
     """Name, size and hash of the part's file."""
@@ -145,11 +155,11 @@ class ManifestPart:
     """Entries of the segments that the part lists."""
 
     names: frozenset[str]
-    """Names of these segments."""
+    """Names (unique numbers) of the segments that the part lists."""
 
     @classmethod
     def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
-        """Write a new file that lists some segments, and return it as a part of the manifest.
+        """Write a new file that lists some segments, and return the part of the manifest for this file.
 
         Args:
             segments: entries of the segments to list.
@@ -216,7 +226,7 @@ class Manifest:
     def file_names(self) -> set[str]:
         """Return the paths of all files of the segments and of all parts, relative to the directory.
 
-        The manifest is the list of all files. The manifest's own file is not included.
+        The manifest is the list of all files in use. The manifest's own file is not included.
         """
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
@@ -227,10 +237,10 @@ class Manifest:
         added_entries: Iterable[SegmentEntry],
         write: Callable[[bytes], StoredFile],
     ) -> "Manifest":
-        """Return a new manifest without some segments of this manifest and with additional segments.
+        """Return a new manifest in which some segments of this manifest are removed and others are added.
 
-        The method may write new files that list segments (parts), but does not publish the new manifest. The
-        cost depends on the number of changed segments, and hardly on the number of all segments.
+        The method may write new parts (files that list segments), but it does not publish the new manifest.
+        The time depends on the number of changed segments, and hardly on the number of all segments.
 
         Args:
             removed_names: names of the segments to leave out.
@@ -253,8 +263,8 @@ class Manifest:
     def write(self, root: Path) -> None:
         """Replace the manifest file of a directory by this manifest, atomically and durably.
 
-        The manifest is the list of all files. A process that reads the file meanwhile gets either the old
-        manifest or this manifest, whole.
+        The manifest is the list of all files in use. A process that reads the file during the call gets
+        either the complete old manifest or the complete new manifest.
 
         Args:
             root: the datastore's directory.
@@ -281,8 +291,8 @@ class Manifest:
 
         Raises:
             DatastoreNotFoundError: the directory has neither a manifest nor a folder ``segments``.
-            CorruptDatastoreError: the manifest is missing although the folder ``segments`` exists, is
-                damaged, or was written by a newer version of knnstore.
+            CorruptDatastoreError: the manifest is missing although the folder ``segments`` exists; the
+                manifest or a part is damaged; or a newer version of knnstore wrote the manifest.
         """
         path = root / NAME
         try:
@@ -317,8 +327,8 @@ class Manifest:
 def read_signature(root: Path) -> tuple[int, int, int]:
     """Return (inode, modification time in ns, size) of the manifest's file, to notice that it was replaced.
 
-    The manifest is the list of all files. The values change whenever a manifest is published. The call costs
-    one system call.
+    The manifest is the list of all files in use. The values change whenever a manifest is published. The
+    function makes only one system call.
 
     Args:
         root: the datastore's directory.
@@ -333,7 +343,7 @@ def read_signature(root: Path) -> tuple[int, int, int]:
 def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     """Convert the JSON object of a segment in the manifest to a `SegmentEntry`, and check all values.
 
-    The manifest is the list of all files.
+    The manifest is the list of all files in use.
 
     Args:
         entry: the JSON object; the function removes keys from this dict.
@@ -387,14 +397,20 @@ def _list_allowed_id_sizes(entry: SegmentEntry) -> list[int]:
 
 
 def _is_valid_file(file: StoredFile) -> bool:
-    """Check whether the size and the SHA-256 in a file's entry are well-formed. The file is not read."""
+    """Check whether the size and the SHA-256 in a file's entry are valid values. The file is not read.
+
+    Returns True if the size is an integer from 0 to 2^60 - 1 and the SHA-256 has 64 hexadecimal digits.
+
+    Args:
+        file: the entry: name, size and hash of the file.
+    """
     return (
         _are_integers(file.size) and 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
     )
 
 
 def _are_integers(*values: object) -> bool:
-    """Check whether all values are of type int."""
+    """Check whether all values are integers; also True if there are no values."""
     return all(isinstance(value, int) for value in values)
 
 
@@ -410,9 +426,10 @@ def _make_invalid_error(path: Path) -> CorruptDatastoreError:
 
 
 def _list_fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:
-    """Return the fields of an entry by name. Fields that are entries themselves are not converted.
+    """Return the fields of an entry of the manifest as a dict by name.
 
-    The function is ten times as fast as `dataclasses.asdict`.
+    A field that is itself an entry is not converted. The function is ten times as fast as
+    `dataclasses.asdict`.
     """
     return {name: getattr(entry, name) for name in entry.__slots__}
 
@@ -421,7 +438,7 @@ def _render_canonical(content: Any) -> str:
     """Convert content to JSON text, keys sorted and without spaces, so that equal content gives equal text.
 
     Args:
-        content: JSON values and entries of the manifest (the list of all files).
+        content: JSON values and entries of the manifest (the list of all files in use).
     """
     return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_list_fields)
 

@@ -33,7 +33,7 @@ class MappedFile:
 
     Args:
         root: the datastore's directory.
-        file: name, size and hash of the file, as the manifest (the list of all files) has them.
+        file: name, size and hash of the file, as the manifest (the list of all files in use) has them.
         digests: name of a file with the SHA-256 digest of each block of the mapped file. With None, every
             check reads the whole file.
         trusted: True if this process wrote and hashed the file itself. Then the content is never checked.
@@ -64,7 +64,7 @@ class MappedFile:
         self._checked_blocks = np.zeros(-(-size // BLOCK), bool)
 
     def check(self) -> None:
-        """Compare the whole content with the file's SHA-256, unless all of it was compared before.
+        """Compare the content with the file's SHA-256. If the whole content was compared before, do nothing.
 
         Raises:
             CorruptDatastoreError: the content differs.
@@ -73,7 +73,9 @@ class MappedFile:
             self.digests()
 
     def digests(self) -> bytes:
-        """Compute the SHA-256 digest of each block, and compare their common hash with the file's entry.
+        """Return the SHA-256 digest of each block of the file, after comparing the content with its SHA-256.
+
+        The SHA-256 of the file is the hash of all digests.
 
         Returns:
             The digests, 32 bytes each, one after another.
@@ -88,10 +90,10 @@ class MappedFile:
         return digests
 
     def check_rows(self, rows: NDArray[np.int64], row_size: int) -> None:
-        """Compare the blocks of the file that hold some rows with their digests.
+        """Compare the blocks of the file that contain the given rows with the blocks' SHA-256 digests.
 
-        Blocks that were compared before are skipped. Without digests of the blocks, or if a row is larger
-        than a block, the whole file is compared.
+        Blocks that were compared before are skipped. If the digests of the blocks are not known, or if a row
+        is larger than a block, the whole file is compared.
 
         Args:
             rows: row numbers, any shape; row i begins at byte i * row_size. An empty array checks nothing.
@@ -116,14 +118,16 @@ class MappedFile:
         self.checked = bool(self._checked_blocks.all())
 
     def _hash_blocks(self, blocks: NDArray[np.int64]) -> list[bytes]:
-        """Return the SHA-256 digests (32 bytes) of some blocks; 16 or more blocks are hashed by two threads.
+        """Return the SHA-256 digests of some blocks, 32 bytes each, in the order of `blocks`.
+
+        Two threads hash 16 or more blocks.
 
         Args:
             blocks: numbers of the blocks, shape (n,).
         """
 
         def digest(block: int) -> bytes:
-            """Return the SHA-256 digest of the block with a number."""
+            """Return the SHA-256 digest of one block, 32 bytes."""
             return hashlib.sha256(self.bytes[block * BLOCK : (block + 1) * BLOCK].data).digest()
 
         if len(blocks) < 16:
@@ -141,7 +145,7 @@ class MappedFile:
             raise self._make_damage_error("is no file") from error
 
     def _make_damage_error(self, problem: str) -> CorruptDatastoreError:
-        """Return, without raising it, an error with the message "PATH PROBLEM"."""
+        """Return, without raising it, an error whose message is the file's path and `problem`."""
         return CorruptDatastoreError(f"{self.path} {problem}")
 
 

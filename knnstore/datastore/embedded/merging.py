@@ -40,17 +40,19 @@ def merge_records(
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
     """Yield the live records of several segments by ascending id, as batches (ids, keys, groups).
 
-    Only one batch of keys is in memory at a time.
+    A segment is an immutable set of records. A record is live if it is neither deleted nor replaced. Only one
+    batch of keys is in memory at a time.
 
     Args:
-        segments: the segments to read. An id is live in at most one of them.
+        segments: the segments to read. They must not contain two live records with the same id.
         ids: ids of the records to yield; None yields all live records.
         batch_size: number of records of a batch; the last batch may have fewer records.
-        codec: codec that compresses keys; its codes are yielded in place of keys. None yields keys.
+        codec: compressor of keys. If it is given, codes (compressed keys) are yielded in place of keys. None
+            yields keys.
 
     Yields:
-        Record ids int64 (n,); keys (n, dim), float16 or float32, or codes uint8 (n, size); and group numbers
-        int32 (n,).
+        Record ids, int64, shape (n,); keys, float16 or float32, shape (n, dim), or codes, uint8, shape
+        (n, size); and group numbers, int32, shape (n,).
 
     Raises:
         CorruptDatastoreError: a segment is damaged; raised when its records are reached.
@@ -67,7 +69,10 @@ def merge_records(
 
 
 class _Rows(NamedTuple):
-    """References to n records in several segments, sorted by record id: three arrays of shape (n,)."""
+    """References to n records in several segments: three arrays of shape (n,), sorted by record id.
+
+    A segment is an immutable set of records; row i is its i-th record.
+    """
 
     ids: Ids
     """Record ids."""
@@ -83,11 +88,15 @@ class _Rows(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the arrays of one or more objects, without sorting."""
+        """Return one object with the references of one or more objects, in the given order, not sorted."""
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def part(self, selection: slice | NDArray[np.int64]) -> Self:
-        """Return the references at the indices that a slice or an array of indices selects."""
+        """Return an object with some of the references.
+
+        Args:
+            selection: slice, or array of indices, that selects the references.
+        """
         return type(self)(*(array[selection] for array in self))
 
 
@@ -97,7 +106,7 @@ def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size:
     Live records are neither deleted nor replaced. A segment is not read before the ids reach its first id.
 
     Args:
-        segments: immutable sets of records. An id is live in at most one of them.
+        segments: immutable sets of records. They must not contain two live records with the same id.
         ids: ids of the records to yield; None yields all live records.
         batch_size: approximate number of records in a chunk.
     """
@@ -125,13 +134,13 @@ def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size:
 
 
 def _take_rows(cursor: "_Cursor", bound: int) -> _Rows:
-    """Return references to the next records of a cursor whose ids are at most `bound`.
+    """Return references to the next records of a segment whose ids are at most `bound`.
 
-    The cursor moves behind these records.
+    A segment is an immutable set of records. The cursor moves behind the returned records.
 
     Args:
-        cursor: place in the sequence of selected records of a segment (an immutable set of records).
-        bound: largest id to return.
+        cursor: place in the sequence of the selected records of the segment.
+        bound: largest record id to return.
     """
     numbers = cursor.take(bound)
     return _Rows(cursor.ids[numbers], np.full(len(numbers), cursor.owner), numbers)
@@ -145,10 +154,12 @@ def _read_records(
     Args:
         segments: immutable sets of records.
         rows: references to the records to read, at least one.
-        codec: codec that compresses keys; its codes are returned in place of keys. None returns keys.
+        codec: compressor of keys. If it is given, codes (compressed keys) are returned in place of keys. None
+            returns keys.
 
     Returns:
-        Record ids, keys (or codes), and group numbers, in the order of `rows`.
+        Record ids, int64, shape (n,); keys, shape (n, dim), or codes, uint8, shape (n, size); and group
+        numbers, int32, shape (n,); all in the order of `rows`.
     """
     order = np.argsort(rows.owners, kind="stable")
     owners, starts = np.unique(rows.owners[order], return_index=True)
@@ -191,10 +202,10 @@ class _Cursor:
         self.next_id = -1
 
     def advance(self) -> bool:
-        """Set `next_id` to the id of the next selected record, and return True.
+        """Look at the next selected record without moving, and return whether there is one.
 
-        Returns False, and sets nothing, if all selected records were taken. The cursor does not move; only
-        `take` moves it.
+        If there is a next record, its id becomes the attribute `next_id`, and the result is True. If all
+        selected records were taken, the result is False. Only `take` moves the cursor.
         """
         if self._done == self._before[-1]:
             return False
@@ -202,14 +213,25 @@ class _Cursor:
         return True
 
     def id_after(self, rows: int) -> int:
-        """Return the id of the record that is the last of the next `rows` selected records.
+        """Return the record id up to which `take` would return the next `rows` selected records.
 
-        If fewer selected records are left, returns the id of the last selected record.
+        If fewer selected records are left, the result is the id of the last selected record. The cursor does
+        not move.
+
+        Args:
+            rows: number of records, >= 1.
         """
         return self._read_id(min(self._done + rows, int(self._before[-1])) - 1)
 
     def take(self, bound: int) -> NDArray[np.int64]:
-        """Return the row numbers of the next selected records with ids <= `bound`, and move behind them."""
+        """Return the row numbers of the next selected records with ids <= `bound`, and move behind them.
+
+        Args:
+            bound: largest record id, at least `next_id`.
+
+        Returns:
+            Numbers of the records in the segment, int64, shape (n,), ascending.
+        """
         row = int(np.searchsorted(self.ids, bound, side="right"))
         range_index = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
         stop = int(
@@ -232,25 +254,30 @@ class _Cursor:
         return numbers
 
     def _read_id(self, index: int) -> int:
-        """Return the record id of the selected record with an index (0 is the first selected record)."""
+        """Return the record id of one of the selected records.
+
+        Args:
+            index: 0 for the first selected record, 1 for the second, and so on.
+        """
         return int(self.ids[self._to_row_numbers(np.array([index]))[0]])
 
 
 def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
-    """Choose which successive segments of a group to merge, so that segments become smaller and smaller.
+    """Choose which successive segments of a group to merge. Nothing is merged yet.
 
-    Live records are neither deleted nor replaced. After the merges, each segment has at least `ratio` times
-    the live records of the next segment, as far as no merged segment would have more than 2^24 live records.
-    This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and the number of times
-    that a record is rewritten, grow with the logarithm of the number of records.
+    A record is live if it is neither deleted nor replaced. After the merges, each segment has at least
+    `ratio` times the live records of the next segment. There is one exception: segments are not merged if
+    they have more than 2^24 live records together. This is the logarithmic method (Bentley and Saxe, 1980):
+    the number of segments, and the number of times that a record is rewritten, grow with the logarithm of the
+    number of records.
 
     Args:
         segments: segments (immutable sets of records) of one group, in the order in which they were created.
         ratio: smallest ratio of the numbers of live records of a segment and the next segment.
 
     Returns:
-        Lists of two or more successive segments; each list should become one segment. Empty if no segments
-        need to be merged.
+        Lists of two or more successive segments. The segments of each list should be merged into one segment.
+        The result is empty if no segments need to be merged.
     """
     stack: list[list[Segment]] = []
     for segment in segments:
@@ -273,24 +300,27 @@ def write_segment(
     damaged_segments: dict[StoredFile, int],
     codec: CodecFile | None = None,
 ) -> Segment:
-    """Write the live records of one or more segments of a group as the files of a new segment, durably.
+    """Write the live records of one or more segments of a group to the files of a new segment, durably.
+
+    A segment is a set of immutable files with records of one group. A record is live if it is neither deleted
+    nor replaced.
 
     Args:
         root: the datastore's directory.
         name: unused number of at least 8 digits, from which the file names are made.
-        segments: segments to read, with at least one live record.
+        segments: segments to read; together they have at least one live record.
         dim: number of components of a key.
         damaged_segments: group number of each damaged segment of the datastore, by the file of its keys. A
             segment that turns out to be damaged is added.
         codec: codec that compresses the keys to codes; None stores the keys themselves.
 
     Returns:
-        The new segment. The manifest (the list of all files) does not list it yet.
+        The new segment. The manifest (the list of all files in use) does not list the new files yet.
 
     Raises:
         DiskFullError: the disk has too little free space; nothing was written.
         OSError: the disk became full or failed.
-        CorruptDatastoreError: a segment is damaged; no manifest names the new files.
+        CorruptDatastoreError: a segment is damaged. The files that were written so far are not in use.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
     dtype = np.dtype(np.uint8) if codec else _find_common_dtype(segments)
@@ -345,7 +375,7 @@ def _iterate_live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
 
 
 def estimate_size(segments: Sequence[Segment], dim: int) -> int:
-    """Return the bytes that the live records of some segments would take on disk as one new segment.
+    """Estimate the number of bytes that the live records of some segments take on disk as one new segment.
 
     Live records are neither deleted nor replaced. The estimate assumes that keys are not compressed, and that
     an id takes 8 bytes.
@@ -358,7 +388,11 @@ def estimate_size(segments: Sequence[Segment], dim: int) -> int:
 
 
 def _find_common_dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
-    """Return the smallest dtype that can hold the keys of one or more segments: float16 or float32."""
+    """Return the smallest dtype that can hold the keys of all segments (sets of records): float16 or float32.
+
+    Args:
+        segments: one or more segments.
+    """
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
@@ -387,15 +421,18 @@ def stored_keys(keys: Keys) -> StoredKeys:
 
 
 def add_buffered(segments: Sequence[Segment], new_segment: Segment) -> list[Segment]:
-    """Return the segments of a group with one more segment, which is in memory only.
+    """Add a new segment, which is in memory, to the segments of a group, and return the new list of segments.
 
-    The new segment is merged with earlier segments in memory that are not larger. So the number of segments
-    in memory, and the number of times that a record is copied, grow with the logarithm of the number of
-    records.
+    A segment is an immutable set of records. The new segment is merged with earlier segments in memory that
+    are not larger than the new segment. So the number of segments in memory, and the number of times that a
+    record is copied, grow with the logarithm of the number of records.
 
     Args:
-        segments: segments (immutable sets of records) of the group; the argument is not changed.
+        segments: the group's segments so far; the argument is not changed.
         new_segment: new segment in memory, of the same group.
+
+    Returns:
+        The segments of the group; the new or merged segment is the last.
     """
     remaining = list(segments)
     while True:
@@ -422,9 +459,10 @@ def mark_rows_dead(
     last: int,
     find_rows: Callable[[Segment], IdRanges],
 ) -> dict[int, list[Segment]]:
-    """Mark rows of segments as dead, because their records were deleted or replaced.
+    """Mark records in segments as deleted or replaced (dead), and return the segments of the changed groups.
 
-    The arguments are not changed: a segment with newly dead rows is replaced by a new object.
+    A segment is an immutable set of records; row i is its i-th record. The arguments are not changed: for a
+    segment with newly dead rows, a new object is made.
 
     Args:
         groups: all segments (immutable sets of records) of each group, by group number.
@@ -434,7 +472,8 @@ def mark_rows_dead(
         find_rows: function that returns the row numbers of a segment to mark, as ranges.
 
     Returns:
-        All segments, new and unchanged, of each group with newly dead rows, by group number.
+        By group number, all segments of each group with newly dead rows: the new objects, and the unchanged
+        segments. Groups without newly dead rows are not in the result.
     """
     changed: dict[int, list[Segment]] = {}
     for group in group_numbers:

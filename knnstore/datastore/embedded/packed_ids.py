@@ -21,10 +21,15 @@ _NONE = -2  # a last position that no position follows
 
 
 def is_worth_packing(parts: Iterable[Ids]) -> bool:
-    """Check whether record ids take fewer bytes packed (see the module) than as int64.
+    """Check whether a file of record ids is smaller if the ids are packed than if they are stored as int64.
+
+    A packed id takes two or three bytes; each run (a series of consecutive positions) takes 16 more.
 
     Args:
         parts: arrays of ids, each ascending. All arrays together are the ids of one file.
+
+    Returns:
+        True if the packed file is smaller, else False. Three bytes for each id are assumed.
     """
     rows = runs = 0
     for ids in parts:
@@ -56,7 +61,9 @@ class IdsPacker:
         self._high: list[NDArray[np.uint8]] = []
 
     def add_ids(self, ids: Ids) -> NDArray[np.uint16]:
-        """Add a batch of ids, and return the bytes that the caller must append to the file.
+        """Add a batch of ids, and return the array whose bytes the caller must append to the file.
+
+        The rest of the batch is kept in memory, until `finish` writes it.
 
         Args:
             ids: record ids, int64, ascending, shape (n,), n >= 1, larger than all ids of earlier calls.
@@ -72,9 +79,10 @@ class IdsPacker:
         return tokens.astype(np.uint16)
 
     def finish(self, write: Callable[[NDArray[Any]], None]) -> int:
-        """Write the rest of the file: high bits of the tokens, if a token needs them, and the positions.
+        """Write the rest of the file: the high bits of the tokens, then the runs of positions.
 
-        Call this method once, after the last batch.
+        A run is a series of consecutive positions. The high bits are written only if a token id needs more
+        than 16 bits. Call this method once, after the last batch.
 
         Args:
             write: function that appends an array to the file.
@@ -106,10 +114,10 @@ class PackedIds:
         self._before = table[:, 1] - table[:, 0]  # position minus row number, the same in a run
 
     def at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return the record ids at some indices of the file, int64, in the shape of `rows`.
+        """Return the record ids with some indices in the file, int64, in the shape of `rows`.
 
         Args:
-            rows: indices of ids, 0 for the first id of the file.
+            rows: indices of the ids, int64; the first id of the file has index 0.
         """
         run_indices = np.searchsorted(self._starts, rows, side="right") - 1
         tokens = self._low[rows].astype(np.int64)
@@ -128,13 +136,13 @@ class PackedIds:
 
 
 def _mark_run_starts(positions: NDArray[np.int64], last: int) -> NDArray[np.bool_]:
-    """Return a mask of the positions that are not their predecessor plus one, shape (n,).
+    """Return a mask of the positions that begin a run, which is a series of consecutive positions.
 
-    Such a position begins a run, a series of consecutive positions.
+    The mask, shape (n,), is True for each position that is not the previous position plus one.
 
     Args:
         positions: ascending positions, shape (n,).
-        last: the predecessor of positions[0]; `_NONE` if it has none, so that a run begins.
+        last: the position before positions[0]; `_NONE` if there is none, so that positions[0] begins a run.
     """
     is_start: NDArray[np.bool_] = np.diff(positions, prepend=last) != 1
     return is_start

@@ -65,10 +65,10 @@ class SegmentReader:
     def by_group(self) -> Mapping[int, Group]:
         """Return the segments of each group by group number, without segments that are known to be damaged.
 
-        A segment is a set of immutable files with records. If the directory is open for reading only, changes
-        of the writer are read first. Each damaged segment is logged once. The returned mapping never changes.
-        After a change or new damage, the method returns a new mapping, with the same tuple object for each
-        group that did not change.
+        A segment is a set of immutable files with records of one group. If the directory is open for reading
+        only, changes of the writer are read first. Each damaged segment is logged once. The returned mapping
+        is never modified. After a change or new damage, the next call returns a new mapping. In the new
+        mapping, a group that did not change has the same tuple object as before.
         """
         groups, damage = self._get_current_groups(), self._damaged_segments.copy()
         if not damage:
@@ -82,7 +82,7 @@ class SegmentReader:
         return sound
 
     def readable(self) -> Group:
-        """Return the segments of all groups, without segments that are known to be damaged."""
+        """Return the segments (immutable sets of records) of all groups, without known damaged segments."""
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
@@ -133,12 +133,15 @@ class SegmentReader:
             yield np.array(batch_ids), keys.astype(np.float32, copy=False), groups
 
     def is_intact(self, file: StoredFile) -> bool:
-        """Check whether a file of the datastore exists, and has the size and SHA-256 of its entry.
+        """Check whether a file of the datastore exists and has the right size and SHA-256.
 
         If this object wrote the file, or found it intact before, only the size is checked.
 
         Args:
-            file: path relative to the directory, size and hash of the file.
+            file: path relative to the directory, expected size and expected hash of the file.
+
+        Returns:
+            True if the file is intact; False if it is missing, or if its size or hash is wrong.
         """
         try:
             MappedFile(self.root, file, trusted=file in self._hashed).check()
@@ -148,7 +151,7 @@ class SegmentReader:
         return True
 
     def verify(self) -> list[str]:
-        """Check the size and the SHA-256 of every file that the manifest (the list of all files) lists.
+        """Check the size and the SHA-256 of every file that is in use.
 
         Segments that turn out to be damaged are left out of later results.
 
@@ -171,10 +174,11 @@ class SegmentReader:
     def _find_problems(self, entry: SegmentEntry) -> list[str]:
         """Check all files of a segment (a set of files with records), and return one line for each problem.
 
-        If the keys or ids are missing or damaged, the segment is marked as damaged.
+        If the file of keys, the file of ids or the file of the codec (compressor of keys) is missing or
+        damaged, the segment is marked as damaged. In this case its other files are not checked.
 
         Args:
-            entry: the segment's entry in the manifest (the list of all files).
+            entry: the segment's entry in the manifest (the list of all files in use).
         """
         problems = [
             describe_damage(problem) for file in entry.needed if (problem := self._find_problem(file))
@@ -191,10 +195,13 @@ class SegmentReader:
         return problems
 
     def _find_problem(self, file: StoredFile) -> str | None:
-        """Compare a file with its size and SHA-256. Returns its problem in one line; None if it is intact.
+        """Check the size and the SHA-256 of a file.
 
         Args:
-            file: path relative to the directory, size and hash of the file.
+            file: path relative to the directory, expected size and expected hash of the file.
+
+        Returns:
+            One line that describes the problem, such as a missing file; None if the file is intact.
         """
         try:
             MappedFile(self.root, file).check()
@@ -210,7 +217,7 @@ class SegmentReader:
     def _check_compatible(self, dim: int, metric: Metric) -> None:
         """Raise DatastoreMismatchError if the manifest has another dimension or metric than the arguments.
 
-        The manifest is the list of all files.
+        The manifest is the list of all files in use.
         """
         manifest = self._manifest
         if (dim, metric) != (manifest.dim, manifest.metric):
@@ -218,9 +225,10 @@ class SegmentReader:
             raise DatastoreMismatchError(f"{self.root} has {actual}, not dim {dim} and metric {metric.value}")
 
     def _load_manifest(self) -> Manifest:
-        """Read the manifest (the list of all files), map the files of its segments, and return the manifest.
+        """Read the manifest, map the files of its segments into memory, and return the manifest.
 
-        If a writer replaces the manifest meanwhile, manifest and files are read again.
+        The manifest is the list of all files in use, and a segment is a set of files with records. If a
+        writer replaces the manifest during the call, manifest and files are read again.
 
         Raises:
             DatastoreNotFoundError: the directory has no datastore.
@@ -244,7 +252,7 @@ class SegmentReader:
     def _read_signature(self) -> tuple[int, int, int]:
         """Return (inode, modification time in ns, size) of the manifest's file; zeros if there is no file.
 
-        The manifest is the list of all files. The values change whenever a manifest is published.
+        The manifest is the list of all files in use. The values change whenever a manifest is published.
         """
         try:
             return read_signature(self.root)
@@ -252,9 +260,13 @@ class SegmentReader:
             return 0, 0, 0
 
     def _refresh_manifest(self) -> None:
-        """Read the manifest (the list of all files) again if its file has changed since it was last read.
+        """Read the manifest again if its file has changed since the last read.
 
-        Raises DatastoreNotFoundError if the file was removed.
+        The manifest is the list of all files in use.
+
+        Raises:
+            DatastoreNotFoundError: the manifest was removed.
+            CorruptDatastoreError: the new manifest is damaged.
         """
         try:
             current = read_signature(self.root)
@@ -268,8 +280,8 @@ class SegmentReader:
     def _get_current_groups(self) -> Mapping[int, Group]:
         """Return the current segments of each group by group number, damaged segments included.
 
-        If the directory is open for reading only, changes of the writer are read first. Raises
-        DatastoreClosedError after `close`.
+        A segment is an immutable set of records. If the directory is open for reading only, changes of the
+        writer are read first. Raises DatastoreClosedError after `close`.
         """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
@@ -278,7 +290,10 @@ class SegmentReader:
         return self._groups
 
     def _forget_old_damage(self) -> None:
-        """Remove segments that the manifest no longer lists from the known damaged segments."""
+        """Remove segments that do not exist any more from the list of known damaged segments.
+
+        A segment is a set of files with records. No file is removed.
+        """
         for file, group in list(self._damaged_segments.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
@@ -292,12 +307,15 @@ class SegmentReader:
     def _leave_out_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
-        """Return the segments of each group without damaged segments, and log each damaged segment once.
+        """Return the segments of each group, without segments that are known to be damaged.
+
+        A segment is a set of files with records. Each damaged segment is logged once. A group whose segments
+        are all damaged is left out.
 
         Args:
             groups: all segments of each group, by group number; not changed.
-            former: the last result of this method. A group with the same segments as in `former` gets the
-                same tuple object.
+            former: the last result of this method. A group with damaged segments, and with the same undamaged
+                segments as in `former`, gets the same tuple object as in `former`.
         """
         sound = dict(groups)
         for group in self._list_damaged_groups():
@@ -317,13 +335,15 @@ class SegmentReader:
     def _map_segments(self, manifest: Manifest) -> dict[int, Group]:
         """Map the files of all segments (immutable sets of records) of a manifest into memory.
 
-        Files that are mapped already are not mapped again.
+        Files that are mapped already are not mapped again. A missing or damaged file raises no error; its
+        segment is marked as damaged.
 
         Args:
             manifest: list of all segments.
 
         Returns:
-            The segments of each group, by group number, without segments whose records are all deleted.
+            The segments of each group, by group number. A segment whose records are all deleted or replaced
+            is left out.
         """
         known_segments = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
         files = (s.columns.codec_file for s in known_segments.values())
@@ -349,7 +369,7 @@ class SegmentReader:
     ) -> Segment:
         """Create the object of a segment (a set of files with records) from its entry in the manifest.
 
-        The manifest is the list of all files.
+        The manifest is the list of all files in use.
 
         Args:
             entry: the segment's entry.

@@ -51,19 +51,27 @@ class MemoryColumns:
         return self.keys.dtype
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Return a copy of the keys at some row numbers, shape (len(rows), dim)."""
+        """Return a copy of the keys of some records, shape (n, dim).
+
+        Args:
+            rows: row numbers of the records, int64, shape (n,); 0 is the segment's first record.
+        """
         return self.keys[rows]
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return a copy of the record ids at some row numbers, int64, shape (len(rows),)."""
+        """Return a copy of the ids of some records, int64, shape (n,).
+
+        Args:
+            rows: row numbers of the records, int64, shape (n,); 0 is the segment's first record.
+        """
         return self.ids[rows]
 
     def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
-        """Compress the keys at some row numbers with a codec.
+        """Compress the keys of some records with a codec, and return the codes (compressed keys).
 
         Args:
-            rows: row numbers, shape (n,).
-            codec_file: the codec.
+            rows: row numbers of the records, int64, shape (n,); 0 is the segment's first record.
+            codec_file: the codec (compressor of keys).
 
         Returns:
             Codes, uint8, shape (n, size).
@@ -78,17 +86,18 @@ class MappedColumns:
     """Ids and keys of a segment (a set of records) in files on disk.
 
     The constructor maps the files into memory, so that they stay readable when another process removes them.
-    It raises no error for a missing or damaged file; reading from such a file later raises
+    The constructor raises no error for a missing or damaged file. Reading from such a file later raises
     CorruptDatastoreError. The segment's other files can still be read.
 
     Args:
         root: the datastore's directory.
-        entry: the segment's entry in the manifest (the list of all files).
+        entry: the segment's entry in the manifest (the list of all files in use).
         dim: number of components of a key.
         damaged_segments: group number of each damaged segment of the datastore, by the file of its keys. This
             class adds its segment when a file turns out to be missing or damaged.
         trusted: True if this process wrote the files itself, so that their content is not checked.
-        codec_file: the codec that compressed the keys; None if the keys are not compressed.
+        codec_file: the codec (compressor) with which the keys were compressed; None if the keys are not
+            compressed.
     """
 
     problem: str | None
@@ -128,7 +137,7 @@ class MappedColumns:
 
     @property
     def codec(self) -> Codec | None:
-        """The codec that compressed the keys; None if the keys are not compressed."""
+        """The codec (compressor) with which the keys were compressed; None if the keys are not compressed."""
         if self.codec_file is None:
             return None
         with self._note_damage():
@@ -136,33 +145,46 @@ class MappedColumns:
 
     @property
     def keys(self) -> StoredKeys:
-        """All keys, shape (n, dim); compressed keys are decoded. The whole file is checked first."""
+        """All keys, shape (n, dim); compressed keys are decoded. The whole file is checked first.
+
+        Raises CorruptDatastoreError if the file is missing or damaged.
+        """
         file = self.keys_file
         with self._note_damage():
             file.check()
         return self._decode_keys(self._stored_values)
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Return a copy of the keys at some row numbers, shape (len(rows), dim); compressed keys are decoded.
+        """Return a copy of the keys of some records, shape (n, dim); compressed keys are decoded.
 
-        Only the blocks of the file that hold these rows are checked.
+        Only the blocks of the file that contain these keys are checked.
+
+        Args:
+            rows: row numbers of the records, int64, shape (n,); 0 is the segment's first record.
+
+        Raises:
+            CorruptDatastoreError: the file is missing, or a checked block is damaged.
         """
         return self._decode_keys(self._read_stored_rows(rows))
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
-        """Return a copy of the record ids at some row numbers, int64, in the shape of `rows`."""
+        """Return a copy of the ids of some records, int64, in the shape of `rows`.
+
+        Args:
+            rows: row numbers of the records, int64; 0 is the segment's first record.
+        """
         packed = self._read_packed_ids()
         return self.ids[rows] if packed is None else packed.at(rows)
 
     def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
-        """Return the keys at some row numbers, compressed with a codec.
+        """Return the keys of some records as codes (compressed keys) of a codec.
 
         If the keys are stored as codes of this codec, the stored codes are returned. Otherwise the keys are
         compressed now.
 
         Args:
-            rows: row numbers, shape (n,).
-            codec_file: the codec.
+            rows: row numbers of the records, int64, shape (n,); 0 is the segment's first record.
+            codec_file: the codec (compressor of keys).
 
         Returns:
             Codes, uint8, shape (n, size).
@@ -172,17 +194,17 @@ class MappedColumns:
         return codec_file.codec.encode(self.keys_at(rows).astype(np.float32))
 
     def digests(self) -> bytes:
-        """Compute the SHA-256 digest of each block of the file of keys, and check the file.
+        """Return the SHA-256 digest of each block of the file of keys, after checking the file's SHA-256.
 
-        Returns the digests, 32 bytes each, one after another. Raises CorruptDatastoreError if the file is
-        damaged.
+        The digests have 32 bytes each and follow one another. Raises CorruptDatastoreError if the file is
+        missing or damaged.
         """
         file = self.keys_file
         with self._note_damage():
             return file.digests()
 
     def mark_damaged(self, problem: str) -> None:
-        """Mark the segment as damaged, so that its records are left out of all results.
+        """Mark the segment as damaged, so that later searches leave its records out.
 
         Args:
             problem: one line that says what is damaged. It is ignored if a problem is known already.
@@ -212,6 +234,9 @@ class MappedColumns:
             file: name, size and hash of the file.
             digests: name of the file with the digests of the file's blocks; None if there is no such file.
             trusted: True if this process wrote the file, so that its content is not checked.
+
+        Returns:
+            The mapped file, or the error.
         """
         try:
             with self._note_damage():
@@ -228,7 +253,7 @@ class MappedColumns:
 
     @contextmanager
     def _note_damage(self) -> Iterator[None]:
-        """Mark the segment as damaged if the ``with`` block finds a file missing or damaged.
+        """Mark the segment as damaged if the ``with`` block finds that a file is missing or damaged.
 
         Raises:
             CorruptDatastoreError: the block raised FileNotFoundError or CorruptDatastoreError. The message
@@ -253,17 +278,17 @@ class MappedColumns:
 
     @property
     def _stored_values(self) -> NDArray[Any]:
-        """The content of the file of keys, not checked: keys, shape (n, dim), or codes, shape (n, size).
+        """The rows of the file of keys: keys, shape (n, dim), or codes (compressed keys), shape (n, size).
 
-        Codes are compressed keys.
+        The content is not compared with its checksum.
         """
         return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
 
     def _read_stored_rows(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Check the blocks of the file of keys that hold some rows, and return a copy of these rows.
+        """Check the blocks of the file of keys that contain the given rows, and return a copy of the rows.
 
         Args:
-            rows: row numbers, shape (n,).
+            rows: row numbers of records, int64, shape (n,).
 
         Returns:
             Keys, shape (n, dim), or codes (compressed keys), shape (n, size), as they are stored.
@@ -274,14 +299,20 @@ class MappedColumns:
         return np.asarray(self._stored_values[rows])
 
     def _decode_keys(self, stored: NDArray[Any]) -> StoredKeys:
-        """Decode rows of the file of keys: codes become keys, and uncompressed keys stay unchanged."""
+        """Decode rows of the file of keys to keys, shape (n, dim).
+
+        Args:
+            stored: codes (compressed keys), shape (n, size), which are decoded; or uncompressed keys, shape
+                (n, dim), which are returned unchanged.
+        """
         codec = self.codec
         return stored if codec is None else codec.decode(stored)
 
     def _read_packed_ids(self) -> PackedIds | None:
-        """Check the file of ids, and return the reader of its packed ids; None if the ids are not packed.
+        """Check the file of ids, and return the object that reads its packed ids.
 
-        The reader is created once.
+        Returns None if the ids are not packed. The object is created only once. Raises CorruptDatastoreError
+        if the file is missing or damaged.
         """
         file = self.ids_file
         with self._note_damage():
@@ -304,7 +335,7 @@ def describe_damage(problem: str) -> str:
 
 
 Columns = MemoryColumns | MappedColumns
-"""The ids and keys of a segment. Versions of a segment with other deleted records share this object."""
+"""The ids and keys of a segment. Versions of a segment that differ in deleted records share this object."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -364,31 +395,35 @@ class Segment:
         return self.rows - self.dead.size if self.dead else self.rows
 
     def without(self, rows: IdRanges) -> "Segment":
-        """Return a version of the segment in which more rows are dead (deleted or replaced).
+        """Return a version of the segment (an immutable set of records) in which more records are dead.
 
-        A segment is an immutable set of records.
+        A record is dead if it was deleted or replaced. The segment itself is not changed.
 
         Args:
-            rows: numbers of the rows, as ranges; if empty, the segment itself is returned.
+            rows: row numbers of the additional dead records, as ranges. If there are none, the segment itself
+                is returned.
         """
         return replace(self, dead=self.dead | rows) if rows else self
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
-        """Return the row numbers, as ranges, of records that are neither deleted nor replaced.
+        """Return the row numbers, as ranges, of the records that are neither deleted nor replaced.
 
         Args:
-            ids: ids of the records to return; None returns all such records.
+            ids: ids of the records to return; None returns all records that are not deleted or replaced.
         """
         return self.rows_of(ids) - self.dead
 
     def rows_of(self, ids: IdRanges | None) -> IdRanges:
-        """Return the row numbers, as ranges, of the records with some ids, including deleted records.
+        """Return the row numbers, as ranges, of the records whose id is in `ids`, including deleted records.
 
-        The file of ids is not read if the first and last id of the segment (an immutable set of records) show
-        that no record or every record has such an id.
+        The file of ids is not read if the first and the last id of the segment (an immutable set of records)
+        show already that all records or no records are selected.
 
         Args:
             ids: record ids; ids without a record are ignored. None returns all rows.
+
+        Raises:
+            CorruptDatastoreError: the file of ids is damaged.
         """
         if ids is None:
             return IdRanges([(0, self.rows)])
@@ -400,10 +435,12 @@ class Segment:
         return IdRanges(ids.rows_in(self.columns.ids))
 
     def rows_known(self, ids: IdRanges) -> IdRanges:
-        """Return the row numbers, as ranges, of the records with some ids, including deleted records.
+        """Return the row numbers, as ranges, of the records whose id is in `ids`, including deleted records.
 
-        The method differs from `rows_of` in one case: if the file of ids is damaged, it returns an empty set
-        and raises no error.
+        If the file of ids is damaged, the result is empty and no error is raised.
+
+        Args:
+            ids: record ids; ids without a record are ignored.
         """
         try:
             return self.rows_of(ids)
@@ -411,10 +448,13 @@ class Segment:
             return IdRanges()
 
     def rows_with(self, ids: Ids) -> IdRanges:
-        """Return the row numbers, as ranges, of the records with some ids, including deleted records.
+        """Return the row numbers, as ranges, of the records whose id is in `ids`, including deleted records.
 
         Args:
-            ids: record ids, int64, shape (n,), ascending; ids without a record are ignored.
+            ids: record ids, int64, shape (n,), ascending; ids without a record are ignored. n may be 0.
+
+        Raises:
+            CorruptDatastoreError: the file of ids is damaged.
         """
         if not len(ids) or ids[0] > self.last_id or ids[-1] < self.first_id:
             return IdRanges()
