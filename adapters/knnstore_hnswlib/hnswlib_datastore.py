@@ -102,7 +102,10 @@ class Policy:
 
     @property
     def graph_parameters(self) -> dict[str, Any]:
-        """Parameters with which a graph is built, as JSON values by name; they are saved with the graph."""
+        """Parameters with which a graph is built; they are saved with the graph.
+
+        The value is ``{"hnswlib": {"M": ..., "ef_construction": ...}}``.
+        """
         return {"hnswlib": {"M": self.M, "ef_construction": self.ef_construction}}
 
     def is_group_indexed(self, group_rows: int) -> bool:

@@ -174,11 +174,14 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Let PostgreSQL begin a new log file, so that the server can remove older log files with deleted rows.
+    """Let PostgreSQL begin a new log file (WAL), so that the server can remove older log files.
+
+    The older log files still contain deleted rows.
 
     Returns:
-        One message for each reason why content of older log files remains; empty if nothing remains. If the
-        database user lacks a necessary right, the list has a message about this, and no error is raised.
+        One message for each reason why content of older log files remains; empty if nothing remains. If no
+        new log file can be begun, for example because the database user lacks a right, the list has a
+        message about this, and no error is raised.
     """
     try:
         connection.execute(text("SELECT pg_switch_wal()"))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from knnstore.errors import ConfigError
 from knnstore.server.errors import ApiError, refused
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
@@ -42,6 +43,9 @@ class ChatTemplate:
     Args:
         tokenizer: the model's tokenizer. Only the constructor uses it, for its template and its tokens.
         most_characters: largest length of a rendered text in characters.
+
+    Raises:
+        ConfigError: if transformers is too old to encode control tokens as ordinary text.
     """
 
     def __init__(self, tokenizer: Any, most_characters: int) -> None:
@@ -111,7 +115,7 @@ class ChatTemplate:
             ApiError: 400 if the tokenizer encodes ordinary text as a control token, so that a client could
                 forge one.
         """
-        if self._control_tokens is None or _MARK not in text:
+        if _MARK not in text:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         try:
             return list(_import_marking_module().encode_marked_chat(tokenizer, text))
@@ -124,12 +128,7 @@ class ChatTemplate:
             self._stop_process()
 
     def _mark_strings(self, value: Any) -> Any:
-        """Return a copy of a JSON value with the control tokens marked in all strings, also in field names.
-
-        The value is returned unchanged if transformers is too old to encode marked tokens.
-        """
-        if self._control_tokens is None:
-            return value
+        """Return a copy of a JSON value with the control tokens marked in all strings and field names."""
         if isinstance(value, str):
             return _import_marking_module().mark_control_tokens(value, self._control_tokens)
         if isinstance(value, dict):
@@ -189,7 +188,7 @@ def _import_marking_module() -> Any:
     return chat_template_utils
 
 
-def _compile_control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+def _compile_control_tokens(tokenizer: Any, template: str) -> re.Pattern[str]:
     """Return a pattern that matches the control tokens: the tokens that only the template may write.
 
     All special tokens are control tokens. Other added tokens are control tokens if the tokenizer lists them
@@ -201,11 +200,16 @@ def _compile_control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | 
         template: the source of the template.
 
     Returns:
-        The pattern, which tries longer tokens first; None if transformers is too old to encode control tokens
-        as ordinary text.
+        The pattern, which tries longer tokens first.
+
+    Raises:
+        ConfigError: if transformers is too old to encode control tokens as ordinary text.
     """
     if not hasattr(_import_marking_module(), "encode_marked_chat"):
-        return None
+        raise ConfigError(
+            "serving needs transformers 5.24 or later, which keeps clients from forging control tokens: "
+            "pip install 'knnstore[server]'"
+        )
     listed_tokens = getattr(tokenizer, "chat_control_tokens", None)
     contents = [
         token.content

@@ -325,9 +325,15 @@ class Serving:
     def tokenize_conversation(self, text: str) -> list[int]:
         """Return the token ids of a conversation that the chat template has rendered as text.
 
+        Control tokens that a client wrote in a message become ordinary text.
+
+        Args:
+            text: the result of the chat template's `render`.
+
         Raises:
-            ApiError: 400 if the tokenizer encodes ordinary text as a control token, so that a client could
-                forge one.
+            ApiError: 400 if the tokenizer cannot encode a control token from a message as ordinary text. A
+                client could then forge control tokens.
+            InputError: the tokenizer itself fails on the text.
         """
         return self.call_with_tokenizer(lambda one: self.chat_template.encode(one, text))
 

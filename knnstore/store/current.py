@@ -108,10 +108,10 @@ class Current:
             failed.pop_all()
 
     def check_owned(self, copied: bool) -> None:
-        """Raise NotOwnerError if this is a copied store whose keys belong to its original.
+        """Raise NotOwnerError if this store is a copy whose keys still belong to the original store.
 
         Args:
-            copied: True raises no error.
+            copied: True accepts such a copy; then nothing is checked.
         """
         if not (copied or self.owned):
             self.place(self.engine).check_owner()

@@ -392,9 +392,13 @@ class KNNStore(StoreReader):
             return self._relocation.move(writer.writer, target, progress or Progress())
 
     def abandon_move(self) -> Engine | None:
-        """Give up an interrupted move of the keys, and erase its unfinished copy.
+        """Give up a move of the keys that was interrupted before its switch, and erase its copy.
 
-        Returns the target engine of the move; None if no move was interrupted.
+        If the copy cannot be erased, a warning is logged. A copy that the move did not create, and that has
+        records, is not erased.
+
+        Returns:
+            The target engine of the move; None if there is no such move.
         """
         with self._lock_for_writing():
             return self._relocation.abandon()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import knnstore
+from knnstore.errors import ConfigError
 from knnstore.server.chat_templates import ChatTemplate
 from knnstore.server.errors import ApiError
 from tests.server.conftest import Inside
@@ -108,3 +109,9 @@ def test_information_on_the_tokenizer_is_no_larger_than_an_answer(inside, prepar
     refused = server.call("GET", "/tokenizer_info")
     assert refused.status_code == 400
     assert "chat template is larger than" in refused.json()["error"]["message"]
+
+
+def test_a_server_whose_transformers_cannot_keep_tokens_apart_does_not_start(tokenizer, monkeypatch):
+    monkeypatch.delattr("transformers.utils.chat_template_utils.encode_marked_chat")
+    with pytest.raises(ConfigError, match=r"transformers 5\.24"):
+        ChatTemplate(tokenizer, 1000)

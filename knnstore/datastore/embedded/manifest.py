@@ -224,9 +224,10 @@ class Manifest:
         return sorted(every, key=attrgetter("name"))
 
     def file_names(self) -> set[str]:
-        """Return the paths of all files of the segments and of all parts, relative to the directory.
+        """Return the paths of all files in use, relative to the datastore's directory.
 
-        The manifest is the list of all files in use. The manifest's own file is not included.
+        These are the files of all segments, and the parts of the manifest (further files that list segments).
+        The manifest's own file is not included.
         """
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)

@@ -190,13 +190,25 @@ class KeyCapture:
     def _capture_input(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
+        """Forward pre-hook of the module: keep its input."""
         self._capture_first((*args, *(kwargs or {}).values()))
 
     def _capture_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the module: keep its output."""
         self._capture_first((output,) if isinstance(output, Tensor) else output[:])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _capture_first(self, values: tuple[Any, ...]) -> None:
+        """Keep the first floating-point tensor among some values as the captured keys.
+
+        Does nothing in another thread than the one that entered the context.
+
+        Args:
+            values: inputs or outputs of the hooked module.
+
+        Raises:
+            _KeysCaptured: the constructor got ``stop=True``; the exception ends the forward pass.
+        """
         if threading.get_ident() == self._thread:
             tensors = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
             self._captured = next(tensors, None)

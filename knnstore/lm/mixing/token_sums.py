@@ -63,9 +63,10 @@ class TokenSums(Protocol):
 
     @property
     def hits(self) -> Tensor | None:
-        """True for columns of `weights` with the target token, bool, shape (n, columns).
+        """Mask of the columns of `weights`, bool, shape (n, columns): True for the target token.
 
-        None if `tokens` has values instead, or if the columns are the whole vocabulary.
+        None if the result names the token of each column in `tokens` instead, or if the columns are the whole
+        vocabulary.
         """
         ...
 

@@ -100,7 +100,10 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
 
 
 def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> dict[int, float]:
-    """Search with each key, and return the share of each found record, by record id.
+    """Search with each key, and return a score for each found record, by record id.
+
+    Each of the n keys has the weight 1 / n. The weight is divided among the records that the key finds, by
+    exp(-distance / T), where T is the temperature.
 
     Args:
         store: the store.
@@ -108,7 +111,8 @@ def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> 
         settings: the settings whose selection and temperature are used.
 
     Returns:
-        The shares; they sum to at most 1. A record that several keys find has the sum of its shares.
+        The scores. A record that several keys find gets a part from each of them. All scores sum to 1, or
+        to less if a key finds no record.
     """
     neighbors, totals = (
         store.search(keys, _NEIGHBORS_PER_TOKEN, settings.selection),

@@ -39,10 +39,11 @@ def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSetting
 
 
 def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings | None:
-    """Return the settings in force for a selection, filled in from the store.
+    """Return the settings that are used for a selection: saved settings, else default settings.
 
-    If a network of the saved settings is damaged or was fitted for other keys, a warning is logged, and None
-    is returned.
+    Saved settings can name networks (small models with fitted weights). If the file of such a network is
+    missing or damaged, or the network was fitted for other keys, the function logs a warning and returns
+    None.
     """
     try:
         return resolve(store, KNNSettings(selection=selection))

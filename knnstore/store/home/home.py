@@ -60,7 +60,11 @@ class Home:
 
     @property
     def has_catalog(self) -> bool:
-        """True if the catalog is the SQLite file ``catalog.db`` in the home (the folder of the store)."""
+        """True if the URL of the catalog is that of the SQLite file ``catalog.db`` in the home.
+
+        The home is the folder of the store. The file need not exist yet. False if the catalog is another
+        database, for example on a PostgreSQL server.
+        """
         return self.catalog_url == self._make_catalog_url(self.path, None)
 
     def find_exposed_file(self) -> Path | None:

@@ -114,13 +114,18 @@ class Runs:
         self._found, self._elsewhere = np.zeros((2, self._long.size), bool)
 
     def compare_document(self, text: Symbols) -> SharedTexts:
-        """Compare a document with the indexed texts, and remember the shared runs for the method `shares`.
+        """Compare a document with the indexed texts, and remember what is shared for `shares`.
+
+        A run is a series of a fixed number of symbols (tokens or letters).
 
         Args:
             text: symbols of the document, shape (n,).
 
         Returns:
-            The indices of the texts that share a run with the document.
+            Indices of texts, in two sets. `same` has the texts that count as the same text as the document:
+            at least half of the shorter one of text and document is in shared runs. `others` has other texts
+            that share a run with the document. If the text or the document is shorter than a run, the text is
+            in `same` if the longer one contains all of the shorter one, else in neither set.
         """
         numbers, shared = self._parts_of_short.count_shared(text)
         same = set(numbers[shared >= np.minimum(self._lengths[numbers], len(text))].tolist())

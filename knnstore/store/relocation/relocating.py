@@ -335,7 +335,10 @@ class Relocation:
         return reason_left
 
     def _get_leftover(self, plan: MovePlan) -> Place:
-        """Return the place of the keys that a move has left: the old keys if it has switched, else the copy.
+        """Return the place of the keys that must be erased after an unfinished move.
+
+        If the store already uses the copy, this is the place of the old keys. Otherwise it is the place of
+        the copy.
 
         Args:
             plan: saved state of the move.
