@@ -21,17 +21,18 @@ from typing import Any
 
 
 def attach_lazy_imports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Create a package's ``__getattr__`` and ``__dir__``, which import its names at their first use.
+    """Create ``__getattr__`` and ``__dir__`` of a package that imports names at their first use.
 
-    The package calls this function while it is imported; nothing is imported then.
+    The package calls this function while it is imported; nothing else is imported then.
 
     Args:
-        package: the package's ``__name__``; its source has the imports under ``if TYPE_CHECKING``.
+        package: the package's ``__name__``. Its source imports the names in a block ``if TYPE_CHECKING``,
+            each in the form ``from full.module.path import name``.
 
     Returns:
         Two functions. ``__getattr__`` imports a name or a module of the package at its first use, and keeps
-        it as an attribute of the package; it raises `AttributeError` for other names. ``__dir__`` lists the
-        names.
+        it as an attribute of the package; it raises `AttributeError` for other names. ``__dir__`` lists
+        these names and the present attributes of the package; it imports nothing.
     """
     module = sys.modules[package]
     loader: Any = getattr(module.__spec__, "loader", None)

@@ -73,9 +73,10 @@ def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
 
 
 def escape_controls(text: str) -> str:
-    r"""Replace characters that control a terminal by Python escape sequences, ``\x1b``.
+    r"""Replace characters that control a terminal or are invisible by Python escapes, such as ``\x1b``.
 
-    Tabs and line breaks stay.
+    Characters that change the direction of text, and halves of surrogate pairs, are replaced too. Tabs and
+    ``\n`` stay. All other line breaks, such as ``\r``, are replaced.
     """
     return _TERMINAL_CONTROLS.sub(lambda char: repr(char[0])[1:-1], text)
 

@@ -71,10 +71,10 @@ def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
 def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each line of JSON in UTF-8; empty lines are skipped.
 
-    An entry is a document that is not read yet. If a line cannot be used, reading its entry raises the error.
-    If all lines are empty, one entry is yielded, and reading it raises the error that the file is empty. If
-    the first line is only ``[`` or ``{``, the file is JSON but not JSON Lines: the only entry raises an error
-    that says so.
+    An entry is a document that is not read yet. If a line cannot be used, for example because it is too
+    long, reading its entry raises the error. If all lines are empty, one entry is yielded, and reading it
+    raises the error that the file is empty. If the first line that is not empty is only ``[`` or ``{``, the
+    file is JSON but not JSON Lines: the only entry raises an error that says so.
 
     Args:
         name: name of the file, for messages.

@@ -66,11 +66,17 @@ class Contexts:
     def of_pass(cls, batch: TextBatch, prefix: int | None, kept: Tensor) -> Self:
         """Create the contexts of selected positions of one forward pass of the model.
 
+        The context of a position is the tokens of its text up to this position, with the token at the
+        position. The model predicts the next token from them. At padding, `owners` is -1.
+
         Args:
-            batch: the b texts after the pass, which had t positions for each text.
-            prefix: the token that precedes every document; None if documents have no prefix.
+            batch: the state of the b texts at the end of the pass. The pass had t positions for each text.
+            prefix: the token that precedes every document; None if documents have no prefix. It does not
+            belong
+                to the contexts.
             kept: the selected positions, as indices into the b * t positions, int64, shape (n,), in any
-                order.
+            order.
+                The contexts have the same order.
         """
         at = kept.cpu().numpy()
         owners = at // batch.is_text.shape[1]

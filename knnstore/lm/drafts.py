@@ -110,11 +110,12 @@ class Drafts:
 
 
 def _repeated(text: NDArray[np.int64]) -> Draft:
-    """Draft the tokens that followed the latest earlier occurrence of the text's last tokens.
+    """Draft the tokens that followed an earlier occurrence of the text's last tokens.
 
-    A draft is a guess of several next tokens. The longest end of the text that occurs earlier is searched. If
-    fewer tokens follow this occurrence than a draft has, they are repeated cyclically. If fewer than
-    `_LEAST_END` tokens match, the draft is empty.
+    A draft is a guess of several next tokens. The function compares the last tokens of the text with the
+    tokens at earlier places, and takes the place where most tokens match; of several such places, it takes
+    the latest. At most `_MANY` tokens are compared. If fewer than `_LEAST_END` tokens match, the draft is
+    empty. If fewer tokens follow the place than a draft has, they are repeated cyclically.
 
     Args:
         text: the tokens so far, at least one.

@@ -115,8 +115,9 @@ class KNNStore(StoreReader):
     def discard_new(self) -> None:
         """Close and delete a store that `create` has just created, because a later step has failed.
 
-        The folder is deleted; if it was an empty folder before `create`, it is an empty folder again. Keys
-        outside the folder are erased. A catalog in another database stays.
+        The folder is deleted. If it was an empty folder before `create`, it is an empty folder again. Keys
+        outside the folder are erased if the adapter can erase them; errors are ignored. A catalog in another
+        database stays.
         """
         place = self._current.place(self.engine)
         self.close()
@@ -335,11 +336,18 @@ class KNNStore(StoreReader):
         Records without documents are removed, indexes are built again, and missing checksums are computed.
 
         Args:
-            take_over: True first makes a copied store the owner of the keys of its original, which must be
-                gone. False raises NotOwnerError for such a copied store.
+            take_over: matters for a copied store only: its folder was copied from another store (the
+                original),
+                and its keys still belong to the original. True first gives the keys to this store. Use True
+                only if the original does not exist any more. False raises an error.
 
         Returns:
             The remaining problems, one line of text each; empty if the store is sound.
+
+        Raises:
+            ReadOnlyError: if the store was opened for reading.
+            NotOwnerError: if this is a copied store and `take_over` is False, or if the keys are inside the
+                folder of another store.
         """
         with self._lock_for_writing(copied=take_over) as writer:
             writer.take_over()

@@ -90,7 +90,7 @@ class SearchTests(KitBase):
 
     @pytest.mark.parametrize("k", [0, -1])
     def test_k_below_one_is_refused(self, store: Datastore, records: Records, k: int) -> None:
-        """A k of 0 or less is refused.
+        """A k of 0 or less raises ValueError.
 
         If this fails, check that `search` calls `checked_k`.
         """

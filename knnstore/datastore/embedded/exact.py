@@ -292,12 +292,13 @@ class ExactIndex:
     def _find_rows_within(
         self, query: Keys, squared_norm: np.float32, max_distance: np.float32, slices: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the numbers of the matrix rows whose distance from a query is at most `max_distance`.
+        """Return the numbers of the matrix rows that are at most `max_distance` from a query.
 
         Args:
-            query: query vector minus the center, shape (dim,).
-            squared_norm: squared norm of `query`.
-            max_distance: largest distance; the caller has added a margin for rounding errors.
+            query: query vector minus the center (the vector that is subtracted from all keys), shape (dim,).
+            squared_norm: squared norm of `query`; used for L2 only.
+            max_distance: largest distance in the index's metric (L2: the squared distance). The caller has
+                added a margin for rounding errors.
             slices: ranges [start, stop) of the rows to compare, shape (s, 2).
 
         Returns:

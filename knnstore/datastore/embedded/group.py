@@ -329,10 +329,12 @@ class GroupSearches:
             was_updated = True
 
     def _select_groups(self, groups: frozenset[int] | None) -> list[int]:
-        """Return the sorted numbers of the groups to search; groups without records are left out.
+        """Return the numbers of the groups to search; groups without records are left out.
 
         Args:
-            groups: numbers of the groups; None selects all groups with records, in any order.
+            groups: numbers of the groups; the result is sorted. None selects all groups with records; then
+                the
+                result may be in any order.
         """
         if groups is None:
             return list(self._current_segments)

@@ -139,14 +139,16 @@ class Keys:
         return [_convert_to_sums(neighbors, batch, settings, form) for neighbors in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
-        """Return each position's token distribution from the retrieved records, with a weight λ.
+        """Compute each position's token distribution from the retrieved records, and its weight λ.
 
-        The mixer of the settings (a rule) chooses λ and the temperature T.
+        In the mixture, this distribution has the weight λ, and the model (with all earlier components) has
+        1 - λ. The mixer of the settings is the rule that chooses λ and the temperature T of the distribution.
+        It receives the temperature of the settings, multiplied by `factor`.
 
         Args:
-            settings: the settings in force.
+            settings: the settings to use.
             found: the search results and the model's confidence at n positions.
-            factor: factor by which the temperature of the settings is multiplied.
+            factor: number by which the temperature of the settings is multiplied.
         """
         if settings.gate is not None and len(found.searches) == 1:
             found.prepare([settings.temperature * each for each in self.factors])

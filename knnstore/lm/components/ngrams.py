@@ -93,7 +93,7 @@ class Continuation(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of listed tokens of each context, k."""
+        """Number k of columns of `weights` and `tokens`, with the padded columns."""
         return self.weights.shape[1]
 
     def rows(self, rows: Rows) -> "Continuation":

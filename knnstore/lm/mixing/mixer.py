@@ -45,9 +45,10 @@ class Evidence:
 
     @property
     def distances(self) -> Tensor:
-        """Distances of the neighbors, float32, shape (n, s * k), ascending within each of s searches.
+        """Distances of the nearest records of all searches, float32, shape (n, s * m).
 
-        The distance of a missing neighbor is +inf.
+        Each of the s searches has m columns, in ascending order. m is the number of records that the searches
+        kept, which may differ from the k of the settings. A missing record has +inf.
         """
         return _concatenate_columns([search.distances for search in self.searches])
 

@@ -221,9 +221,10 @@ _FOREIGN_MODES = {
 
 
 def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the options of `generate`; the KV cache has the name that transformers expects.
+    """Return a copy of the options of `generate`, with the KV cache under the expected name.
 
-    The installed version expects ``cache`` or ``past_key_values``. A cache that already has this name stays.
+    The installed version of transformers expects either ``cache`` or ``past_key_values``. A cache under the
+    other name is renamed. If both names are given, the option with the other name is left out.
 
     Args:
         options: keyword arguments of `generate`.

@@ -61,9 +61,10 @@ class ForwardPass:
 
     @property
     def contexts(self) -> Contexts:
-        """Contexts (the texts before) of the positions whose logits were computed.
+        """Contexts of the positions whose logits were computed.
 
-        `batch` must not be None.
+        The context of a position is the tokens of its text up to this position, with the token at the
+        position. `batch` must not be None.
         """
         assert self.batch is not None
         return Contexts.of_pass(self.batch, self.prefix, self.kept.flatten())

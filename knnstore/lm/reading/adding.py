@@ -283,7 +283,8 @@ def sync(
     seen: set[str] = set()
     nameless = 0
 
-    def record_unusable(error: UnusableDocumentError) -> None:
+    def report_unusable(error: UnusableDocumentError) -> None:
+        """Report the error at once, and remember the id, so that the stored version is not removed."""
         nonlocal nameless
         if on_bad is None:
             raise error
@@ -297,14 +298,14 @@ def sync(
 
     def iterate_documents() -> Iterator[TextDocument]:
         has_documents = False
-        for document in documents_of(documents, on_bad=record_unusable):
+        for document in documents_of(documents, on_bad=report_unusable):
             has_documents = True
             seen.add(document.id)
             yield document
         if not has_documents:
             raise InputError(f"no document was given: {domain} stays as it is")
 
-    added = add(lm, iterate_documents(), domain=domain, tags=tags, on_bad=record_unusable, progress=progress)
+    added = add(lm, iterate_documents(), domain=domain, tags=tags, on_bad=report_unusable, progress=progress)
     stored = [] if nameless else lm.store.documents(domain=domain)
     removed = tuple(sorted(document.id for document in stored if document.id not in seen))
     if removed:

@@ -299,10 +299,13 @@ def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
 
 
 def _construct_selection(values: Mapping[str, Any]) -> Selection:
-    """Create a selection from its saved fields.
+    """Create a selection (a choice of stored documents) from its saved fields.
+
+    Args:
+        values: saved values by name of the field; fields that are left out have their defaults.
 
     Raises:
-        ConfigError: a field is unknown.
+        ConfigError: a field is unknown, or a value is not allowed.
     """
     known = {field.name for field in fields(Selection)}
     if not set(values) <= known:

@@ -140,7 +140,10 @@ class Place:
             )
 
     def _compare_claim(self, claim: Owner | None) -> KeyOwner:
-        """Determine to whom the keys belong, from the claim beside them and from their location.
+        """Determine to whom the keys at this place belong.
+
+        A claim is a line of text beside the keys that names the store that owns them. If the claim does not
+        decide, the location of the keys decides. Without a claim, it also matters whether there are records.
 
         Args:
             claim: the claim beside the keys; None if there is no claim.

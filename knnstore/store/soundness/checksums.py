@@ -158,6 +158,12 @@ def make_checksum_computer(snapshot: Snapshot, engine: Capabilities) -> Checksum
 
 
 def _parse_precision(stored: str) -> str:
-    """Return the precision that the text of a checksum names; "float16" if the text is damaged."""
+    """Return the precision of a checksum: the part of its text before the colon.
+
+    Returns "float16" if this part is neither "float16" nor "float32", because the text is damaged.
+
+    Args:
+        stored: text of the checksum, such as "float32:9f86d0...".
+    """
     precision = str(stored).partition(":")[0]
     return precision if precision in _PRECISIONS else _PRECISIONS[0]
