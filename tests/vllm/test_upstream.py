@@ -222,6 +222,7 @@ def test_a_server_without_the_store_is_refused_at_the_start_and_later(
         server.close()
 
 
+@pytest.mark.exhaustive
 def test_a_key_of_vllm_is_needed_and_not_logged(prepared, vllm_python, model_path, tmp_path, caplog) -> None:
     home = shutil.copytree(prepared, tmp_path / "home")
     with serve_model(vllm_python, home, tmp_path / "log", model_path, VLLM_API_KEY="very-secret") as served:
