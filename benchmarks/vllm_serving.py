@@ -61,6 +61,7 @@ def main() -> None:
             print(f"round {number + 1}: {side}", file=sys.stderr)
             with serve(side, options, model, domains) as (url, name, process):
                 rounds[side].append(asyncio.run(measure(url, name, prompts, options.tokens, process)))
+            print(json.dumps(rounds[side][-1]), file=sys.stderr)
     print(json.dumps(summarize(rounds), indent=1))
 
 
@@ -71,21 +72,10 @@ def serve(
     """Start the server of a side; yields its URL, the name of the model to ask for, and its process."""
     port = choose_port()
     if side == "knnstore serve":
-        command = [
-            sys.executable,
-            "-m",
-            "knnstore",
-            "--home",
-            str(options.home),
-            "serve",
-            "--port",
-            str(port),
-        ]
-        command += ["--read-only"]
-        name, variables = (
-            "+".join([Path(model).name, *domains]),
-            {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
-        )
+        command = [sys.executable, "-c", "from knnstore.cli import main; main()", "--home", str(options.home)]
+        command += ["serve", "--port", str(port), "--read-only"]
+        name = "+".join([Path(model).name, *domains])
+        variables = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     else:
         command = make_vllm_command(options.vllm_python, model, port)
         name, variables = "model", {}
