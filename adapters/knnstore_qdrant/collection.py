@@ -435,7 +435,7 @@ class Collection:
             self._is_indexing_postponed = False
 
     def index(self) -> None:
-        """Let the server index all points (stored vectors), and wait until all points are indexed.
+        """Make the server index all points (stored vectors), and wait until all points are indexed.
 
         There is no time limit.
 
@@ -521,7 +521,7 @@ class Collection:
         self.attempts.write(create)
 
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
-        """Let the server create an index of a payload value, and wait until the index exists.
+        """Make the server create an index of a payload value, and wait until the index exists.
 
         The payload is the set of named values of a point (a stored vector).
 

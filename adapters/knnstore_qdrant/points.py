@@ -296,7 +296,7 @@ class ServerPoints:
         )
 
     def optimize(self) -> None:
-        """Let the server index all points (stored vectors), and wait until all points are indexed."""
+        """Make the server index all points (stored vectors), and wait until all points are indexed."""
         self._collection.index()
 
     def close(self) -> None:

@@ -325,7 +325,7 @@ class QdrantDatastore:
         self._get_open_points()
 
     def optimize(self) -> None:
-        """Let the server index all records and free the space of deleted records, and wait until it is done.
+        """Make the server index all records and free the space of deleted records, and wait until it is done.
 
         While some records are not indexed, each query is compared with all of these records. Call this method
         after adding many records. Raises ReadOnlyError in mode ``"r"``.

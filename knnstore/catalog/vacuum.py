@@ -174,7 +174,7 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
 
 
 def _empty_log(connection: Connection) -> list[str]:
-    """Let PostgreSQL begin a new log file (WAL), so that the server can remove older log files.
+    """Make PostgreSQL begin a new log file (WAL), so that the server can remove older log files.
 
     The older log files still contain deleted rows.
 

@@ -46,7 +46,7 @@ def all_components() -> Sequence[Component]:
 
 
 def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
-    """Let every component in use look up its predictions at n positions, and return all results.
+    """Look up the predictions of every component in use at n positions, and return all results.
 
     A component is a memory that is mixed with the model, such as the keys or n-grams.
 

@@ -30,7 +30,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _limit_time(cpu_seconds: float) -> None:
-    """Let the kernel end this process after `cpu_seconds` more seconds of CPU time; 0 removes the limit."""
+    """Make the kernel end this process after `cpu_seconds` more seconds of CPU time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 

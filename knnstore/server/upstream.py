@@ -297,7 +297,7 @@ class Upstream:
     async def _score_prompt(
         self, task: Task, prompt: Prompt, options: RequestOptions
     ) -> tuple[TokenScore, ...]:
-        """Let vLLM score a prompt, and return the scores of the prompt's shown tokens, without hidden tokens.
+        """Return the scores that vLLM gives to the shown tokens of a prompt, without hidden tokens.
 
         The first shown token has no log-probability. If the task wants no log-probabilities, or the prompt
         has fewer than two shown tokens, vLLM gets no request.
@@ -321,7 +321,7 @@ class Upstream:
         return add_prompt_texts(prompt, scores)
 
     async def _generate_text(self, ticket: Ticket, index: int, options: RequestOptions) -> None:
-        """Let vLLM generate one text, and send each new part of this text to the client.
+        """Make vLLM generate one text, and send each new part of this text to the client.
 
         If the text ends here, for example at a stop string, the connection is closed and vLLM stops
         generating.

@@ -267,7 +267,7 @@ def _choose_places(
 
 
 class _MixtureParts(NamedTuple):
-    """What is needed to compute the probabilities of n tokens again without some of the retrieved records."""
+    """Values for computing the probabilities of n tokens again without some retrieved records."""
 
     positions: NDArray[np.int64]
     """Positions of the tokens in the text, shape (n,)."""

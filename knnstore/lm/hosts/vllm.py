@@ -624,20 +624,20 @@ class FirstRunnerAttachment(Attachment):
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner.sample_tokens
 
         def _prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            """Let the runner prepare the inputs of a step, and begin the step at the mixer."""
+            """Make the runner prepare the inputs of a step, and begin the step at the mixer."""
             inputs = prepare(scheduler_output, *args, **kwargs)
             self._begin_step(scheduler_output, inputs[0])
             return inputs
 
         def _model_forward(*args: Any, **kwargs: Any) -> Any:
-            """Let the runner run the model, and append the step's tokens to the texts."""
+            """Make the runner run the model, and append the step's tokens to the texts."""
             output = forward(*args, **kwargs)
             if self._count:
                 self.extend_texts(output[0] if isinstance(output, tuple) else output, self._count)
             return output
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            """Let the runner sample tokens, and end the step, also after an error."""
+            """Make the runner sample tokens, and end the step, also after an error."""
             output = None
             try:
                 output = sample(*args, **kwargs)
@@ -714,7 +714,7 @@ class SecondRunnerAttachment(Attachment):
             return sample(hidden_states, input_batch, grammar_output)
 
         def sample_step(*args: Any, **kwargs: Any) -> Any:
-            """Let the runner sample tokens, and end the step, also after an error."""
+            """Make the runner sample tokens, and end the step, also after an error."""
             output = None
             try:
                 output = sample_tokens(*args, **kwargs)

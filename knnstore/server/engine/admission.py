@@ -288,7 +288,7 @@ class Admission:
     def _prefill_prompts(
         self, room: int, budget: int, chunk_budget: int, *, may_read_whole: bool
     ) -> tuple[int, list[tuple[KNNSettings, list[_Chunk]]]]:
-        """Let the model read prompts of the waiting tasks (prefill), in the order of waiting.
+        """Make the model read prompts of the waiting tasks (prefill), in the order of waiting.
 
         Reading ends when a budget of tokens is used up. A task that fails is removed, and its client gets the
         error. A task moves to the end of the waiting tasks when one of its prompts was read completely or was
@@ -378,7 +378,7 @@ class Admission:
         return initial_budget - budget, list(by_settings.values())
 
     def _prefill_jointly(self, joint: Sequence[_JointPrefill]) -> None:
-        """Let the model read the selected prompts (prefill) in one forward pass.
+        """Make the model read the selected prompts (prefill) in one forward pass.
 
         If there is only one prompt, or if the pass fails, each prompt is read alone. So a task is removed
         only if its own prompt fails; its client gets the error. No exception is raised. An empty sequence

@@ -136,7 +136,7 @@ class Prefill:
 def prefill_together(
     lm: KNNLMForCausalLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]
 ) -> None:
-    """Let the model read several whole prompts in one forward pass, padded on the left.
+    """Make the model read several whole prompts in one forward pass, padded on the left.
 
     The resulting state is stored in each `Prefill`. If the pass fails, the exception is raised and no prompt
     counts as read.

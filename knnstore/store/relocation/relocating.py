@@ -192,7 +192,7 @@ class Relocation:
         """
 
         def commit() -> None:
-            """Let the catalog name the target as the engine of the keys."""
+            """Make the catalog name the target as the engine of the keys."""
             writer.move(target, target_checksums.get_checksums())
             failpoint("move.switched")
 
