@@ -193,6 +193,7 @@ def test_another_engine_with_the_store_resolves_a_scope_as_the_server_does(lm, s
     scopes, hosted = Scopes(lm.store, "m"), HostedSettings(lm.store)
     options = RequestOptions.parse(json.loads(json.dumps(scopes.build_options(scope).to_values())))
     assert hosted.resolve(options, Purpose.SCORING) == scopes.resolve_settings(scope)
+    assert hosted.find_missing_domains(options) == []  # vLLM refuses a request that names one
 
 
 def test_a_model_resolves_to_the_same_object_until_the_store_changes(lm) -> None:
