@@ -43,7 +43,7 @@ _KEYS_ENOUGH = 16_384  # enough for any number of directions: half of KEYS_FITTE
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How a key is computed from hidden states: a token's own state plus discounted earlier states.
+    """Rule that computes a key from hidden states: a token's own state plus discounted earlier states.
 
     ``str(joining)`` is the part that follows the place's name in a store's identity, as in
     ``transformer.h.3.mlp:input +0.5 +0.35``. It is empty if a key is a single state.

@@ -18,7 +18,7 @@ from knnstore.store import Selection
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the model and all components found at n positions: the input from which they are mixed.
+    """Results of the model and of all components at n positions: the input of the mixture.
 
     A component is a memory whose predictions are mixed with the model's. All tensors are on one device.
     `knnstore.lm.mixture.look_up` creates the object.

@@ -48,7 +48,7 @@ class Check:
     """The result of one check."""
 
     name: str
-    """What was checked, in a few words."""
+    """Description of the check, in a few words."""
     passed: bool
     """True if the check found no error."""
     found: str

@@ -93,7 +93,7 @@ class Task:
     copies: int = 1
     """Number of texts that are generated for each prompt."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How tokens are sampled; the default samples at temperature 1."""
+    """Sampling settings of the tokens; the default samples at temperature 1."""
     stops: tuple[str, ...] = ()
     """Stop strings: a text ends before the first of these strings. None of them is empty."""
     top: int | None = None
