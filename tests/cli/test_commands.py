@@ -557,6 +557,21 @@ def test_without_keys_text_is_added_by_the_tokenizer_alone(knnstore, workplace):
     assert "the store was made with the tokenizer of" in refused.err
 
 
+def test_a_model_that_knnstore_cannot_run_has_a_store_of_n_grams(knnstore, workplace):
+    shutil.copytree("examples/tiny-lm", "t5", ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"d_model": 32, "num_layers": 1, "vocab_size": 8192}
+    Path("t5/config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True, **sizes}))
+    made = knnstore("--home words init --model t5 --key none")
+    assert (made.status, "NGramLogitsProcessor" in made.err) == (0, True)
+    assert knnstore("--home words add letters --domain letters --json").json["added"] == 2
+    for line in ("--home words eval held-out.jsonl", "--home keys init --model t5"):
+        refused = knnstore(line)
+        assert (refused.status, refused.out, refused.err.count("error: ")) == (1, "", 1)
+        assert "(t5) is an encoder-decoder model, and knnstore runs only causal ones" in refused.err
+    assert "--dim has no effect" in knnstore("--home keys init --model t5 --key none --dim 4").err
+    assert not Path("keys").exists()
+
+
 def test_a_store_without_keys_knows_its_text_by_n_grams(knnstore, workplace):
     made = knnstore("--home words init --model examples/tiny-lm --key none")
     assert made.status == 0

@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, LogitsProcessorList, T5Config
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    LogitsProcessorList,
+    T5Config,
+    WhisperConfig,
+)
 
+import knnstore
 from knnstore.errors import ConfigError
-from knnstore.lm import KNNSettings, NGramSettings, save_settings
+from knnstore.lm import KeylessText, KNNSettings, NGramSettings, save_settings
 from knnstore.lm.hosts import NGramLogitsProcessor
 from knnstore.store import KNNStore, Selection
 from tests.lm.conftest import SPECIAL
@@ -85,22 +92,49 @@ def test_removed_text_and_missing_domains_count_at_once(make_lm) -> None:
     assert processor(ids, scores) is scores  # the domain went with its last document
 
 
-def test_an_encoder_decoder_model_follows_the_stored_text(lm, reader) -> None:
-    config = T5Config(
-        **SPECIAL, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=2
-    )
+T5 = T5Config(**SPECIAL, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=2)
+WHISPER = WhisperConfig(
+    **SPECIAL,
+    d_model=32,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    num_mel_bins=8,
+    max_source_positions=20,
+    max_target_positions=64,
+    decoder_start_token_id=2,
+    begin_suppress_tokens=[],
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "auto_class"),
+    [(T5, AutoModelForSeq2SeqLM), (WHISPER, AutoModelForSpeechSeq2Seq)],
+    ids=["t5", "whisper"],
+)
+def test_other_kinds_of_models_follow_the_text_of_a_store_of_their_own(
+    config, auto_class, tokenizer, tmp_path
+) -> None:
     torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(config).eval()
-    source, text = (
-        torch.tensor([lm.reader.tokens(SECOND[3])[:6].tolist()]),
-        lm.reader.tokens(FIRST[5]).tolist(),
-    )
-    start = torch.tensor([[2, *text[:4]]])
-    processor = NGramLogitsProcessor(reader, domains=["first"], weight=0.99, skip=[2])
-    options = {"decoder_input_ids": start, "max_new_tokens": 6, "do_sample": False}
-    found = model.generate(source, logits_processor=LogitsProcessorList([processor]), **options)
-    assert found[0, 5:].tolist() == text[4:10]
-    assert model.generate(source, **options)[0, 5:].tolist() != text[4:10]
+    model = auto_class.from_config(config).eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    with KeylessText.create(tmp_path / "home", str(tmp_path / "model")).store as store:
+        KeylessText(store, tokenizer).add(documents(RNG, FIRST, "f", 8), domain="first")
+        text = tokenizer(FIRST[5])["input_ids"]
+        start = torch.tensor([[2, *text[:4]]])
+        source = {
+            "input_ids": torch.tensor([tokenizer(SECOND[3])["input_ids"][:6]]),
+            "input_features": torch.randn(1, 8, 40),
+        }[model.main_input_name]
+        options = {"decoder_input_ids": start, "max_new_tokens": 6, "do_sample": False}
+        processor = NGramLogitsProcessor(store, domains=["first"], weight=0.99, skip=[2])
+        found = model.generate(source, logits_processor=LogitsProcessorList([processor]), **options)
+        assert found.tolist()[0][-6:] == text[4:10]
+        assert model.generate(source, **options).tolist()[0][-6:] != text[4:10]
+    with pytest.raises(ConfigError, match="encoder-decoder model, and knnstore runs only causal ones"):
+        knnstore.load(tmp_path / "home")
 
 
 def test_wrong_values_and_another_vocabulary_are_refused(reader) -> None:

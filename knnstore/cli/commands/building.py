@@ -22,7 +22,7 @@ from knnstore.cli.options import (
 )
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
 from knnstore.documents import STDIN, size_of
-from knnstore.errors import InputError, LockedError, ReadOnlyError
+from knnstore.errors import ConfigError, InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
 _NO_KEYS = "none"
@@ -141,29 +141,45 @@ def init(
     with show_activity("loading transformers"):
         quiet_transformers()
         import knnstore
-    with (
-        Bar() as bar,
-        knnstore.create(
-            home,
-            model,
-            store=store,
-            location=location,
-            params=read_params(params) | ({} if codes is None else {"codes": codes}),
-            catalog=catalog,
-            key=None if key == _NO_KEYS else key,
-            states=states,
-            discounts=discounts,
-            metric=metric,
-            dim=dim,
-            sample=samples.read_documents(bar) if sample else None,
-            on_bad=samples.make_skip_function(bar),
-            max_length=max_length,
-            stride=stride,
-            device=runtime.device,
-            dtype=runtime.dtype,
-            progress=bar,
-        ).store as new_store,
-    ):
+        from knnstore.lm import KeylessText
+        from knnstore.lm.reading import is_causal, load_text_parts
+    with Bar() as bar:
+        if key == _NO_KEYS and not is_causal(load_text_parts(model).config):
+            options: dict[str, object] = {
+                "store": store != "cells",
+                "location": location,
+                "param": params,
+                "codes": codes,
+            }
+            options |= {"dim": dim, "sample": sample, "max-length": max_length, "stride": stride}
+            for name in (name for name, value in options.items() if value):
+                raise ConfigError(
+                    f"--{name} has no effect: knnstore cannot run the model {model!r}; leave it out"
+                )
+            new_store = KeylessText.create(home, model, catalog=catalog).store
+            print_message("knnstore cannot run this model: use the n-grams through NGramLogitsProcessor")
+        else:
+            new_store = knnstore.create(
+                home,
+                model,
+                store=store,
+                location=location,
+                params=read_params(params) | ({} if codes is None else {"codes": codes}),
+                catalog=catalog,
+                key=None if key == _NO_KEYS else key,
+                states=states,
+                discounts=discounts,
+                metric=metric,
+                dim=dim,
+                sample=samples.read_documents(bar) if sample else None,
+                on_bad=samples.make_skip_function(bar),
+                max_length=max_length,
+                stride=stride,
+                device=runtime.device,
+                dtype=runtime.dtype,
+                progress=bar,
+            ).store
+    with new_store:
         store_info = new_store.info()
         if new_store.is_keyless:
             print_message("no keys are kept: of the text that is added its n-grams are all that is retrieved")
@@ -212,7 +228,7 @@ def add(
     """
     documents.check_files()
     with Bar() as bar, runtime.open_for_adding() as lm:
-        is_first = not lm.store.domains()
+        suggests_eval = not lm.store.domains() and not lm.store.is_keyless
         total_bytes = size_of(documents.files)
         added = lm.add(
             documents.read_documents(bar),
@@ -227,8 +243,8 @@ def add(
     print_result(result, format_pairs(_drop_left_out_names(result)), as_json=as_json)
     if documents.skipped and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")
-    if is_first and not as_json:
-        print_message("next: `knnstore eval FILE`, of text that is not stored, measures what that is worth")
+    if suggests_eval and not as_json:
+        print_message("next: `knnstore eval FILE` measures the gain on text that is not stored")
 
 
 def sync(

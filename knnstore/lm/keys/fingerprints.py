@@ -81,7 +81,8 @@ def compute_fingerprint(
     """Compute a fingerprint of a model from values of its weights that a function reads, e.g. from files.
 
     Args:
-        sizes: number of values of each weight, by its name in the model's `state_dict`.
+        sizes: number of values of each weight, by its name in the model's `state_dict`; an empty mapping
+            gives a fingerprint of the configuration alone, which matches no model.
         read_values: function that returns values of a weight; its arguments are the name of the weight, and
             the indices of the values in the flattened weight, int64, shape (m,).
         config: the model's configuration.
@@ -91,7 +92,7 @@ def compute_fingerprint(
         values, little-endian float32, in base64; and the fields of the configuration that change a forward
         pass, JSON in base64.
     """
-    values = []
+    values = [np.empty(0, np.float32)]
     for name, size in sorted(sizes.items()):
         count = min(size, _VALUES_PER_TENSOR)
         at = torch.arange(count) * (size - 1) // max(1, count - 1)

@@ -1,18 +1,30 @@
-"""Adding text to a store without keys: this needs the tokenizer, and not the model."""
+"""Creating a store without keys, and adding text to it: this needs the tokenizer, and not the model."""
 
+import os
 from dataclasses import dataclass
+from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import TextReader, add, check_tokenizer
+from knnstore.lm.reading import (
+    TextReader,
+    add,
+    check_tokenizer,
+    get_model_name,
+    identify_text,
+    load_text_parts,
+    sync,
+)
 from knnstore.lm.settings import save_default_settings
-from knnstore.store import KNNStore
+from knnstore.store import KEYLESS, KNNStore, check_new
 
 
 @dataclass
 class KeylessText:
-    """A store without keys, opened for writing, with the tokenizer of its model; `add` adds documents.
+    """A store without keys, opened for writing, with the tokenizer of its model.
+
+    `add` adds documents, and `sync` makes a domain contain exactly the given documents.
 
     Args:
         store: the store.
@@ -20,12 +32,48 @@ class KeylessText:
 
     Raises:
         FingerprintMismatchError: the store was made with another tokenizer.
+
+    Example:
+        >>> text = KeylessText.create("news.knn", "google-t5/t5-small")  # doctest: +SKIP
+        >>> text.add(["The council met."], domain="news")  # doctest: +SKIP
+        >>> text.store.close()  # doctest: +SKIP
     """
 
     store: KNNStore
     tokenizer: PreTrainedTokenizerBase | None
 
     add = add
+    sync = sync
+
+    @classmethod
+    def create(
+        cls,
+        home: str | os.PathLike[str],
+        model: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        catalog: str | None = None,
+    ) -> Self:
+        """Create an empty store without keys for a model of any class, e.g. an encoder-decoder model.
+
+        The weights are not loaded. The n-grams of the store can be used with `NGramLogitsProcessor`. The
+        other functions of knnstore need a causal language model: for one, use ``create(..., key=None)``.
+
+        Args:
+            home: the folder of the store; new or empty.
+            model: folder or hub id of the model, or the path of a GGUF file.
+            tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
+            catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
+
+        Raises:
+            StoreExistsError: the folder has a store already.
+            ConfigError: the configuration or the tokenizer of the model cannot be used.
+        """
+        check_new(home, KEYLESS)
+        parts = load_text_parts(model)
+        tokenizer = tokenizer or parts.tokenizer
+        identity = identify_text(parts.config, tokenizer, name=get_model_name(model))
+        return cls(KNNStore.create(home, identity, store=KEYLESS, catalog=catalog), tokenizer)
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None:

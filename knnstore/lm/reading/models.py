@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -23,6 +25,7 @@ from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import (
     AUTO,
     Joining,
+    compute_fingerprint,
     key_dim,
     locate,
     model_fingerprint,
@@ -53,6 +56,9 @@ _MAX_SIZES = {
 Transformers builds all layers before it compares them with the weights, so a wrong size would take minutes or
 all memory.
 """
+
+_DEFAULT_WINDOW = 2_048
+"""Number of tokens in a window of a store without keys whose model names no limit; nothing depends on it."""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""
@@ -104,20 +110,16 @@ def load_model(
     name = add_gguf_file(name, gguf_file)
     folder, gguf_file = split_gguf_file(name)
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
-    part = "config.json"  # the file that is loaded now, for error messages
     try:
         _check_device_exists(torch.device(place))
+        config, tokenizer = load_text_parts(name, revision=options.get("revision"))
+        _check_is_causal(name, config)
+        _check_sizes(name, config)
         # Without this option transformers asks on the terminal if it may run code from the repository.
         safe: dict[str, Any] = {"trust_remote_code": False}
         if check_model(name, options.get("revision")):
             safe["local_files_only"] = True
         options |= safe
-        pinned = {"revision": options.get("revision", "main"), **safe, **of_file}
-        config = AutoConfig.from_pretrained(folder, **pinned)
-        _check_sizes(name, config)
-        part = "the tokenizer's files (tokenizer.json, tokenizer_config.json)"
-        tokenizer = _load_tokenizer(folder, **pinned)
-        part = "the weights, config.json or generation_config.json"
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository: transformers would download and run its code
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
@@ -145,10 +147,70 @@ def load_model(
     except BaseException as error:
         if not is_caused_by_files(error):
             raise
+        files = gguf_file or _find_damaged_file(Path(folder))
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded on {place}, because of "
+            f"{files or 'the weights, config.json or generation_config.json'}: {describe_reason(error)}"
+        ) from error
+
+
+class TextParts(NamedTuple):
+    """The configuration and the tokenizer of a model of any class, without its weights."""
+
+    config: PreTrainedConfig
+    """The configuration of transformers."""
+    tokenizer: PreTrainedTokenizerBase
+    """The tokenizer."""
+
+
+def load_text_parts(name: str, *, revision: str | None = None) -> TextParts:
+    """Load the configuration and the tokenizer of a model of any class, without its weights.
+
+    Args:
+        name: a folder or a hub id, or the path of a GGUF file.
+        revision: revision of the hub id; default is ``main``.
+
+    Raises:
+        ConfigError: the model does not exist, or a file is damaged or missing; the message names the file.
+    """
+    folder, gguf_file = split_gguf_file(name)
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    part = "config.json"  # the file that is loaded now, for the error message
+    try:
+        if check_model(name, revision):
+            options["local_files_only"] = True
+        config = AutoConfig.from_pretrained(folder, **options)
+        part = "the tokenizer's files (tokenizer.json, tokenizer_config.json)"
+        return TextParts(config, _load_tokenizer(folder, **options))
+    except (ConfigError, MemoryError):
+        raise
+    except BaseException as error:
+        if not is_caused_by_files(error):
+            raise
         files = gguf_file or _find_damaged_file(Path(folder)) or part
         raise ConfigError(
-            f"the model {name!r} cannot be loaded on {place}, because of {files}: {describe_reason(error)}"
+            f"the model {name!r} cannot be loaded, because of {files}: {describe_reason(error)}"
         ) from error
+
+
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Check whether a configuration is that of a causal language model, which knnstore can run.
+
+    False for encoder-decoder models and for models that do not predict the next token of a text.
+    """
+    return not config.is_encoder_decoder and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _check_is_causal(name: str, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if a model is not a causal language model; the message says what can be done."""
+    if not is_causal(config):
+        kind = "an encoder-decoder model" if config.is_encoder_decoder else "no causal language model"
+        raise ConfigError(
+            f"the model {name!r} ({config.model_type}) is {kind}, and knnstore runs only causal ones; with a "
+            "store of `knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
+        )
 
 
 def _find_damaged_file(folder: Path) -> str | None:
@@ -425,12 +487,7 @@ def identify(
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     location, joined = locate(model, key), joining or Joining()
     prefix, vocabulary = prefix_of(tokenizer), int(model.config.get_text_config().vocab_size)
-    if prefix is not None and prefix >= vocabulary:
-        raise ConfigError(
-            f"the tokenizer begins texts with token {prefix} ({tokenizer.convert_ids_to_tokens(prefix)!r}), "
-            f"which is not among the model's {vocabulary:,} tokens: use the tokenizer that the model was "
-            "trained with"
-        )
+    _check_prefix(prefix, vocabulary, tokenizer)
     window = choose_window(model, max_length)
     step = stride or max(1, window // 2)
     check_window(window, step)
@@ -446,6 +503,58 @@ def identify(
         stride=step,
         has_prefix=prefix is not None,
     )
+
+
+def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, name: str) -> Identity:
+    """Create the identity of a store without keys for a model whose weights are not loaded.
+
+    The fingerprint of the model holds no weights, so it matches no model that is loaded later.
+
+    Args:
+        config: the model's configuration, of any class.
+        tokenizer: the model's tokenizer.
+        name: the folder or hub id of the model.
+
+    Raises:
+        ConfigError: the tokenizer's BOS or EOS token is not a token of the model.
+    """
+    prefix, vocabulary = prefix_of(tokenizer), int(config.get_text_config(decoder=True).vocab_size)
+    _check_prefix(prefix, vocabulary, tokenizer)
+    try:
+        window = max_length_of(config)
+    except ConfigError:
+        window = _DEFAULT_WINDOW
+    return Identity(
+        model=name,
+        model_fingerprint=compute_fingerprint({}, lambda _, at: at, config),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        key="none",  # this and the next two have no effect without keys
+        dim=1,
+        metric=Metric.L2,
+        vocab_size=vocabulary,
+        max_length=window,
+        stride=max(1, window // 2),
+        has_prefix=prefix is not None,
+    )
+
+
+def _check_prefix(prefix: int | None, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model has the token that its tokenizer puts before each document.
+
+    Args:
+        prefix: the token id; None if there is no such token.
+        vocabulary: number of token ids of the model.
+        tokenizer: the tokenizer, for the message.
+
+    Raises:
+        ConfigError: the id is not below `vocabulary`.
+    """
+    if prefix is not None and prefix >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer begins texts with token {prefix} ({tokenizer.convert_ids_to_tokens(prefix)!r}), "
+            f"which is not among the model's {vocabulary:,} tokens: use the tokenizer that the model was "
+            "trained with"
+        )
 
 
 def choose_window(model: PreTrainedModel, max_length: int | None = None) -> int:
