@@ -58,9 +58,10 @@ class KeylessDatastore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The features of this datastore: all are True, because they hold for a datastore without records.
+        """The features of this datastore, which stores nothing.
 
-        `codes` and `coded_from` are None, because no key is compressed.
+        All features that are bool are True, because no operation on an empty datastore can fail. `codes` and
+        `coded_from` are None, because no key is compressed.
         """
         return Capabilities(
             exact_search=True, exact_keys=True, persistent=True, shared_writers=True, checks_keys=True

@@ -359,7 +359,8 @@ class Upstream:
 
         Args:
             task: the task; its `top` is the number of most probable tokens that each score lists.
-            choice: the part of the text in the event, as a JSON object.
+            choice: the element of ``choices`` in the event, a JSON object with the new text and the
+                log-probabilities of its tokens.
         """
         tokens, logprobs = choice.get("token_ids") or (), choice.get("logprobs")
         if task.top is None or not logprobs:

@@ -63,7 +63,7 @@ class Current:
     def view(self) -> View:
         """Return the documents of the store at the latest revision; the same object until the store changes.
 
-        If another process has moved the keys to another engine, its datastore is opened first.
+        If another process has moved the keys to another engine, the new engine's datastore is opened first.
         """
         with self._view_lock:
             if self._view is None or self._catalog.revision() != self._view.snapshot.revision:

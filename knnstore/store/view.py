@@ -220,7 +220,7 @@ class View:
         return counts
 
     def rows(self, selection: Selection) -> list[int]:
-        """Return the primary keys of the selected documents, in the order of their positions."""
+        """Return the primary keys of the selected documents, in the order in which they were added."""
         selected_rows: list[int] = self.snapshot.rows[self.mask_documents(selection)].tolist()
         return selected_rows
 

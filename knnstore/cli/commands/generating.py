@@ -265,10 +265,10 @@ def _format_probability(p: float) -> str:
 
 
 def format_sources_table(sources: Sequence[Mapping[str, Any]]) -> str:
-    """Format the sources with the largest shares as a table.
+    """Format a table of the documents that contributed most to the probability of the generated tokens.
 
     Args:
-        sources: the result of `credit_documents`, of which at most `_SOURCES_SHOWN` are shown.
+        sources: the result of `credit_documents`; at most `_SOURCES_SHOWN` documents are shown.
     """
     rows = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
     return format_table(rows, ["share", "domain", "document", "passage"])

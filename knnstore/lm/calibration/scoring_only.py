@@ -185,7 +185,7 @@ def find_scoring_only(
     rows = [Repeated.from_texts(begun.ends).means("text")] if begun.ends else []
 
     def measure(name: str, settings: KNNSettings) -> Repeated:
-        """Generate with these settings, and append the result to `rows`."""
+        """Generate texts with these settings, and append the measured repetition to the table `rows`."""
         progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
         repeated = Repeated.from_texts(begun.generate(lm, settings))
         progress.finish()

@@ -162,7 +162,8 @@ def _explain_scored_tokens(
         settings: the settings in force.
         scored: the scores of groups of tokens, with the ids of the retrieved records; None for a turn (short
             piece of work) in which nothing was scored.
-        neighbors: largest number of neighbors, and of causes, of each token.
+        neighbors: largest number of neighbors that are listed for each token, and largest number of documents
+            that are listed as causes of its probability.
         start: index of the first token to explain.
 
     Yields:
@@ -170,7 +171,7 @@ def _explain_scored_tokens(
         documents are looked up.
 
     Returns:
-        The effect of each document; empty if `neighbors` is 0.
+        The change of the text's log-probability that each document caused; empty if `neighbors` is 0.
     """
     store, reader = lm.store, lm.reader
     check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)

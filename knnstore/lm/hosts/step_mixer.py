@@ -497,8 +497,8 @@ class StepMixer:
 
         Args:
             members: the requests of the step; None for a request that is not registered.
-            owners: index in the step of the request of each row, int64, shape (p,). These requests must be
-                registered.
+            owners: for each row, the index in `members` of the row's request, int64, shape (p,). None of
+                these requests may be None.
             ends: number of tokens of each row's context, int64, shape (p,).
         """
         used, texts = np.unique(owners, return_inverse=True)

@@ -559,8 +559,8 @@ class Attachment(ABC):
     def end_step(self, output: Any) -> Any:
         """End the step, and return the runner's output with the ids of the requests that failed in the step.
 
-        Until the next step the logits of the model stay unchanged, because vLLM also makes trial passes that
-        are no steps.
+        Between the end of a step and the begin of the next one, nothing is mixed into logits: vLLM also runs
+        the model for warm-up and profiling, outside of steps.
 
         Args:
             output: the output of the runner for the step; None if it has none.

@@ -471,8 +471,8 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
 
     Args:
         cells: the cells, on one device.
-        asked: number of the query of each pair (a query with a cell that it probes), int64, shape (pairs,);
-            the pairs of the first cell, then of the next cell, and so on. `count` for a missing query.
+        asked: for each pair of a cell and a query, the number of the query, from 0 to n - 1, or n if the
+            query is missing; int64, shape (pairs,). All pairs of the first cell come first.
         count: number of queries, n.
         k: number of records.
 

@@ -81,16 +81,16 @@ class Evidence:
 
     @property
     def ids(self) -> Ids:
-        """Record ids of the neighbors, int64, shape (n, s * k), -1 if missing.
+        """Record ids of the k neighbors of n queries in s searches, int64, shape (n, s * k), -1 if missing.
 
         Raises:
-            ValueError: the look-up did not keep ids, because it was not made with `Form.SOURCES`.
+            ValueError: the evidence has no ids, because `look_up` was not called with `Form.SOURCES`.
         """
         neighbors = [search for search in self.searches if isinstance(search, NeighborSums)]
         return np.concatenate([sums.ids for sums in neighbors if sums.ids is not None], 1)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Compute and keep the results of `weights` of every search for these temperatures."""
+        """Compute `weights` of every search for these temperatures, and keep the results for later calls."""
         for search in self.searches:
             search.prepare(temperatures)
 

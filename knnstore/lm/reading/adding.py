@@ -166,7 +166,7 @@ def add(
     waiting = 0  # number of tokens in the group
 
     def store_group() -> None:
-        """Compute the keys of the group, commit the group, and begin a new group."""
+        """Compute the keys of the documents in `group`, commit these documents, and empty `group`."""
         nonlocal group, waiting
         documents, group, waiting = group, [], 0
         began, before = time.perf_counter(), counts["tokens"]

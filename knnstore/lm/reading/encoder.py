@@ -165,7 +165,9 @@ class Encoder:
         return hidden_forward(self.model, self.location, ids)[0]
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
-        """Run the model, and return keys and the input of `log_probs` at selected positions.
+        """Run the model, and return its keys and hidden states at selected positions.
+
+        `log_probs` computes log-probabilities from the states.
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.

@@ -618,7 +618,11 @@ def check_fingerprint(found: str, name: str, identity: Identity) -> None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, identity: Identity) -> None:
-    """Check that a store was made with a tokenizer.
+    """Check that this tokenizer is the one that a store was made with.
+
+    Args:
+        tokenizer: the tokenizer to check.
+        identity: the store's identity.
 
     Raises:
         FingerprintMismatchError: the tokenizer differs; the message names both fingerprints.

@@ -126,10 +126,11 @@ def _score_records_by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> 
 
 
 def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
-    """Find the places in stored text that continue as the given text does; return the share of each record.
+    """Find the stored passages that share the longest sequences of tokens with a text, and score them.
 
-    Each token of the text but the first has the same share. It is divided among the places of the same token
-    in stored text. Only the places with the longest match of the preceding tokens count.
+    Every token of the text except the first has one vote. The vote is divided equally among the stored
+    occurrences of the token that are preceded by the longest match of the preceding tokens. The score of a
+    record is its part of all votes.
 
     Args:
         store: a store, with or without keys.
@@ -137,7 +138,7 @@ def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Sel
         selection: the stored documents that are searched.
 
     Returns:
-        The share of each found record, by record id.
+        The score of each found record, 0 to 1, by record id.
     """
     matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
     places = matches.occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
@@ -145,7 +146,7 @@ def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Sel
         longest = [place for place in occurrences if place.matched == occurrences[0].matched]
         positions = np.array([place.position for place in longest], np.int64)
         for id in record_ids(positions, np.full(len(longest), token)).tolist():
-            totals[id] = 1 / len(longest) / (len(tokens) - 1)
+            totals[id] = totals.get(id, 0.0) + 1 / len(longest) / (len(tokens) - 1)
     return totals
 
 

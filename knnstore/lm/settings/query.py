@@ -190,7 +190,7 @@ class KNNSettings:
     def parts(self) -> dict[str, Any]:
         """Settings of each component in use, by the component's name.
 
-        The settings of the component ``keys`` are this object itself.
+        The value for the component ``keys`` is this whole `KNNSettings` object, which has the fields of keys.
         """
         parts: dict[str, Any] = dict(self.others)
         if self.retrieves:

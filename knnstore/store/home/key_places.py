@@ -332,7 +332,7 @@ class Place:
         return None
 
     def _check_folder(self) -> None:
-        """Raise ConfigError if the folder of the keys has an impossible path, or a link leads out of it.
+        """Raise ConfigError if the path of the keys' folder is impossible, or a link leads out of the folder.
 
         A missing folder, and a URL, are accepted.
         """

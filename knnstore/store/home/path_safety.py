@@ -98,9 +98,9 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
 def is_physically_inside(folder: Path, home: Path) -> bool:
     """Check whether a folder is physically inside a home, so that copying the home copies the folder.
 
-    The result is False for a link that leads out of the home, for a folder on another device, and for a
-    folder that is a mount point, or has a mount point above or below it: a bind mount shows files that may
-    belong to another store.
+    The result is False for a link that leads out of the home, and for a folder on another device. It is also
+    False if a mount point lies between the home and the folder, is the folder, or lies in the folder, because
+    a bind mount shows files that may belong to another store.
 
     Args:
         folder: folder to check, which need not exist.

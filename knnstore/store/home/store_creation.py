@@ -84,7 +84,8 @@ def _create_and_lock(folder: Path) -> int:
 
     Raises:
         LockedError: if another process holds the lock.
-        ConfigError: if the folder cannot be created, or has files that are not from a creation of a store.
+        ConfigError: if the folder cannot be created, or has other files than those that the creation of a
+            store leaves behind if it is interrupted.
     """
     for _ in range(_LOCK_ATTEMPTS):
         _create_folder(folder)

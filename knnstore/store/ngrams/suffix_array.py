@@ -72,13 +72,14 @@ class SortedText:
 
     @classmethod
     def of(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
-        """Join the tokens of documents to symbols, and build the suffix array.
+        """Concatenate documents, with a start and an end symbol around each, and sort all suffixes.
 
         Args:
-            texts: token ids of each document, below start - 1, shapes (n_i,). The number of all tokens, plus
-                two for each document, must be below `MOST`.
+            texts: token ids of each document, below start - 1, shapes (n_i,). The text with both symbols of
+                each document must have fewer than `MOST` symbols.
             positions: position in the store of each document's first token, shape (texts,).
-            start: the symbol before a document's first token, larger than the symbols of all tokens.
+            start: integer that is put before each document's first token; it must be larger than all token
+                ids plus one.
         """
         symbols, firsts = lay_out_texts(texts, start)
         order = _sort_places(symbols, firsts, start.bit_length())

@@ -69,7 +69,7 @@ class Relocation:
         self._current = current
 
     def get_unfinished_target(self) -> Engine | None:
-        """Return the vector engine that was the target of a move that was interrupted before its switch.
+        """Return the target engine of a move that was interrupted while the old engine was still in use.
 
         Returns None if there is no such move.
         """
@@ -92,7 +92,9 @@ class Relocation:
             return f"{error}; the next writer tries again"
 
     def finish_or_warn(self) -> None:
-        """Erase the old keys of an unfinished move, and log a warning if they cannot be erased.
+        """Erase the old keys after a move that was interrupted after all keys had been copied.
+
+        If the old keys cannot be erased, log a warning. The store already uses the new keys.
 
         The writer calls this method when it opens a store.
         """
