@@ -6,6 +6,7 @@ The exit status is 0 after success, 1 after an error, 2 after wrong usage, and 1
 from typing import TYPE_CHECKING, Any
 
 from knnstore.cli.interrupts import exit_on_interrupt
+from knnstore.threads import configure_threads
 
 if TYPE_CHECKING:
     from knnstore.cli.root import app
@@ -16,6 +17,7 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Run the command that the arguments of the process name, and exit with its status."""
     exit_on_interrupt()
+    configure_threads()
     from knnstore.cli.root import run  # slow, so `exit_on_interrupt` handles Ctrl-C before
 
     run()

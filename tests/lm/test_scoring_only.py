@@ -64,17 +64,38 @@ def test_repetition_is_counted(texts) -> None:
     assert (means.distinct_bigrams, means.repeated_4grams, means.continuations) == pytest.approx(
         (1 - found.bigrams.mean(), found.four_grams.mean(), len(texts))
     )
-    assert not found.is_more_than(found)
+    assert found.compare_to(found) == (False, False)
 
 
 def test_more_in_either_measure_is_more_on_average() -> None:
     low, noise = np.full(32, 0.5), np.random.default_rng(0).normal(0, 0.1, 32)
     noise -= noise.mean()
-    for shift in (0.01, -0.01):
+    for shift, is_clear in ((0.01, False), (-0.01, False), (0.05, True), (-0.05, True)):
         other = low + noise + shift
-        assert Repeated(other, low).is_more_than(Repeated(low, low)) is (shift > 0)
-        assert Repeated(low, other).is_more_than(Repeated(low, low)) is (shift > 0)
-        assert Repeated(other, low - 0.2).is_more_than(Repeated(low, low)) is (shift > 0)
+        for one, same in (((other, low), (low, low)), ((low, other), (low, low))):
+            # A measure that is equal leaves open if more texts would repeat themselves more in it.
+            assert Repeated(*one).compare_to(Repeated(*same)) == (shift > 0, is_clear and shift > 0)
+        assert Repeated(other, low - 0.2).compare_to(Repeated(low, low)) == (shift > 0, is_clear)
+
+
+def test_more_texts_are_generated_only_where_few_do_not_show_the_difference(lm, monkeypatch) -> None:
+    generated = []
+    really = Beginnings.generate
+
+    def counted(self, lm, settings, chosen):
+        generated.append((settings.components, chosen.start, chosen.stop))
+        return really(self, lm, settings, chosen)
+
+    monkeypatch.setattr(Beginnings, "generate", counted)
+    monkeypatch.setattr(scoring_only, "_FIRST_PROMPTS", 4)
+    clear = replace(PLAIN, cache=CACHE)
+    assert find_scoring_only(lm, HELD_OUT, clear)[0] == ("cache",)
+    assert max(stop for _, _, stop in generated) < scoring_only.PROMPTS
+    generated.clear()
+    equal = replace(PLAIN, cache=replace(CACHE, lam=0.0))
+    assert find_scoring_only(lm, HELD_OUT, equal)[0] == ()
+    steps = [(start, stop) for components, start, stop in generated if components == equal.components]
+    assert steps == [(0, 4), (4, 8), (8, 16)]
 
 
 def test_beginnings_are_those_of_each_document_first(lm) -> None:
@@ -104,8 +125,8 @@ def test_a_cache_is_measured_against_its_absence_where_the_model_repeats_itself_
 ) -> None:
     really = Beginnings.generate
 
-    def looping(self, lm, settings):
-        texts = really(self, lm, settings)
+    def looping(self, lm, settings, chosen):
+        texts = really(self, lm, settings, chosen)
         return texts if settings.retrieves else [text[:2] * 24 for text in texts]
 
     monkeypatch.setattr(Beginnings, "generate", looping)

@@ -141,8 +141,7 @@ def init(
     with show_activity("loading transformers"):
         quiet_transformers()
         import knnstore
-        from knnstore.lm import KeylessText
-        from knnstore.lm.reading import is_causal, load_text_parts
+        from knnstore.lm import KeylessText, is_causal, load_text_parts
     with Bar() as bar:
         if key == _NO_KEYS and not is_causal(load_text_parts(model).config):
             options: dict[str, object] = {

@@ -8,7 +8,8 @@ tokens. So this module continues beginnings of held-out documents greedily, and 
 2. further components, one after another, while generated text repeats itself more than text of the model
    alone. If all components are left out, the model generates alone.
 
-Texts repeat themselves more if the mean share of repeated bigrams, or of repeated 4-grams, is larger.
+Texts repeat themselves more if the mean share of repeated bigrams, or of repeated 4-grams, is larger. Few
+beginnings are continued where the difference is clear, because generating takes longer than all other steps.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ from knnstore.lm.settings import KNNSettings, Repetition, WritingModel
 from knnstore.progress import Progress
 
 PROMPTS = 64
-"""Largest number of beginnings; all are continued in one batch."""
+"""Largest number of beginnings."""
+_FIRST_PROMPTS = 16
+"""Number of beginnings that are continued first; more are continued only if a comparison is not clear."""
 LEAST_PROMPTS = 8
 """Least number of beginnings; with fewer, repetition is not measured."""
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
@@ -66,15 +69,23 @@ class Repeated(NamedTuple):
             of, float(1 - self.bigrams.mean()), float(self.four_grams.mean()), len(self.four_grams)
         )
 
-    def is_more_than(self, other: "Repeated") -> bool:
-        """Check whether these texts repeat themselves more than other texts.
-
-        True if the mean share of repeated bigrams, or the mean share of repeated 4-grams, is larger.
+    def compare_to(self, other: "Repeated") -> tuple[bool, bool]:
+        """Compare how much these texts and other texts repeat themselves.
 
         Args:
-            other: the shares of the other texts.
+            other: the shares of the other texts, which continue the same beginnings in the same order; only
+                texts whose beginning was continued on both sides are compared.
+
+        Returns:
+            True if the mean share of repeated bigrams, or the mean share of repeated 4-grams, is larger than
+            the mean of the other texts. And True if more texts would hardly change this answer: one mean is
+            larger, or both are smaller, by more than two standard errors.
         """
-        return any(ours.mean() > theirs.mean() for ours, theirs in zip(self, other, strict=True))
+        count = min(len(self.bigrams), len(other.bigrams))
+        differences = np.array([a[:count] - b[:count] for a, b in zip(self, other, strict=True)])
+        means, errors = differences.mean(1), differences.std(1) / count**0.5
+        is_clear = (means > 2 * errors).any() or (means < -2 * errors).all()
+        return bool((means > 0).any()), bool(is_clear)
 
 
 def _compute_repeated_share(text: Sequence[int], length: int) -> float:
@@ -125,16 +136,19 @@ class Beginnings:
         prompts = np.array([head + part[:length] for part in chosen], np.int64)
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
-    def generate(self, lm: WritingModel, settings: KNNSettings) -> list[list[int]]:
-        """Continue each beginning greedily, and return the `new` generated tokens of each beginning.
+    def generate(
+        self, lm: WritingModel, settings: KNNSettings, chosen: slice = slice(None)
+    ) -> list[list[int]]:
+        """Continue some beginnings greedily, and return the `new` generated tokens of each of them.
 
         EOS tokens are not generated, so that all continuations have the same length.
 
         Args:
             lm: the model that generates.
             settings: settings of the store during generation.
+            chosen: the beginnings, by their index; they are continued in one batch. Default is all.
         """
-        prompts = torch.from_numpy(self.prompts).to(lm.reader.encoder.model.device)
+        prompts = torch.from_numpy(self.prompts[chosen]).to(lm.reader.encoder.model.device)
         texts = lm.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -181,35 +195,82 @@ def find_scoring_only(
     begun = Beginnings.from_documents(lm.reader, documents)
     if not components or len(begun.prompts) < LEAST_PROMPTS or begun.new < _LONGEST_NGRAM:
         return cache, ()
-    progress = progress or Progress()
-    rows = [Repeated.from_texts(begun.ends).means("text")] if begun.ends else []
-
-    def measure(name: str, settings: KNNSettings) -> Repeated:
-        """Generate texts with these settings, and append the measured repetition to the table `rows`."""
-        progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
-        repeated = Repeated.from_texts(begun.generate(lm, settings))
-        progress.finish()
-        rows.append(repeated.means(name))
-        return repeated
-
-    def measure_without(*left: str) -> Repeated:
-        """Generate with all components but these, and measure how much the text repeats itself."""
-        return measure(f"all but {', '.join(left)}" if left else "all", settings.without(*left))
-
-    # 1) Generate with the model alone, and with all components.
-    alone = measure("model", _ALONE)
-    out, current = tuple[str, ...](), measure_without()
-    # 2) Leave out the cache if text repeats itself more with it.
-    if cache:
-        without = measure_without(*cache)
-        if current.is_more_than(without) or current.is_more_than(alone):
-            out, current = cache, without
-    # 3) Leave out the component whose absence helps most, until the model alone repeats itself as much.
-    while current.is_more_than(alone):
+    texts = _GeneratedTexts(lm, begun, settings, progress or Progress())
+    texts.measure(None, _FIRST_PROMPTS)  # first in the report, because all others are compared with it
+    # 1) Leave out the cache if text repeats itself more with it.
+    out = tuple[str, ...]()
+    if cache and (texts.repeat_more((), cache) or texts.repeat_more((), None)):
+        out = cache
+    # 2) Leave out the component whose absence helps most, until the model alone repeats itself as much.
+    while texts.repeat_more(out, None):
         remaining = [name for name in components if name not in out]
         if len(remaining) == 1:
-            return components, tuple(rows)
-        tried = {name: measure_without(*out, name) for name in remaining}
+            return components, texts.report()
+        tried = {name: texts.measure((*out, name), _FIRST_PROMPTS) for name in remaining}
         best = min(remaining, key=lambda name: tried[name].four_grams.mean())
-        out, current = (*out, best), tried[best]
-    return out, tuple(rows)
+        out = (*out, best)
+    return out, texts.report()
+
+
+class _GeneratedTexts:
+    """Texts that are generated with different components, more of them where a comparison is not clear.
+
+    In this class, components that are left out are a tuple of names; None stands for the model alone.
+
+    Args:
+        lm: the model that generates.
+        begun: the beginnings to continue.
+        settings: settings with all components.
+        progress: progress display, which receives the start and the end of each generation.
+    """
+
+    def __init__(
+        self, lm: WritingModel, begun: Beginnings, settings: KNNSettings, progress: Progress
+    ) -> None:
+        self._lm, self._begun, self._settings, self._progress = lm, begun, settings, progress
+        self._measured: dict[tuple[str, ...] | None, Repeated] = {}
+
+    def repeat_more(self, left_out: tuple[str, ...], other: tuple[str, ...] | None) -> bool:
+        """Check whether texts without some components repeat themselves more than texts without others.
+
+        The first `_FIRST_PROMPTS` beginnings are continued, then twice as many, and so on, until the
+        difference of the means is above two standard errors, or all beginnings are continued.
+
+        Args:
+            left_out: the components that are left out of the texts.
+            other: the components that are left out of the texts to compare with.
+        """
+        count = min(_FIRST_PROMPTS, len(self._begun.prompts))
+        while True:
+            is_more, is_clear = self.measure(left_out, count).compare_to(self.measure(other, count))
+            if is_clear or count == len(self._begun.prompts):
+                return is_more
+            count = min(2 * count, len(self._begun.prompts))
+
+    def measure(self, left_out: tuple[str, ...] | None, count: int) -> Repeated:
+        """Return the repetition of at least `count` texts; texts that are missing are generated."""
+        count = min(count, len(self._begun.prompts))
+        known = self._measured.get(left_out, Repeated(np.empty(0), np.empty(0)))
+        if len(known.bigrams) < count:
+            missing = slice(len(known.bigrams), count)
+            settings = _ALONE if left_out is None else self._settings.without(*left_out)
+            tokens = (count - len(known.bigrams)) * self._begun.new
+            self._progress.start(f"generating: {_name_texts(left_out)}", total=tokens)
+            new = Repeated.from_texts(self._begun.generate(self._lm, settings, missing))
+            self._progress.finish()
+            known = Repeated(*(np.concatenate(pair) for pair in zip(known, new, strict=True)))
+            self._measured[left_out] = known
+        return known
+
+    def report(self) -> tuple[Repetition, ...]:
+        """Return the mean repetition of the documents, if they are long enough, and of generated texts."""
+        ends = self._begun.ends
+        rows = [Repeated.from_texts(ends).means("text")] if ends else []
+        return (*rows, *(shares.means(_name_texts(left_out)) for left_out, shares in self._measured.items()))
+
+
+def _name_texts(left_out: tuple[str, ...] | None) -> str:
+    """Return the name of generated texts for reports, e.g. ``all but cache``, ``all`` or ``model``."""
+    if left_out is None:
+        return "model"
+    return f"all but {', '.join(left_out)}" if left_out else "all"
