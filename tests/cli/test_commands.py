@@ -144,7 +144,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert knnstore("eval dev.jsonl --domain news --k 4 --temperature 2 --lambda 0.5").err == ""
     knnstore("remove n-18")
     assert "warning: these settings are stale" in knnstore("explain 'The harbour' --domain news").err
-    table = knnstore("calibrate dev.jsonl --max-k 16")
+    table = knnstore("calibrate dev.jsonl --max-k 16 --repetition")
     assert table.out.splitlines()[0].split() == [
         "mixer",
         "probes",
@@ -157,10 +157,8 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     ]
     assert "\nsaved for the whole store: " in table.err
     assert "are in the store" not in table.err, "given a file it is fitted to that alone"
-    (writing,) = [
-        line for line in table.err.splitlines() if " in writing too (" in line or "in scoring only: " in line
-    ]
-    assert re.search(r"\(repeated 4-grams of .*: .*\b\d\.\d\d with all, \d\.\d\d the model alone", writing)
+    (writing,) = [line for line in table.err.splitlines() if "repeated 4-grams of generated text" in line]
+    assert re.search(r"\(repeated 4-grams of .*: .*\b\d\.\d\d without, \d\.\d\d the model alone", writing)
     stars = [line.split() for line in table.out.splitlines() if line.startswith("*")]
     assert writing in " ".join(knnstore("calibrate --show").out.split())
     shown = knnstore("calibrate --show --json").json
@@ -178,11 +176,11 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
 
 def test_it_is_said_what_text_is_written_with():
     rows = [{"of": of, "repeated_4grams": 0.5} for of in ("model", "all", "all but cache")]
-    assert _describe_generation((), rows).startswith("everything counts in writing too (repeated 4-grams of ")
-    assert _describe_generation(("cache",), rows).startswith("counts in scoring only: cache (repeated")
+    assert _describe_generation((), rows).startswith("generation uses all components (repeated 4-grams of ")
+    assert _describe_generation(("cache",), rows).startswith("used in scoring only: cache (repeated")
     every = _describe_generation(("cache", "keys"), rows)
-    assert every.startswith("the model writes alone, counts in scoring only: cache, keys (repeated")
-    assert "writes alone" not in _describe_generation(("cache",), ())
+    assert every.startswith("the model generates alone, used in scoring only: cache, keys (repeated")
+    assert "generates alone" not in _describe_generation(("cache",), ())
 
 
 def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):

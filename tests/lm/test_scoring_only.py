@@ -38,6 +38,12 @@ def lm(make_lm):
     return make_lm({"phrases": STORED}, max_length=32, stride=16)
 
 
+def make_repetitive_texts() -> list[str]:
+    """Texts that both the stored phrases and a cache predict: each repeats a phrase of its own at its end."""
+    own = phrases(RNG, len(HELD_OUT), 60, 100)
+    return [" ".join([text.text, *[phrase] * 7]) for text, phrase in zip(HELD_OUT, own, strict=True)]
+
+
 def repeated(text: list[int], length: int) -> float:
     """The share of n-grams that stood earlier."""
     counts = Counter(tuple(text[at : at + length]) for at in range(len(text) - length + 1))
@@ -64,38 +70,17 @@ def test_repetition_is_counted(texts) -> None:
     assert (means.distinct_bigrams, means.repeated_4grams, means.continuations) == pytest.approx(
         (1 - found.bigrams.mean(), found.four_grams.mean(), len(texts))
     )
-    assert found.compare_to(found) == (False, False)
+    assert not found.is_clearly_more_than(found)
 
 
-def test_more_in_either_measure_is_more_on_average() -> None:
-    low, noise = np.full(32, 0.5), np.random.default_rng(0).normal(0, 0.1, 32)
-    noise -= noise.mean()
-    for shift, is_clear in ((0.01, False), (-0.01, False), (0.05, True), (-0.05, True)):
+def test_texts_repeat_themselves_more_if_one_measure_is_larger_beyond_chance() -> None:
+    low, noise = np.full(16, 0.5), np.random.default_rng(0).normal(0, 1, 16)
+    noise = (noise - noise.mean()) / noise.std(ddof=1) * 0.1  # a standard error of .025
+    for shift, is_more in ((0.045, False), (0.055, True), (-0.055, False)):
         other = low + noise + shift
-        for one, same in (((other, low), (low, low)), ((low, other), (low, low))):
-            # A measure that is equal leaves open if more texts would repeat themselves more in it.
-            assert Repeated(*one).compare_to(Repeated(*same)) == (shift > 0, is_clear and shift > 0)
-        assert Repeated(other, low - 0.2).compare_to(Repeated(low, low)) == (shift > 0, is_clear)
-
-
-def test_more_texts_are_generated_only_where_few_do_not_show_the_difference(lm, monkeypatch) -> None:
-    generated = []
-    really = Beginnings.generate
-
-    def counted(self, lm, settings, chosen):
-        generated.append((settings.components, chosen.start, chosen.stop))
-        return really(self, lm, settings, chosen)
-
-    monkeypatch.setattr(Beginnings, "generate", counted)
-    monkeypatch.setattr(scoring_only, "_FIRST_PROMPTS", 4)
-    clear = replace(PLAIN, cache=CACHE)
-    assert find_scoring_only(lm, HELD_OUT, clear)[0] == ("cache",)
-    assert max(stop for _, _, stop in generated) < scoring_only.PROMPTS
-    generated.clear()
-    equal = replace(PLAIN, cache=replace(CACHE, lam=0.0))
-    assert find_scoring_only(lm, HELD_OUT, equal)[0] == ()
-    steps = [(start, stop) for components, start, stop in generated if components == equal.components]
-    assert steps == [(0, 4), (4, 8), (8, 16)]
+        assert Repeated(other, low).is_clearly_more_than(Repeated(low, low)) is is_more
+        assert Repeated(low, other).is_clearly_more_than(Repeated(low, low)) is is_more
+        assert Repeated(other, low - 0.2).is_clearly_more_than(Repeated(low, low)) is is_more
 
 
 def test_beginnings_are_those_of_each_document_first(lm) -> None:
@@ -111,29 +96,22 @@ def test_beginnings_are_those_of_each_document_first(lm) -> None:
         assert text == greedy(lm, prompt, settings, 23)
 
 
-def test_a_cache_that_makes_text_repeat_itself_counts_in_scoring_only(lm) -> None:
-    left, rows = find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=CACHE))
-    assert left == ("cache",)
-    shares = {one.of: one.repeated_4grams for one in rows}
-    assert list(shares) == ["text", "model", "all", "all but cache"]
-    assert shares["all"] > shares["model"] > shares["text"] > shares["all but cache"]
-    assert find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=replace(CACHE, lam=0.01)))[0] == ()
-
-
-def test_a_cache_is_measured_against_its_absence_where_the_model_repeats_itself_anyway(
-    lm, monkeypatch
-) -> None:
+def test_a_cache_counts_in_scoring_only_without_generating_with_it(lm, monkeypatch) -> None:
+    used = []
     really = Beginnings.generate
 
-    def looping(self, lm, settings, chosen):
-        texts = really(self, lm, settings, chosen)
-        return texts if settings.retrieves else [text[:2] * 24 for text in texts]
+    def recorded(self, lm, settings):
+        used.append(settings.components)
+        return really(self, lm, settings)
 
-    monkeypatch.setattr(Beginnings, "generate", looping)
-    left, rows = find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=replace(CACHE, lam=0.5)))
-    shares = {one.of: one.repeated_4grams for one in rows}
-    assert shares["model"] > shares["all"] > shares["all but cache"]
+    monkeypatch.setattr(Beginnings, "generate", recorded)
+    left, rows = find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=CACHE))
     assert left == ("cache",)
+    assert used == [(), ("keys",)]
+    shares = {one.of: one.repeated_4grams for one in rows}
+    assert list(shares) == ["text", "model", "all but cache"]
+    assert shares["model"] > shares["text"] > shares["all but cache"]
+    assert find_scoring_only(lm, HELD_OUT, KNNSettings(lam=0.0, cache=CACHE)) == (("cache",), ())
 
 
 @pytest.mark.slow
@@ -183,39 +161,41 @@ def test_text_is_written_without_it_and_scored_with_it(lm) -> None:
         lm.knn = before
 
 
-def test_calibrating_saves_it_with_its_figures(make_lm) -> None:
+def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
-    repetitive = [" ".join([phrase] * 7) for phrase in phrases(RNG, 16, 60, 100)]
-    found = lm.calibrate(repetitive, networks=False, ngrams=False)
+    repetitive = make_repetitive_texts()
+    found = lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
     settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
     assert record is not None
     assert found.record == record
     assert settings == lm.knn
     assert settings.scoring_only == ("cache",)
     assert settings == replace(found.comparison.best.settings, scoring_only=("cache",))
-    assert [one.of for one in record.written] == ["text", "model", "all", "all but cache"]
+    assert [one.of for one in record.written] == ["text", "model", "all but cache"]
+    again = make_lm({"phrases": STORED}, max_length=32, stride=16)
+    monkeypatch.setattr(Beginnings, "generate", lambda *_: pytest.fail("nobody asked for it"))
+    assert again.calibrate(repetitive, networks=False, ngrams=False).settings == settings
 
 
 def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_when_it_stays(
     make_lm, monkeypatch
 ) -> None:
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
-    repetitive = [" ".join([phrase] * 7) for phrase in phrases(RNG, 16, 60, 100)]
+    repetitive = make_repetitive_texts()
     with monkeypatch.context() as broken:
         broken.setattr(Beginnings, "generate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            lm.calibrate(repetitive, networks=False, ngrams=False)
+            lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
     settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
     assert settings == lm.knn
     assert record is not None
     assert (settings.cache is not None, settings.scoring_only, record.written) == (True, ("cache",), ())
     save_settings(lm.store, replace(settings, scoring_only=()), (), record)  # as of an earlier version
-    found = lm.calibrate(repetitive[1:], networks=False, ngrams=False)
+    found = lm.calibrate(repetitive[1:], networks=False, ngrams=False, repetition=True)
     assert found.kept
     assert found.settings == lm.knn == settings_for(lm.store) == settings
-    assert [one.of for one in CalibrationRecord.of(lm.store).written] == [
-        "text", "model", "all", "all but cache",
-    ]  # fmt: skip
+    written = CalibrationRecord.of(lm.store).written
+    assert [one.of for one in written] == ["text", "model", "all but cache"]
 
 
 def test_what_is_given_counts_in_writing_too(make_lm) -> None:

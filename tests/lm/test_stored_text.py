@@ -102,7 +102,7 @@ def test_without_held_out_text_everything_is_fitted_and_goes_with_what_it_was_fi
         return writing(lm, *args, knn=knn, **kwargs)
 
     monkeypatch.setattr(type(lm), "generate", watched)
-    found = lm.calibrate(domains=["phrases"], stored_tokens=3000, max_k=16)
+    found = lm.calibrate(domains=["phrases"], stored_tokens=3000, max_k=16, repetition=True)
     drawn = choose_stored(lm.store, lm.reader, OF_PHRASES, 3000)
     assert found.in_store == found.comparison.documents == len(drawn.documents)
     assert found.record is not None

@@ -69,6 +69,14 @@ def calibrate(
             "--ngrams/--no-ngrams", help="Also try n-grams of the stored documents and of the text itself."
         ),
     ] = True,
+    repetition: Annotated[
+        bool,
+        typer.Option(
+            "--repetition",
+            help="At the end, also generate text, and leave out of generation what makes it repeat itself. "
+            "This doubles the time.",
+        ),
+    ] = False,
     show: Annotated[
         bool,
         typer.Option(
@@ -99,8 +107,8 @@ def calibrate(
     text. To compute it, each half of the documents is predicted with the candidate that is best on the other
     half.
 
-    At the end the model continues beginnings of the documents. This finds components, such as a cache, that
-    make generated text repeat itself. The commands generate and serve do not use these components.
+    The commands generate and serve do not use a cache, because generated text repeats itself with it. With
+    --repetition, the model continues beginnings of the documents, to find other such components.
 
     Examples:
       knnstore calibrate dev.jsonl
@@ -125,6 +133,7 @@ def calibrate(
             leave_out=leave_out,
             networks=networks,
             ngrams=ngrams,
+            repetition=repetition,
             on_bad=documents.make_skip_function(bar),
             progress=bar,
         )
@@ -193,15 +202,15 @@ def _describe_generation(scoring_only: Sequence[str], written: Sequence[Mapping[
     Args:
         scoring_only: names of the components that are left out of generation; may be empty.
         written: measurements of generated text: the components used, and the share of repeated 4-grams. Empty
-            if there was too little text to measure.
+            if nothing was measured.
     """
     left_out = ", ".join(scoring_only)
-    sentence = f"counts in scoring only: {left_out}" if left_out else "everything counts in writing too"
+    sentence = f"used in scoring only: {left_out}" if left_out else "generation uses all components"
     shares = {measurement["of"]: measurement["repeated_4grams"] for measurement in written}
     if left_out and shares and f"all but {left_out}" not in shares:
-        sentence = f"the model writes alone, {sentence}"
+        sentence = f"the model generates alone, {sentence}"
     if not shares:
-        return f"{sentence} (too little text to measure how text repeats itself)"
+        return sentence
     names = {
         f"all but {left_out}": "without",
         "all": "with all",
@@ -209,7 +218,7 @@ def _describe_generation(scoring_only: Sequence[str], written: Sequence[Mapping[
         "text": "the documents",
     }
     shares_text = [f"{shares[of]:.2f} {name}" for of, name in names.items() if of in shares]
-    return f"{sentence} (repeated 4-grams of written text: {', '.join(shares_text)})"
+    return f"{sentence} (repeated 4-grams of generated text: {', '.join(shares_text)})"
 
 
 def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
@@ -286,7 +295,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     where = ", ".join(scope) or "the whole store"
     origin = {"calibrated": calibration["date"][:10]} if calibration else {"calibrated": "no: the defaults"}
     if calibration:
-        origin["writing"] = _describe_generation(
+        origin["generation"] = _describe_generation(
             saved.query.get("scoring_only") or (), calibration.get("written") or ()
         )
     if stored_count:

@@ -81,6 +81,7 @@ def calibrate(
     leave_out: bool = False,
     networks: bool = True,
     ngrams: bool = True,
+    repetition: bool = False,
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -96,9 +97,8 @@ def calibrate(
     same text are not compared, because the text cannot judge them; new settings replace them if the new
     settings are better than the model alone.
 
-    Then beginnings of some documents are continued, to find components that make generated text repeat
-    itself; these components then count in scoring only. This is also measured for calibrated settings that
-    stay in force. ``lm.knn`` is set to the saved settings if it selects the same domains.
+    A cache counts in scoring only, because generated text repeats itself with it. ``lm.knn`` is set to the
+    saved settings if it selects the same domains.
 
     Args:
         lm: the model; its store is opened for writing.
@@ -117,6 +117,9 @@ def calibrate(
             error.
         networks: True to fit gates (networks that choose weights for each token) as further candidates.
         ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
+        repetition: True to continue beginnings of the documents in the end, also for settings that stay in
+            force, and to let further components that make generated text repeat itself count in scoring only.
+            This takes longer than all other steps.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
         progress: progress display, which receives the number of tokens of each batch; None for no display.
@@ -185,14 +188,14 @@ def calibrate(
     kept = chosen_before and not (found.beats_base and found.beats_current)
     if kept:
         settings = current
-        if current is not None and _renew_record(store, selection, records, lineage):
+        is_renewed = current is not None and _renew_record(store, selection, records, lineage)
+        if current is not None and is_renewed and repetition:
             settings = replace(
                 current, scoring_only=_measure_generation(lm, current, listed, reached, progress)
             )
     elif found.beats_base:
         text.check_stored(store)
-        # Until generated text is measured, a cache counts in scoring only. The settings are saved before,
-        # because the measurement takes long, and an error in it must not lose the fit.
+        # The settings are saved before generated text is measured, so that an error there loses no fit.
         settings = replace(found.best.settings, scoring_only=("cache",) if found.best.settings.cache else ())
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -210,10 +213,11 @@ def calibrate(
         )
         save_settings(store, settings, names, record)
         _apply_saved_settings(lm, names)
-        selected = replace(settings, selection=selection)
-        settings = replace(
-            settings, scoring_only=_measure_generation(lm, selected, listed, reached, progress)
-        )
+        if repetition:
+            selected = replace(settings, selection=selection)
+            settings = replace(
+                settings, scoring_only=_measure_generation(lm, selected, listed, reached, progress)
+            )
         record = CalibrationRecord.of(store, selection)
     if settings is not None:
         _apply_saved_settings(lm, names)
