@@ -20,16 +20,21 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user chooses how threads wait."""
 
 
+_SPINS = "10000"
+"""How often a waiting thread looks before it sleeps. With fewer an idle machine is slower, with more a loaded
+machine; see docs/benchmarks.md, "Threads"."""
+
+
 def configure_threads() -> None:
     """Set the environment variables that torch's threads read when torch is loaded; call this before that.
 
     Without a choice of the user, there are as many threads as `count_usable_cores`, and a thread that waits
-    spins for some microseconds only, then sleeps. Variables that the user has set stay as they are.
+    spins for a short time only, then sleeps. Variables that the user has set stay as they are.
     """
     if not any(name in os.environ for name in _NUMBERS):
         os.environ["OMP_NUM_THREADS"] = str(count_usable_cores())
     if not any(name in os.environ for name in _WAITING):
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
 def count_usable_cores() -> int:

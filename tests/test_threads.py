@@ -51,9 +51,9 @@ def test_control_groups_limit_the_usable_cores(limit, membership, files, cores) 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"OMP_NUM_THREADS": str(threads.count_usable_cores()), "GOMP_SPINCOUNT": "1000"}),
-        ({"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "1000"}),
-        ({"MKL_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": None, "GOMP_SPINCOUNT": "1000"}),
+        ({}, {"OMP_NUM_THREADS": str(threads.count_usable_cores()), "GOMP_SPINCOUNT": "10000"}),
+        ({"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "10000"}),
+        ({"MKL_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": None, "GOMP_SPINCOUNT": "10000"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": None, "OMP_WAIT_POLICY": "ACTIVE"}),
     ],
 )

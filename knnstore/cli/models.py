@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, ModelAtOption
-from knnstore.cli.output import format_error, show_activity
+from knnstore.cli.output import format_error, print_detail, show_activity
 from knnstore.errors import ConfigError
 from knnstore.model_names import check_model, split_gguf_file
 
@@ -98,10 +98,13 @@ class StoreRuntime(Runtime):
         name = resolve_model_location(store, self.model_at)
         with show_activity(f"loading {Path(name).name}"):
             quiet_transformers()
+            import torch
+
             from knnstore import KNNLMForCausalLM, KNNSettings
             from knnstore.lm import load_model
 
             base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
+            print_detail(f"{Path(name).name} runs on {base.device}, with {torch.get_num_threads()} threads")
             return KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
 
 

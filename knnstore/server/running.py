@@ -130,7 +130,10 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gat
             except BaseException:
                 lm.store.close()
                 raise
-            _logger.info("ready: %s", config.name)
+            import torch  # loaded with the model; before, it would delay the first answers
+
+            threads = torch.get_num_threads()
+            _logger.info("ready: %s on %s, with %d threads", config.name, lm.device, threads)
         except BaseException as error:
             failures.append(error)
             server.should_exit = True

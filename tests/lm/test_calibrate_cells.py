@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from knnstore.documents import TextDocument
 from knnstore.lm import DomainWeights, KNNSettings
-from knnstore.lm.calibration.candidates import choose_probes, compare
+from knnstore.lm.calibration import candidates, judging
+from knnstore.lm.calibration.candidates import choose_probes, compare, measure_probes
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import CellSums, ProbedCells
@@ -81,6 +83,32 @@ def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
         assert torch.equal(of.found, alone.found)
         torch.testing.assert_close(of.knn, alone.knn, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(together[2].knn, together[3].knn, atol=1e-3)
+
+
+def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> None:
+    """The sample gives what the whole text of the same beginnings gives."""
+    monkeypatch.setattr(judging, "MIN_TOKENS", 300)
+    monkeypatch.setattr(judging, "MIN_DOCUMENTS", 4)
+    monkeypatch.setattr(candidates, "_SAMPLE_TOKENS", 500)
+    monkeypatch.setattr(candidates, "_SAMPLE_DOCUMENTS", 6)
+    further, probes = searched(lm), [1, 2, 7]
+    sample, by_probes = measure_probes(further, probes)
+    counts = torch.unique(sample.documents, return_counts=True)
+    assert counts[0].tolist() == list(range(0, len(HELD_OUT), math.ceil(len(HELD_OUT) / 6)))
+    assert 500 <= len(sample) < len(further.scored)
+    texts = [
+        lm.reader.tokens(HELD_OUT[at].text)[:count]
+        for at, count in zip(*(of.tolist() for of in counts), strict=True)
+    ]
+    begun = [TextDocument(f"{at}", lm.reader.text(tokens.tolist())) for at, tokens in enumerate(texts)]
+    assert list(by_probes) == probes
+    assert by_probes == pytest.approx(measure_probes(searched(lm, begun), probes)[1], rel=1e-3)
+    monkeypatch.setattr(candidates, "_SAMPLE_TOKENS", len(further.scored) // 2 + 1)
+    whole, by_whole = measure_probes(further, probes)
+    assert len(whole) == len(further.scored)
+    assert by_whole == compare(whole, fits={}).probes
+    few = replace(further.scored, visited=further.with_probes([2]))
+    assert compare(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
 
 
 @given(st.dictionaries(st.integers(1, 512), st.floats(1, 1e3), min_size=1))

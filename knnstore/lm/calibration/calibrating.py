@@ -15,7 +15,13 @@ from knnstore.errors import (
     InputError,
     ReadOnlyError,
 )
-from knnstore.lm.calibration.candidates import Comparison, compare, list_ks
+from knnstore.lm.calibration.candidates import (
+    Comparison,
+    choose_probes,
+    compare,
+    list_ks,
+    measure_probes,
+)
 from knnstore.lm.calibration.fits import MOST_DOMAINS
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.scoring_only import find_scoring_only
@@ -110,8 +116,9 @@ def calibrate(
             settings are deleted.
         max_k: largest number of neighbors to try; smaller numbers are tried too. In a store with cells
             (groups of records with near keys), numbers of searched cells are tried instead: the numbers in
-            `PROBES`. The smallest number is chosen with which the perplexity of keys, n-grams and cache
-            together is at most 0.5 % above the lowest, because each searched cell takes time.
+            `PROBES`. On a sample of the documents, the smallest number is chosen with which the perplexity
+            of keys, n-grams and cache together is at most 0.5 % above the lowest, because each searched cell
+            takes time.
         leave_out: True to leave a document that is in the store out of its own search; when the stored
             document is removed or replaced, the settings are deleted. With False, the document raises an
             error.
@@ -167,12 +174,18 @@ def calibrate(
         progress=progress,
     )
     wide: list[WideEvidence] = []
+    by_probes: Mapping[int, float] = {}
     apart = None
     if len(scored.found):
         further = FurtherSearches(store, scored, listed, selection, reached, progress)
         if probes is not None:
-            tried = {*PROBES, *([current.probes] if current and current.probes else [])}
-            scored = replace(scored, visited=further.with_probes(sorted(tried)))
+            in_force = {current.probes} if current and current.probes else set[int]()
+            sample, by_probes = measure_probes(further, sorted({*PROBES, *in_force}), ngrams=ngrams)
+            if len(sample) == len(scored):
+                scored = sample
+            else:
+                chosen = sorted({choose_probes(by_probes), *in_force})
+                scored = replace(scored, visited=further.with_probes(chosen))
         else:
             larger = [k for k in list_ks(min(max_k, records)) if k >= 2 * scored.k]
             wide = further.with_k(larger) if larger else []
@@ -181,7 +194,15 @@ def calibrate(
             apart = further.by_domain(searched, scored.k, probes)
     between = time.perf_counter()
     # 4) Fit and judge every candidate.
-    found = compare(scored, current, wide=wide, domains=apart, networks=networks, ngrams=ngrams)
+    found = compare(
+        scored,
+        current,
+        wide=wide,
+        domains=apart,
+        by_probes=by_probes,
+        networks=networks,
+        ngrams=ngrams,
+    )
     # 5) Keep the settings in force, or save the best candidate.
     record = settings = None
     chosen_before = saved is not None and saved.derived is None and found.current is not None

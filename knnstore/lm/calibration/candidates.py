@@ -6,15 +6,20 @@ lowest perplexity is then fitted on all documents. The lowest of many perplexiti
 expected perplexity is computed from each half by the candidate that is best on the other half. Intervals are
 over documents, because tokens of one document are not independent.
 
-In a store with cells, the number of probes is chosen first. For each number a fixed λ, n-grams and a
-continuous cache are fitted. The smallest number is chosen whose perplexity is at most `WORTH_PROBES` times
-the lowest perplexity. All candidates use this number.
+In a store with cells, the number of probes is chosen first, on a sample of the documents. For each number a
+fixed λ, n-grams and a continuous cache are fitted. The smallest number is chosen whose perplexity is at most
+`WORTH_PROBES` times the lowest perplexity. All candidates use this number.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from knnstore.errors import InputError
 from knnstore.lm.calibration.evidence import (
@@ -31,13 +36,16 @@ from knnstore.lm.calibration.fits import (
     fit_gate,
 )
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.calibration.searches import WideEvidence
+from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, find_best_candidate
 from knnstore.lm.mixing import other_mixers
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
+_SAMPLE_TOKENS, _SAMPLE_DOCUMENTS = 4_000, 64
+"""Least number of tokens, and largest number of documents, of the sample on which the number of searched
+cells is chosen."""
 WORTH_PROBES = 1.005
 """Factor above the lowest perplexity that is accepted. Each searched cell costs time, so the smallest
 number of cells is chosen whose perplexity is at most the lowest perplexity times this factor."""
@@ -144,6 +152,7 @@ def compare(
     fits: Mapping[str, Fit] | None = None,
     wide: Sequence[WideEvidence] = (),
     domains: DomainEvidence | None = None,
+    by_probes: Mapping[int, float] = MappingProxyType({}),
     networks: bool = False,
     ngrams: bool = True,
 ) -> Comparison:
@@ -161,6 +170,8 @@ def compare(
             best larger k is better than every k of the first search.
         domains: search results for each domain alone, to fit one weight for each domain; None tries no such
             weights.
+        by_probes: the result of `measure_probes`, by which the number of searched cells is chosen. If empty,
+            it is computed from the whole text, which then needs every number in `ScoredText.visited`.
         networks: True to fit gates (networks that choose weights for each token), which takes most of the
             time.
         ngrams: True to try n-grams of the stored text (if the text was scored with n-grams), and n-grams of
@@ -173,10 +184,12 @@ def compare(
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if len(scored.found):
-        of_keys = _fit_key_candidates(trial, scored, fits, wide, networks=networks)
+        if scored.visited and not by_probes:
+            by_probes = _judge_probes(trial, scored)
+        of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
     else:
-        of_keys = _KeyCandidates([], [evidence_without_keys(scored)], evidence_without_keys(scored), {}, {})
-    candidates, evidence, at_best_k, again, by_probes = of_keys
+        of_keys = _KeyCandidates([], [evidence_without_keys(scored)], evidence_without_keys(scored), {})
+    candidates, evidence, at_best_k, again = of_keys
     if domains is not None:
         candidates.append(trial.fit_candidate("domains", fit_domains, domains, domains.log_probs))
     candidates += trial.try_ngrams(candidates, evidence, again)
@@ -204,6 +217,61 @@ def compare(
     )
 
 
+def measure_probes(
+    further: FurtherSearches, probes: Sequence[int], *, ngrams: bool = True
+) -> tuple[ScoredText, Mapping[int, float]]:
+    """Search several numbers of cells for a sample of the documents, and judge each number.
+
+    A cell is a group of records with near keys. The sample is the whole text if this has at most twice
+    `_SAMPLE_TOKENS` tokens.
+
+    Args:
+        further: the searches of the text.
+        probes: the numbers of searched cells, ascending.
+        ngrams: True to fit n-grams too.
+
+    Returns:
+        The sample, with the results of the searches in `ScoredText.visited`. And for each number of cells the
+        perplexity of keys, n-grams and a continuous cache together, to choose a number by.
+    """
+    scored = further.scored
+    is_sampled = len(scored) > 2 * _SAMPLE_TOKENS
+    sample = scored.select_tokens(_sample_beginnings(scored.documents)) if is_sampled else scored
+    sample = replace(sample, visited=replace(further, scored=sample).with_probes(probes))
+    return sample, _judge_probes(Trial(sample, ngrams=ngrams), sample)
+
+
+def _sample_beginnings(documents: Tensor) -> Tensor:
+    """Choose the beginnings of up to `_SAMPLE_DOCUMENTS` documents, with at least `_SAMPLE_TOKENS` tokens.
+
+    All tokens of these documents are chosen if they have fewer.
+
+    Args:
+        documents: index of each token's document, int64, shape (n,).
+
+    Returns:
+        Indices of the chosen tokens, ascending, int64.
+    """
+    numbers, counts = torch.unique(documents, return_counts=True)
+    chosen = numbers[:: math.ceil(len(numbers) / _SAMPLE_DOCUMENTS)]
+    rows = [(documents == number).nonzero()[:, 0] for number in chosen]
+    length, longest = _SAMPLE_TOKENS // len(chosen), int(counts.max())
+    while length < longest and sum(min(len(of), length) for of in rows) < _SAMPLE_TOKENS:
+        length += length
+    return torch.cat([of[:length] for of in rows]).sort().values
+
+
+def _judge_probes(trial: Trial, scored: ScoredText) -> dict[int, float]:
+    """Return for each number of searched cells the held-out perplexity of keys, n-grams and cache together.
+
+    Args:
+        trial: the object that fits and judges on the text.
+        scored: the text, with the results for each number of cells in `ScoredText.visited`.
+    """
+    evidence = {of.probes: of for of in evidence_of_cells(scored) if of.probes is not None}
+    return {probes: trial.judge_with_all(fit_fixed, of).ppl for probes, of in evidence.items()}
+
+
 class _KeyCandidates(NamedTuple):
     """The candidates that use only the keys."""
 
@@ -215,9 +283,6 @@ class _KeyCandidates(NamedTuple):
     """The item of `evidence` for which a fixed λ is best."""
     fits: Mapping[str, Fit]
     """The fits that were tried, by the name of the candidate."""
-    by_probes: Mapping[int, float]
-    """For each number of searched cells that was tried, the perplexity by which the number was chosen.
-    Empty in a store without cells."""
 
 
 def _fit_key_candidates(
@@ -225,14 +290,15 @@ def _fit_key_candidates(
     scored: ScoredText,
     fits: Mapping[str, Fit] | None,
     wide: Sequence[WideEvidence],
+    by_probes: Mapping[int, float],
     *,
     networks: bool,
 ) -> _KeyCandidates:
     """Fit and judge every candidate that uses only the keys.
 
-    In a store with cells (groups of records with near keys), the number of cells to search is chosen first.
-    Otherwise a fixed weight λ is fitted for each number of neighbors k. The other mixers (rules that choose
-    λ) are then fitted with the best k or the chosen number of cells.
+    In a store with cells (groups of records with near keys), the number of cells to search is chosen by
+    `by_probes`. Otherwise a fixed weight λ is fitted for each number of neighbors k. The other mixers (rules
+    that choose λ) are then fitted with the best k or the chosen number of cells.
 
     Args:
         trial: the object that fits and judges candidates.
@@ -240,14 +306,13 @@ def _fit_key_candidates(
         fits: functions that fit settings of the keys, by name; None tries bins and the mixers of other
             packages.
         wide: search results for larger k.
+        by_probes: for each number of searched cells the perplexity by which the number is chosen; the chosen
+            number is in `ScoredText.visited`. Empty in a store without cells.
         networks: True to fit a gate too.
     """
-    by_probes: dict[int, float] = {}
-    if scored.visited:
-        every = {of.probes: of for of in evidence_of_cells(scored) if of.probes}
-        for probes, of in every.items():
-            by_probes[probes] = trial.judge_with_all(fit_fixed, of).ppl
-        evidence = [every[choose_probes(by_probes)]]
+    if by_probes:
+        chosen = choose_probes(by_probes)
+        evidence = [of for of in evidence_of_cells(scored) if of.probes == chosen]
     else:
         evidence = gather_evidence(scored, list_ks(scored.k))
     fixed = [trial.fit_candidate("fixed", fit_fixed, of) for of in evidence]
@@ -266,7 +331,7 @@ def _fit_key_candidates(
                 for name, fit in BIN_FITS.items()
             ]
         fixed += with_k
-    return _KeyCandidates([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits}, by_probes)
+    return _KeyCandidates([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits})
 
 
 def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:

@@ -157,6 +157,22 @@ class ScoredText:
         """Indices of the tokens for which a neighbor was found, int64."""
         return self.distances[:, 0].isfinite().nonzero()[:, 0]
 
+    def select_tokens(self, rows: Tensor) -> "ScoredText":
+        """Return the text with only some tokens. Documents keep their indices.
+
+        Args:
+            rows: indices of the tokens, ascending, int64, shape (m,). With a token, all earlier tokens of its
+                document must be selected, because a continuous cache looks back at them.
+        """
+        return replace(
+            self,
+            lm_log_probs=self.lm_log_probs[rows],
+            documents=self.documents[rows],
+            evidence=self.evidence.select_rows(rows),
+            targets=None if self.targets is None else self.targets[rows],
+            visited={probes: sums.select_rows(rows) for probes, sums in self.visited.items()},
+        )
+
     def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
         """Return the look-up results of some tokens, reduced to what settings use.
 
