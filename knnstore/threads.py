@@ -22,30 +22,33 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 _SPINS = "10000"
 """How often a waiting thread looks before it sleeps. With fewer an idle machine is slower, with more a loaded
-machine; see docs/benchmarks.md, "Threads"."""
+machine; `benchmarks/threads.py` measures it."""
 
 
 def configure_threads() -> None:
     """Set the environment variables that torch's threads read when torch is loaded; call this before that.
 
-    Without a choice of the user, there are as many threads as `count_usable_cores`, and a thread that waits
-    spins for a short time only, then sleeps. Variables that the user has set stay as they are.
+    If control groups limit the CPU time to fewer cores than there are, the number of threads is this limit.
+    Otherwise torch chooses the number. A thread that waits spins for a short time only, then sleeps.
+    Variables that the user has set stay as they are.
     """
-    if not any(name in os.environ for name in _NUMBERS):
-        os.environ["OMP_NUM_THREADS"] = str(count_usable_cores())
+    limit = find_core_limit()
+    if limit is not None and not any(name in os.environ for name in _NUMBERS):
+        os.environ["OMP_NUM_THREADS"] = str(limit)
     if not any(name in os.environ for name in _WAITING):
         os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
-def count_usable_cores() -> int:
-    """Return the number of cores that this process may use, at least 1.
+def find_core_limit() -> int | None:
+    """Return the limit of CPU time that control groups set for this process, in cores.
 
-    This is the number of cores of the machine, or the number of cores to which the process is bound, or the
-    limit of CPU time of its control groups, rounded: the smallest of them.
+    The limit is rounded, and at least 1. None if there is no limit below the number of cores that the process
+    may use.
     """
     is_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-    return max(1, min([cores, *(round(limit) for limit in _iterate_limits())]))
+    limit = min((max(1, round(limit)) for limit in _iterate_limits()), default=cores)
+    return limit if limit < cores else None
 
 
 def _iterate_limits() -> Iterator[float]:
@@ -74,17 +77,18 @@ def _iterate_groups() -> Iterator[Path]:
     always yielded; it is the container's own.
     """
     try:
-        lines = _MEMBERSHIP.read_text().splitlines()
+        lines = _MEMBERSHIP.read_text(errors="replace").splitlines()
     except OSError:
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
+    for fields in (line.split(":", 2) for line in lines):
+        if len(fields) != 3:
             continue
-        top = (
-            _CGROUPS / controllers if controllers else _CGROUPS
-        )  # version 1 has a folder for its controllers
+        _, controllers, path = fields
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Version 1 has a folder for each set of controllers, or a link with the name of one.
+        tops = [_CGROUPS / controllers, _CGROUPS / "cpu"] if controllers else [_CGROUPS]
         parts = Path(path.lstrip("/")).parts
-        for length in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:length])
+        for top in tops:
+            for length in range(len(parts), -1, -1):
+                yield top.joinpath(*parts[:length])

@@ -107,6 +107,12 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
     whole, by_whole = measure_probes(further, probes)
     assert len(whole) == len(further.scored)
     assert by_whole == compare(whole, fits={}).probes
+    uneven = torch.arange(128).repeat_interleave(torch.tensor([15, 300]).repeat(64))
+    for tokens, sample_tokens in ((torch.arange(300).repeat_interleave(1000), 500), (uneven, 0)):
+        monkeypatch.setattr(candidates, "_SAMPLE_TOKENS", 500)
+        found = candidates._sample_beginnings(tokens)
+        assert sample_tokens <= len(found) <= 1.2 * 500
+        assert found.tolist() == sorted(set(found.tolist()))
     few = replace(further.scored, visited=further.with_probes([2]))
     assert compare(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
 

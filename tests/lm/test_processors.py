@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     LogitsProcessorList,
     T5Config,
+    Wav2Vec2BertConfig,
     WhisperConfig,
 )
 
@@ -135,6 +136,24 @@ def test_other_kinds_of_models_follow_the_text_of_a_store_of_their_own(
         assert model.generate(source, **options).tolist()[0][-6:] != text[4:10]
     with pytest.raises(ConfigError, match="encoder-decoder model, and knnstore runs only causal ones"):
         knnstore.load(tmp_path / "home")
+
+
+def test_a_store_for_a_model_that_does_not_fit_is_refused(tokenizer, tmp_path, caplog) -> None:
+    AutoModelForSeq2SeqLM.from_config(T5).save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        KeylessText.create(tmp_path / "refused", model)
+    text = KeylessText.create(tmp_path / "home", model, tokenizer=tokenizer)
+    with text.store:
+        assert text.sync(documents(RNG, FIRST, "f", 2), domain="first").added.added == 2
+    T5Config(**{**T5.to_dict(), "vocab_size": 50}).save_pretrained(tmp_path / "small")
+    with caplog.at_level("WARNING"):
+        KeylessText.create(tmp_path / "other", str(tmp_path / "small"), tokenizer=tokenizer).store.close()
+    assert "the tokenizer has 51 tokens that are not among the model's 50" in caplog.text
+    Wav2Vec2BertConfig().save_pretrained(tmp_path / "none")
+    with pytest.raises(ConfigError, match="names no vocabulary"):
+        KeylessText.create(tmp_path / "refused", str(tmp_path / "none"), tokenizer=tokenizer)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_wrong_values_and_another_vocabulary_are_refused(reader) -> None:

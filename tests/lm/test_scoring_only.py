@@ -190,12 +190,12 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
     assert settings == lm.knn
     assert record is not None
     assert (settings.cache is not None, settings.scoring_only, record.written) == (True, ("cache",), ())
-    save_settings(lm.store, replace(settings, scoring_only=()), (), record)  # as of an earlier version
-    found = lm.calibrate(repetitive[1:], networks=False, ngrams=False, repetition=True)
-    assert found.kept
-    assert found.settings == lm.knn == settings_for(lm.store) == settings
-    written = CalibrationRecord.of(lm.store).written
-    assert [one.of for one in written] == ["text", "model", "all but cache"]
+    for options, of in (({}, []), ({"repetition": True}, ["text", "model", "all but cache"])):
+        save_settings(lm.store, replace(settings, scoring_only=()), (), record)  # as of an earlier version
+        found = lm.calibrate(repetitive[1:], networks=False, ngrams=False, **options)
+        assert found.kept
+        assert found.settings == lm.knn == settings_for(lm.store) == settings
+        assert [one.of for one in CalibrationRecord.of(lm.store).written] == of
 
 
 def test_what_is_given_counts_in_writing_too(make_lm) -> None:

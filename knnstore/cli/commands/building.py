@@ -26,6 +26,7 @@ from knnstore.errors import ConfigError, InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
 _NO_KEYS = "none"
+_STATES = 3
 
 
 def init(
@@ -33,7 +34,8 @@ def init(
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="Causal language model that the store is made for; may be a GGUF file.",
+            help="Causal language model that the store is made for; may be a GGUF file. With --key none, any "
+            "model that generates text.",
         ),
     ],
     *,
@@ -68,7 +70,7 @@ def init(
             help="Build each key from N hidden states: the state of its token and the states of the N-1 "
             "tokens before. The key is as wide as one state.",
         ),
-    ] = 3,
+    ] = _STATES,
     discounts: Annotated[
         list[float] | None,
         typer.Option(
@@ -144,16 +146,16 @@ def init(
         from knnstore.lm import KeylessText, is_causal, load_text_parts
     with Bar() as bar:
         if key == _NO_KEYS and not is_causal(load_text_parts(model).config):
-            options: dict[str, object] = {
-                "store": store != "cells",
-                "location": location,
-                "param": params,
-                "codes": codes,
-            }
-            options |= {"dim": dim, "sample": sample, "max-length": max_length, "stride": stride}
-            for name in (name for name, value in options.items() if value):
+            no_effect = {
+                "store": store != "cells", "location": location, "param": params, "codes": codes,
+                "dim": dim, "sample": sample, "states": states != _STATES, "discount": discounts,
+                "metric": metric != "l2", "max-length": max_length, "stride": stride,
+                "device": runtime.device, "dtype": runtime.dtype,
+            }  # fmt: skip
+            given = next((name for name, value in no_effect.items() if value), None)
+            if given is not None:
                 raise ConfigError(
-                    f"--{name} has no effect: knnstore cannot run the model {model!r}; leave it out"
+                    f"--{given} has no effect, because knnstore cannot run this model: leave it out"
                 )
             new_store = KeylessText.create(home, model, catalog=catalog).store
             print_message("knnstore cannot run this model: use the n-grams through NGramLogitsProcessor")

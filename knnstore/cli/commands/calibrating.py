@@ -73,8 +73,8 @@ def calibrate(
         bool,
         typer.Option(
             "--repetition",
-            help="At the end, also generate text, and leave out of generation what makes it repeat itself. "
-            "This doubles the time.",
+            help="At the end, also generate text, and leave out the components that make generated text "
+            "repeat itself. This doubles the time.",
         ),
     ] = False,
     show: Annotated[
@@ -191,6 +191,8 @@ def calibrate(
         if fitted.settings is not None:
             measurements = [asdict(measurement) for measurement in fitted.record.written]
             print_message(_describe_generation(fitted.settings.scoring_only, measurements))
+            if repetition and not measurements:
+                print_message("there is too little text to measure how generated text repeats itself")
 
 
 def _describe_generation(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]]) -> str:

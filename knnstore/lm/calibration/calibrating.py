@@ -34,6 +34,7 @@ from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
     KNNSettings,
+    Repetition,
     WritingModel,
     count_records,
     find_saved_settings,
@@ -67,7 +68,7 @@ class Calibration:
     scoring_seconds: float
     """Duration of scoring the text and of all searches, in seconds."""
     fitting_seconds: float
-    """Duration of fitting and of measuring generated text, in seconds."""
+    """Duration of fitting and, if it was asked for, of measuring generated text, in seconds."""
     settings: KNNSettings | None = None
     """The settings that were saved, or the settings that were kept; None if nothing was saved or kept."""
     kept: bool = False
@@ -126,7 +127,8 @@ def calibrate(
         ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
         repetition: True to continue beginnings of the documents in the end, also for settings that stay in
             force, and to let further components that make generated text repeat itself count in scoring only.
-            This takes longer than all other steps.
+            This takes longer than all other steps. Without it, new settings leave out of generation only a
+            cache, also if an earlier calibration had found other components.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
         progress: progress display, which receives the number of tokens of each batch; None for no display.
@@ -210,10 +212,14 @@ def calibrate(
     if kept:
         settings = current
         is_renewed = current is not None and _renew_record(store, selection, records, lineage)
-        if current is not None and is_renewed and repetition:
-            settings = replace(
-                current, scoring_only=_measure_generation(lm, current, listed, reached, progress)
-            )
+        if current is not None and is_renewed:
+            if current.cache is not None and "cache" not in current.scoring_only:
+                settings = current = replace(current, scoring_only=("cache", *current.scoring_only))
+                _save_scoring_only(store, selection, current.scoring_only)
+            if repetition:
+                settings = replace(
+                    current, scoring_only=_measure_generation(lm, current, listed, reached, progress)
+                )
     elif found.beats_base:
         text.check_stored(store)
         # The settings are saved before generated text is measured, so that an error there loses no fit.
@@ -296,7 +302,8 @@ def _measure_generation(
     The saved settings use these components when text is scored, and leave them out when text is generated. To
     find them, the model continues beginnings of documents. It uses the documents that leave no stored
     document out of their search. If there is no such document, a group of documents that leave out the same
-    stored documents is used.
+    stored documents is used. If there is too little text to measure, nothing is saved, and the names that
+    `settings` have are returned.
 
     Args:
         lm: the model.
@@ -310,13 +317,32 @@ def _measure_generation(
     members, excluded = next((group for group in groups if not group[1]), groups[0])
     begun, narrowed = [documents[index] for index in members], settings.selection.without(*excluded)
     scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=narrowed), progress)
-    domains = settings.selection.domains or ()
-    saved = lm.store.settings(domains)
+    if not written:
+        return settings.scoring_only
+    _save_scoring_only(lm.store, settings.selection, scoring_only, written)
+    return scoring_only
+
+
+def _save_scoring_only(
+    store: KNNStore, selection: Selection, scoring_only: tuple[str, ...], written: Sequence[Repetition] = ()
+) -> None:
+    """Change which components of saved, calibrated settings count in scoring only.
+
+    Nothing is changed if no calibrated settings are saved for the selection.
+
+    Args:
+        store: the store, opened for writing.
+        selection: the domains whose settings are changed.
+        scoring_only: names of the components.
+        written: measured repetition of generated text, for the calibration record; empty if nothing was
+            measured.
+    """
+    domains = selection.domains or ()
+    saved = store.settings(domains)
     if saved is not None and saved.calibration is not None:
         query = {**saved.query, "scoring_only": scoring_only}
         record = {**saved.calibration, "written": [asdict(repetition) for repetition in written]}
-        lm.store.save_settings(replace(saved, query=query, calibration=record), domains)
-    return scoring_only
+        store.save_settings(replace(saved, query=query, calibration=record), domains)
 
 
 def _apply_saved_settings(lm: WritingModel, domains: Sequence[str]) -> None:

@@ -113,7 +113,7 @@ class Comparison:
     judged."""
     probes: Mapping[int, float] = field(default_factory=dict)
     """For each number of searched cells (groups of records with near keys) that was tried, the perplexity
-    by which the number was chosen. Empty in a store without cells."""
+    by which the number was chosen, of a sample of the text. Empty in a store without cells."""
 
     @property
     def best(self) -> Candidate:
@@ -213,7 +213,7 @@ def compare(
         expected,
         change,
         gain,
-        by_probes,
+        dict(by_probes),
     )
 
 
@@ -223,7 +223,7 @@ def measure_probes(
     """Search several numbers of cells for a sample of the documents, and judge each number.
 
     A cell is a group of records with near keys. The sample is the whole text if this has at most twice
-    `_SAMPLE_TOKENS` tokens.
+    `_SAMPLE_TOKENS` tokens, or if its documents are so uneven that the sample would be too short.
 
     Args:
         further: the searches of the text.
@@ -235,14 +235,17 @@ def measure_probes(
         perplexity of keys, n-grams and a continuous cache together, to choose a number by.
     """
     scored = further.scored
-    is_sampled = len(scored) > 2 * _SAMPLE_TOKENS
-    sample = scored.select_tokens(_sample_beginnings(scored.documents)) if is_sampled else scored
+    sample = scored
+    if len(scored) > 2 * _SAMPLE_TOKENS:
+        sample = scored.select_tokens(_sample_beginnings(scored.documents))
+    if len(sample) < _SAMPLE_TOKENS or not len(sample.found):
+        sample = scored
     sample = replace(sample, visited=replace(further, scored=sample).with_probes(probes))
     return sample, _judge_probes(Trial(sample, ngrams=ngrams), sample)
 
 
 def _sample_beginnings(documents: Tensor) -> Tensor:
-    """Choose the beginnings of up to `_SAMPLE_DOCUMENTS` documents, with at least `_SAMPLE_TOKENS` tokens.
+    """Choose the beginnings of up to `_SAMPLE_DOCUMENTS` documents, together about `_SAMPLE_TOKENS` tokens.
 
     All tokens of these documents are chosen if they have fewer.
 
@@ -255,9 +258,9 @@ def _sample_beginnings(documents: Tensor) -> Tensor:
     numbers, counts = torch.unique(documents, return_counts=True)
     chosen = numbers[:: math.ceil(len(numbers) / _SAMPLE_DOCUMENTS)]
     rows = [(documents == number).nonzero()[:, 0] for number in chosen]
-    length, longest = _SAMPLE_TOKENS // len(chosen), int(counts.max())
+    length, longest = math.ceil(_SAMPLE_TOKENS / len(chosen)), int(counts.max())
     while length < longest and sum(min(len(of), length) for of in rows) < _SAMPLE_TOKENS:
-        length += length
+        length += math.ceil(length / 8)
     return torch.cat([of[:length] for of in rows]).sort().values
 
 

@@ -559,8 +559,8 @@ class Attachment(ABC):
     def end_step(self, output: Any) -> Any:
         """End the step, and return the runner's output with the ids of the requests that failed in the step.
 
-        Between the end of a step and the begin of the next one, nothing is mixed into logits: vLLM also runs
-        the model for warm-up and profiling, outside of steps.
+        Nothing is mixed into logits until the next step begins, because vLLM also runs the model outside of
+        steps, for warm-up and profiling.
 
         Args:
             output: the output of the runner for the step; None if it has none.

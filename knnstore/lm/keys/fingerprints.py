@@ -82,7 +82,7 @@ def compute_fingerprint(
 
     Args:
         sizes: number of values of each weight, by its name in the model's `state_dict`; an empty mapping
-            gives a fingerprint of the configuration alone, which matches no model.
+            gives a fingerprint of the configuration alone, which matches no loaded model.
         read_values: function that returns values of a weight; its arguments are the name of the weight, and
             the indices of the values in the flattened weight, int64, shape (m,).
         config: the model's configuration.

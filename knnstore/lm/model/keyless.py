@@ -15,6 +15,7 @@ from knnstore.lm.reading import (
     identify_text,
     load_text_parts,
     sync,
+    warn_of_unknown_tokens,
 )
 from knnstore.lm.settings import save_default_settings
 from knnstore.store import KEYLESS, KNNStore, check_new
@@ -70,9 +71,9 @@ class KeylessText:
             ConfigError: the configuration or the tokenizer of the model cannot be used.
         """
         check_new(home, KEYLESS)
-        parts = load_text_parts(model)
-        tokenizer = tokenizer or parts.tokenizer
-        identity = identify_text(parts.config, tokenizer, name=get_model_name(model))
+        config, tokenizer = load_text_parts(model, tokenizer)
+        identity = identify_text(config, tokenizer, name=get_model_name(model))
+        warn_of_unknown_tokens(identity.vocab_size, tokenizer)
         return cls(KNNStore.create(home, identity, store=KEYLESS, catalog=catalog), tokenizer)
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from knnstore.lm.reading import (
     identify,
     loaded,
     sample_keys,
+    vocabulary_size,
     warn_of_unknown_tokens,
 )
 from knnstore.lm.settings import KNNSettings, resolve
@@ -115,7 +116,7 @@ def create(
         max_length=max_length,
         stride=stride,
     )
-    warn_of_unknown_tokens(base, tokenizer)
+    warn_of_unknown_tokens(vocabulary_size(base), tokenizer)
     projection = None
     if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)

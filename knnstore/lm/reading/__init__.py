@@ -2,7 +2,7 @@
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.checkpoints import check_checkpoint
-from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits
+from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits, vocabulary_size
 from knnstore.lm.reading.model_cache import (
     CACHE_NAMES,
     DummyLayer,
@@ -81,5 +81,6 @@ __all__ = [
     "sync",
     "tokenized",
     "usable_documents",
+    "vocabulary_size",
     "warn_of_unknown_tokens",
 ]

@@ -32,7 +32,7 @@ from knnstore.lm.keys import (
     same_model,
     tokenizer_fingerprint,
 )
-from knnstore.lm.reading.encoder import check_logits, vocabulary_size
+from knnstore.lm.reading.encoder import check_logits
 from knnstore.lm.reading.token_text import is_panic
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
 from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
@@ -56,6 +56,9 @@ _MAX_SIZES = {
 Transformers builds all layers before it compares them with the weights, so a wrong size would take minutes or
 all memory.
 """
+
+_WORD_START = "▁"
+"""Token of the beginning of a word, the only one that some tokenizers without files have."""
 
 _DEFAULT_WINDOW = 2_048
 """Number of tokens in a window of a store without keys whose model names no limit; nothing depends on it."""
@@ -163,11 +166,14 @@ class TextParts(NamedTuple):
     """The tokenizer."""
 
 
-def load_text_parts(name: str, *, revision: str | None = None) -> TextParts:
+def load_text_parts(
+    name: str, tokenizer: PreTrainedTokenizerBase | None = None, *, revision: str | None = None
+) -> TextParts:
     """Load the configuration and the tokenizer of a model of any class, without its weights.
 
     Args:
         name: a folder or a hub id, or the path of a GGUF file.
+        tokenizer: the tokenizer, which is then not loaded.
         revision: revision of the hub id; default is ``main``.
 
     Raises:
@@ -183,7 +189,7 @@ def load_text_parts(name: str, *, revision: str | None = None) -> TextParts:
             options["local_files_only"] = True
         config = AutoConfig.from_pretrained(folder, **options)
         part = "the tokenizer's files (tokenizer.json, tokenizer_config.json)"
-        return TextParts(config, _load_tokenizer(folder, **options))
+        return TextParts(config, tokenizer or _load_tokenizer(folder, **options))
     except (ConfigError, MemoryError):
         raise
     except BaseException as error:
@@ -206,7 +212,7 @@ def is_causal(config: PreTrainedConfig) -> bool:
 def _check_is_causal(name: str, config: PreTrainedConfig) -> None:
     """Raise ConfigError if a model is not a causal language model; the message says what can be done."""
     if not is_causal(config):
-        kind = "an encoder-decoder model" if config.is_encoder_decoder else "no causal language model"
+        kind = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
         raise ConfigError(
             f"the model {name!r} ({config.model_type}) is {kind}, and knnstore runs only causal ones; with a "
             "store of `knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
@@ -294,7 +300,7 @@ def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
             only special tokens.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _WORD_START}:
         raise ConfigError(f"the model {name!r} has no tokenizer: save that beside it (save_pretrained)")
     tokenizer("a", add_special_tokens=False)  # raises an error if its files have an invalid value
     return tokenizer
@@ -440,9 +446,13 @@ def check_runs(model: PreTrainedModel) -> None:
         )
 
 
-def warn_of_unknown_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log a warning if the tokenizer has tokens that the model does not have; text with them is refused."""
-    vocabulary = vocabulary_size(model)
+def warn_of_unknown_tokens(vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log a warning if the tokenizer has tokens that the model does not have; text with them is refused.
+
+    Args:
+        vocabulary: number of token ids of the model.
+        tokenizer: the tokenizer.
+    """
     unknown = {id: token for token, id in tokenizer.get_vocab().items() if not 0 <= id < vocabulary}
     if unknown:
         first = min(unknown)
@@ -516,9 +526,20 @@ def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, 
         name: the folder or hub id of the model.
 
     Raises:
-        ConfigError: the tokenizer's BOS or EOS token is not a token of the model.
+        ConfigError: the configuration names no vocabulary; the tokenizer's BOS or EOS token is not a token of
+            the model; or the tokenizer has a vocabulary of its own for the text that the model generates.
     """
-    prefix, vocabulary = prefix_of(tokenizer), int(config.get_text_config(decoder=True).vocab_size)
+    try:
+        vocabulary = config.get_text_config(decoder=True).vocab_size
+    except (AttributeError, ValueError):  # no vocabulary, or several text models
+        vocabulary = None
+    if not isinstance(vocabulary, int):
+        raise ConfigError(f"the configuration of the model {name!r} names no vocabulary of generated text")
+    if hasattr(tokenizer, "spm_target"):  # Marian's
+        raise ConfigError(
+            f"the tokenizer of {name!r} has two vocabularies, for source and target: that is not supported"
+        )
+    prefix = prefix_of(tokenizer)
     _check_prefix(prefix, vocabulary, tokenizer)
     try:
         window = max_length_of(config)
