@@ -19,10 +19,9 @@ _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user chooses how threads wait."""
 
-
 _SPINS = "10000"
-"""How often a waiting thread looks before it sleeps. With fewer an idle machine is slower, with more a loaded
-machine; `benchmarks/threads.py` measures it."""
+"""Number of times that a waiting thread checks the barrier before it sleeps. A smaller number makes an idle
+machine slower, a larger number a loaded machine; `benchmarks/threads.py` measures it."""
 
 
 def configure_threads() -> None:
