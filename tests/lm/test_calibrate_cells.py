@@ -108,6 +108,7 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
     assert len(whole) == len(further.scored)
     assert by_whole == compare(whole, fits={}).probes
     with monkeypatch.context() as short:  # as of documents that are very uneven
+        short.setattr(candidates, "_SAMPLE_TOKENS", 500)
         short.setattr(candidates, "_sample_beginnings", lambda _: torch.arange(20))
         assert len(measure_probes(further, [2])[0]) == len(further.scored)
     uneven = torch.arange(128).repeat_interleave(torch.tensor([15, 300]).repeat(64))
