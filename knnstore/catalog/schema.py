@@ -1,6 +1,7 @@
 """The schema (tables) of the catalog's database: creation, check of the version, and upgrade by Alembic."""
 
 from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from uuid import uuid4
@@ -14,7 +15,7 @@ from sqlalchemy import Engine as SqlEngine
 
 from knnstore.catalog.connection import connect, is_sqlite_file, render_location, run_exclusive_transaction
 from knnstore.catalog.digests import hash_store_identity
-from knnstore.catalog.tables import StoreRow
+from knnstore.catalog.tables import Base, StoreRow
 from knnstore.catalog.types import Engine, Identity
 from knnstore.errors import (
     CatalogError,
@@ -116,7 +117,8 @@ def upgrade_catalog(url: URL) -> None:
 def upgrade(connection: Connection) -> None:
     """Create the tables of a catalog, or upgrade old tables to this version of knnstore.
 
-    Does nothing if the tables are up to date.
+    New tables are created from the classes of `tables`; only old tables go through the migrations. Both ways
+    lead to the same tables. Does nothing if the tables are up to date.
 
     Args:
         connection: connection in a transaction of `run_exclusive_transaction`, which the caller commits.
@@ -124,8 +126,13 @@ def upgrade(connection: Connection) -> None:
     Raises:
         SchemaTooNewError: a newer version of knnstore made the tables.
     """
-    if not _is_newest(connection):
-        command.upgrade(_make_config(connection), "head")
+    if lacks_catalog(connection):
+        Base.metadata.create_all(connection)
+        _open_versions(connection).stamp(_load_migrations(script_location()), "head")
+    elif not _is_newest(connection):
+        config = _make_config(script_location())
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
 
 
 def create_store(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | None) -> None:
@@ -163,30 +170,33 @@ def create_store(sql: SqlEngine, identity: Identity, engine: Engine, store_id: s
 
 
 def _is_newest(connection: Connection) -> bool:
-    """Check whether a database has the tables of this version of knnstore.
+    """Check whether a catalog has the tables of this version of knnstore; older tables return False.
 
-    Returns False for older tables, and for a database without a catalog. Raises SchemaTooNewError if a newer
-    version of knnstore made the tables.
+    Raises SchemaTooNewError if a newer version of knnstore made the tables.
     """
-    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-    current = context.get_current_revision()
-    scripts = ScriptDirectory.from_config(_make_config())
-    known_versions = {script.revision for script in scripts.walk_revisions()}
+    current = _open_versions(connection).get_current_revision()
+    migrations = _load_migrations(script_location())
+    known_versions = {script.revision for script in migrations.walk_revisions()}
     if current is not None and current not in known_versions:
         raise SchemaTooNewError(
             f"the catalog's schema ({current}) is newer than this package: upgrade knnstore"
         )
-    return current == scripts.get_current_head()
+    return current == migrations.get_current_head()
 
 
-def _make_config(connection: Connection | None = None) -> Config:
-    """Build the configuration of Alembic, which changes the tables.
+def _open_versions(connection: Connection) -> MigrationContext:
+    """Return the object of Alembic that reads and writes the version of a catalog's tables."""
+    return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
 
-    Args:
-        connection: connection on which migrations run; None if the configuration is only used to list
-            migrations.
-    """
+
+@cache
+def _load_migrations(location: Path) -> ScriptDirectory:
+    """Load the migrations in a folder, once in each process."""
+    return ScriptDirectory.from_config(_make_config(location))
+
+
+def _make_config(location: Path) -> Config:
+    """Build Alembic's configuration for the migrations in a folder."""
     config = Config()
-    config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
-    config.attributes["connection"] = connection
+    config.set_main_option("script_location", str(location).replace("%", "%%"))
     return config

@@ -4,12 +4,15 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import URL, inspect
+from sqlalchemy import URL, MetaData, inspect
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema, upgrade_catalog
 from knnstore.catalog.connection import connect, run_exclusive_transaction
@@ -62,11 +65,51 @@ def run(url: URL, *statements: str) -> None:
     engine.dispose()
 
 
-def test_models_and_migrations_agree(catalog: Catalog) -> None:
-    with catalog.sql.connect() as connection:
-        options = {"version_table": schema.VERSION_TABLE}
-        context = MigrationContext.configure(connection, opts=options)
+def describe_tables(url: URL) -> dict[str, Any]:
+    """All that a database says of its tables but the order of their columns."""
+    engine = connect(url)
+    found = inspect(engine)
+    tables: dict[str, Any] = {
+        name: (
+            sorted(str(sorted(column.items(), key=str)) for column in found.get_columns(name)),
+            found.get_pk_constraint(name),
+            sorted(map(str, found.get_foreign_keys(name))),
+            sorted(map(str, found.get_unique_constraints(name))),
+            sorted(map(str, found.get_check_constraints(name))),
+            [
+                {**index, "dialect_options": {k: str(v) for k, v in index.get("dialect_options", {}).items()}}
+                for index in sorted(found.get_indexes(name), key=lambda index: str(index["name"]))
+            ],
+        )
+        for name in found.get_table_names()
+    }
+    if url.drivername == "sqlite":
+        with engine.connect() as connection:
+            made = connection.exec_driver_sql(
+                "SELECT name FROM sqlite_master WHERE sql LIKE '%AUTOINCREMENT%'"
+            )
+            tables["ids are used once"] = sorted(made.scalars())
+    engine.dispose()
+    return tables
+
+
+def test_migrations_lead_to_the_tables_of_a_new_catalog(catalog_url: URL, create: Creator) -> None:
+    configuration = Config()
+    configuration.set_main_option("script_location", str(schema.script_location()))
+    engine = connect(catalog_url)
+    with run_exclusive_transaction(engine) as connection:
+        configuration.attributes["connection"] = connection
+        command.upgrade(configuration, "head")
+        context = MigrationContext.configure(connection, opts={"version_table": schema.VERSION_TABLE})
         assert compare_metadata(context, Base.metadata) == []
+    migrated = describe_tables(catalog_url)
+    with engine.begin() as connection:
+        found = MetaData()
+        found.reflect(connection)
+        found.drop_all(connection)
+    engine.dispose()
+    create(catalog_url).close()
+    assert describe_tables(catalog_url) == migrated
 
 
 def test_a_store_is_made_once(catalog_url: URL, create: Creator) -> None:
@@ -127,15 +170,18 @@ def test_an_older_schema_is_upgraded_on_request(
 
 
 def test_an_upgrade_that_fails_changes_nothing(
-    catalog_url: URL, create: Creator, next_release: None, monkeypatch: pytest.MonkeyPatch
+    catalog_url: URL, create: Creator, request: pytest.FixtureRequest
 ) -> None:
+    create(catalog_url).close()
+    before = describe_tables(catalog_url)
+    request.getfixturevalue("next_release")
     failing = schema.script_location() / "versions" / "9998_next.py"
     failing.write_text(NEXT_MIGRATION + "    raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):
-        create(catalog_url)
-    engine = connect(catalog_url)
-    assert inspect(engine).get_table_names() == []
-    engine.dispose()
+        upgrade_catalog(catalog_url)
+    assert describe_tables(catalog_url) == before
+    with pytest.raises(SchemaOutdatedError):
+        Catalog.open(catalog_url)
 
 
 def test_a_store_that_was_pruned_is_refused_and_stays_as_it_is(
