@@ -175,9 +175,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("moment", ["purge.before", "purge.deleted", "purge.flushed"])
 @pytest.mark.parametrize(
-    "writer", [one if one == "sync" else pytest.param(one, marks=pytest.mark.slow) for one in WRITERS]
+    ("writer", "moment"),
+    [
+        *(("sync", moment) for moment in ("purge.before", "purge.deleted", "purge.flushed")),
+        *(pytest.param(one, "purge.deleted", marks=pytest.mark.slow) for one in WRITERS if one != "sync"),
+    ],
 )
 def test_what_a_killed_sync_removed_is_read_no_more_and_the_next_writer_ends_it(
     knnstore, store, notes, killed_at, writer, moment

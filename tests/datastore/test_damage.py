@@ -26,7 +26,8 @@ PARAMS = {"dim": DIM, "index": "IVF16,Flat", "nprobe": 16}  # so that the index 
 KEYS = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float16).astype(np.float32)
 QUERIES = KEYS[:8] + np.float32(0.01)
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
+    "removed": None,
     "emptied": lambda content: b"",
     "halved": lambda content: content[: len(content) // 2],
     "a byte short": lambda content: content[:-1],
@@ -89,30 +90,46 @@ def search(root: Path, result: str) -> None:
         print(error)
 
 
+def search_each_damaged(root: Path, path: Path, results: Path) -> None:
+    """Search with every damage to a file, each in a process of its own, forked before any search has run."""
+    intact = path.read_bytes()
+    for number, damage in enumerate(DAMAGES.values()):
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage(intact))
+        child = os.fork()
+        if child == 0:
+            said = os.open(results / f"{number}.txt", os.O_CREAT | os.O_WRONLY)
+            os.dup2(said, 1)
+            search(root, str(results / f"{number}.npy"))
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, list(DAMAGES)[number]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["manifest.json", "*.keys", "*.ids", "*.digests", "*.index"])
 def test_damage(store: Path, kind: str) -> None:
     """Every damage to every kind of file is named, and costs the records of that file at most."""
     path = sorted(store.rglob(kind))[0]
-    intact = path.read_bytes()
     truth, said = search_in_child(store)
     assert not said
     with FaissDatastore.open(store.parent / "rest", **PARAMS) as made:
         made.add(np.arange(100), KEYS[:100], np.zeros(100, np.int32))
         rest = made.search(QUERIES, 10).distances
-    for damage, apply in {**DAMAGES, "removed": None}.items():
-        if apply is None:
-            path.unlink()
-        else:
-            path.write_bytes(apply(intact))
-        found, said = search_in_child(store)
+    results = store.parent / "results"
+    results.mkdir()
+    in_child("search_each_damaged(*map(Path, sys.argv[1:]))", store, path, results)
+    for number, damage in enumerate(DAMAGES):
+        said, result = (results / f"{number}.txt").read_text(), results / f"{number}.npy"
+        found = np.load(result) if result.exists() else None
         assert path.name in said or kind == "*.digests", f"{damage}: {said}"
         if kind == "manifest.json":
             assert found is None
         else:  # damage to what is derived costs time only
             expected = truth if kind in ("*.digests", "*.index") else rest
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=damage)
-    path.write_bytes(intact)
 
 
 def test_first_rows_are_checked_alone(tmp_path: Path) -> None:

@@ -16,6 +16,15 @@ TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "knnstore
 QUICK = ("bamba", "llama4_text", "mamba", "mixtral", "rembert", "trocr")
 """Types that run with the quick tests: of experts, without attention, with heads and layers in odd places."""
 
+IN_CI = (
+    "apertus", "bart", "bert", "bloom", "cohere2", "deepseek_v3", "falcon", "falcon_h1", "gemma3_text",
+    "gemma4_text", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
+    "granitemoehybrid", "lfm2", "llama", "minimax", "mistral", "modernbert-decoder", "mpt", "nemotron_h",
+    "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+    "recurrent_gemma", "roberta", "rwkv", "smollm3", "starcoder2", "whisper", "xlnet", "zamba2",
+)  # fmt: skip
+"""Types that CI runs beside these: what is much used, and one of each family. The rest are `exhaustive`."""
+
 SIZES = {
     name: size
     for size, names in {
@@ -255,9 +264,13 @@ def live_through(name: str, tokenizer: Any, folder: Any) -> None:
         assert torch.equal(lm.generate(prompt, knn=NOTHING, **options), written)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
-)
+def choose_marks(name: str) -> list[pytest.MarkDecorator]:
+    if name in QUICK:
+        return []
+    return [pytest.mark.slow] if name in IN_CI else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=choose_marks(name)) for name in TYPES])
 def test_every_type_of_causal_model_lives_through_it(name: str, tokenizer, tmp_path) -> None:
     if name not in LEFT_OUT:
         live_through(name, tokenizer, tmp_path)
@@ -270,4 +283,4 @@ def test_every_type_of_causal_model_lives_through_it(name: str, tokenizer, tmp_p
 
 
 def test_the_lists_name_types_that_there_are() -> None:
-    assert {*QUICK, *CHANGES, *OTHER_POSITIONS, *LEFT_OUT} <= {*TYPES}
+    assert {*QUICK, *IN_CI, *CHANGES, *OTHER_POSITIONS, *LEFT_OUT} <= {*TYPES}

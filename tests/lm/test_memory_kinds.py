@@ -18,6 +18,8 @@ EVERYTHING = replace(
 )
 PROMPT = torch.tensor([[0, *phrases(3, 4)]])
 NEW = 20
+IN_CI = ("mistral", "lfm2", "mamba", "falcon_h1")
+"""Kinds that CI drafts for: with a window, with convolutions, and recurrent ones."""
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +79,18 @@ def check_drafts(lm, caplog, *, drafts: bool, **options) -> None:
     handle.remove()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral", "lfm2"])
-def test_a_cache_that_forgets_is_drafted_for(stores, caplog, kind) -> None:
-    check_drafts(stores(kind), caplog, drafts=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mamba", "falcon_h1"])
-def test_a_recurrent_state_is_not_drafted_for_and_one_line_says_so(stores, caplog, kind) -> None:
-    check_drafts(stores(kind), caplog, drafts=False)
-
-
 def test_a_static_cache_is_not_drafted_for_and_one_line_says_so(stores, caplog) -> None:
     check_drafts(stores("mistral"), caplog, drafts=False, cache_implementation="static")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*ATTENTION, *RECURRENT])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in IN_CI else pytest.param(kind, marks=pytest.mark.exhaustive)
+        for kind in (*ATTENTION, *RECURRENT)
+    ],
+)
 def test_every_kind_generates_the_same_with_drafts(stores, caplog, kind) -> None:
     check_drafts(stores(kind), caplog, drafts=kind in ATTENTION)
     if kind in ATTENTION:

@@ -96,7 +96,14 @@ def test_cells_predict_as_in_float32(exact, tokenizer, tmp_path, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "cells"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        one if one == "cells pq32" else pytest.param(one, marks=pytest.mark.exhaustive)
+        for one in ENGINES
+        if one != "cells"
+    ],
+)
 def test_every_engine_predicts_as_in_float32(exact, tokenizer, tmp_path, engine, precision):
     check(exact, tokenizer, tmp_path, engine, precision)
 
