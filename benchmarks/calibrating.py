@@ -90,7 +90,7 @@ def measure_once(home: Path, texts: list[TextDocument], count: int, scratch: Pat
                 "calibrate": calibrating,
                 "phases": {name: round(seconds, 2) for name, seconds in phases.seconds.items()},
                 "chosen": best.name,
-                "probes": best.settings.probes,
+                "probes": best.probes,
                 "scoring_only": found.settings.scoring_only if found.settings else None,
                 "ppl": {"alone": bare.base_ppl, "held_out": found.comparison.expected.ppl},
             }

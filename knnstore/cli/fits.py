@@ -15,7 +15,8 @@ def build_fit_row(
     """Return one row for `format_fits_table`, as a dict with a value for each column.
 
     Args:
-        settings: the fitted settings; None for the model alone.
+        settings: fitted settings, whose k, number of searched cells and temperature are shown; None for the
+            model alone. No temperature is shown if a network chooses it.
         lam: average weight of retrieval.
         held_out: held-out perplexity and its interval.
         change: ratio of the held-out perplexity to the perplexity of the model alone, and its interval.
@@ -24,7 +25,7 @@ def build_fit_row(
     search_settings = {
         "k": settings.k if settings else 0,
         "probes": settings.probes if settings else None,
-        "temperature": settings.temperature if settings else None,
+        "temperature": settings.temperature if settings and not settings.chooses_temperature else None,
     }
     return {**search_settings, "lambda": lam, **held_out._asdict(), **ratios}
 

@@ -17,7 +17,8 @@ from knnstore.cli.output import Bar, format_pairs, print_message, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Comparison
+    from knnstore.lm import Comparison, KNNSettings
+    from knnstore.lm.calibration.trying import Candidate
 
 STORED_TOKENS = 64_000
 """Number of stored tokens that are predicted if no held-out text is given."""
@@ -232,10 +233,18 @@ def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
     return [{"mixer": "model alone", **model_row}] + [
         {
             "mixer": candidate.name,
-            **build_fit_row(candidate.settings, candidate.lam, candidate.held_out, candidate.change),
+            **build_fit_row(
+                _get_shown_settings(candidate), candidate.lam, candidate.held_out, candidate.change
+            ),
         }
         for candidate in candidates
     ]
+
+
+def _get_shown_settings(candidate: "Candidate") -> "KNNSettings":
+    """Return settings with the values that the table shows, without fitting a network for them."""
+    settings = candidate.by_half[0]
+    return settings if settings.chooses_temperature else candidate.settings
 
 
 def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool) -> str:

@@ -204,6 +204,7 @@ def calibrate(
         by_probes=by_probes,
         networks=networks,
         ngrams=ngrams,
+        progress=progress,
     )
     # 5) Keep the settings in force, or save the best candidate.
     record = settings = None

@@ -41,6 +41,7 @@ from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, find_best
 from knnstore.lm.mixing import other_mixers
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
+from knnstore.progress import Progress
 
 _K_STEP = 4
 _SAMPLE_TOKENS, _SAMPLE_DOCUMENTS = 4_000, 64
@@ -155,6 +156,7 @@ def compare(
     by_probes: Mapping[int, float] = MappingProxyType({}),
     networks: bool = False,
     ngrams: bool = True,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Fit every candidate, and judge it on documents that it was not fitted on.
 
@@ -176,16 +178,23 @@ def compare(
             time.
         ngrams: True to try n-grams of the stored text (if the text was scored with n-grams), and n-grams of
             the text itself together with a continuous cache.
+        progress: progress display, which receives each candidate that was judged; None for no display.
 
     Raises:
         InputError: the text is too short, or neither a neighbor nor an n-gram was found for any token.
     """
-    trial = Trial(scored, ngrams=ngrams)
+    shown = progress or Progress()
+    trial = Trial(scored, ngrams=ngrams, progress=shown)
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
+    if scored.visited and len(scored.found) and not by_probes:
+        by_probes = _judge_probes(trial, scored)
+    further = len(wide) + (domains is not None) + (current is not None)
+    ks = 1 if by_probes else len(list_ks(scored.k))
+    of_fits = len(BIN_FITS if fits is None else fits) + networks
+    total = ks + of_fits + further + trial.count_candidates()
+    shown.start("fitting", total=total, unit=" candidates")
     if len(scored.found):
-        if scored.visited and not by_probes:
-            by_probes = _judge_probes(trial, scored)
         of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
     else:
         of_keys = _KeyCandidates([], [evidence_without_keys(scored)], evidence_without_keys(scored), {})
@@ -201,6 +210,7 @@ def compare(
         current = current.without(*_find_unscored_components(current, scored))
         kept, mix = _make_judgeable(current, scored, wide, domains)
         before = trial.fit_candidate("current", lambda _: kept, at_best_k, mix) if kept else None
+    shown.finish()
     nested = trial.compute_nested_log_probs(candidates)
     expected, change = trial.judge(nested)
     gain = None if before is None else trial.judge.ratio(nested, before.log_probs)

@@ -29,6 +29,7 @@ from knnstore.lm.components import (
 )
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
+from knnstore.progress import Progress
 
 Fit = Callable[[GridEvidence], KNNSettings]
 """A function that fits settings to the probabilities of some tokens."""
@@ -38,7 +39,7 @@ indices (int64, shape (m,))."""
 E = TypeVar("E", GridEvidence, DomainEvidence)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """Fitted settings of one kind, with their held-out perplexity.
 
@@ -47,8 +48,6 @@ class Candidate:
 
     name: str
     """Kind of the settings, for example ``fixed`` or ``bins 8 + n-grams``."""
-    settings: KNNSettings
-    """Settings that were fitted on all documents."""
     held_out: Interval
     """Perplexity of all tokens; each token is judged by settings that were fitted on the other half of the
     documents."""
@@ -60,6 +59,26 @@ class Candidate:
     """log p of every token by the settings that were fitted on the other half, float32, shape (n,)."""
     by_half: tuple[KNNSettings, KNNSettings]
     """The settings that were fitted on the first half, and on the second half."""
+    fit_all: Callable[[], KNNSettings] = field(repr=False, compare=False)
+    """Fits the settings on all documents."""
+
+    @cached_property
+    def settings(self) -> KNNSettings:
+        """Settings that are fitted on all documents.
+
+        They are fitted when they are first asked for, because most candidates are judged and not used.
+        """
+        return self.fit_all()
+
+    @property
+    def k(self) -> int:
+        """Number of neighbors that the settings ask for."""
+        return self.by_half[0].k
+
+    @property
+    def probes(self) -> int | None:
+        """Number of cells that the settings search; None in a store without cells."""
+        return self.by_half[0].probes
 
 
 def find_best_candidate(candidates: Sequence[Candidate]) -> Candidate:
@@ -74,12 +93,14 @@ class Trial:
         scored: the text.
         ngrams: True to try n-grams of the store, if the text was scored with n-grams, and n-grams of the text
             itself together with a continuous cache.
+        progress: progress display, which receives each candidate that was judged; None for no display.
 
     Raises:
         InputError: the text is too short to fit to.
     """
 
-    def __init__(self, scored: ScoredText, *, ngrams: bool = True) -> None:
+    def __init__(self, scored: ScoredText, *, ngrams: bool = True, progress: Progress | None = None) -> None:
+        self._progress = progress or Progress()
         self.documents = len(np.unique(scored.documents.numpy()))
         check_text_size(scored.documents.numpy())
         self.judge = Judge(scored)
@@ -92,11 +113,9 @@ class Trial:
     ) -> Candidate:
         """Fit settings on each half of the text, and judge each half with the settings of the other half.
 
-        The settings of the result are fitted on the whole text.
-
         Args:
             name: name of the candidate.
-            fit: function that fits the settings to given tokens; called three times.
+            fit: function that fits the settings to given tokens.
             evidence: probabilities of the tokens of the whole text, to fit on.
             mix: function that computes the tokens' log-probabilities with fitted settings; default is
                 `ScoredText.log_probs`.
@@ -107,7 +126,14 @@ class Trial:
             tokens = judged.nonzero()[:, 0]
             log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(settings, tokens)
         held_out, change = self.judge(log_probs)
-        return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
+        fit_all = partial(fit, evidence)
+        self._progress.advance(1)
+        return Candidate(name, held_out, float(lam.mean()), change, log_probs, by_half, fit_all)
+
+    def count_candidates(self) -> int:
+        """Return how many candidates with n-grams, a cache and components of other packages will be tried."""
+        gates = int(self._scored.reading is not None)
+        return 3 * int(self._ngrams is not None) + 2 * len(self._others) + gates
 
     def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """Fit keys, n-grams and a continuous cache, and return the held-out perplexity of their mixture.
@@ -203,9 +229,9 @@ class Trial:
             evidence: probabilities of the tokens for each k or number of searched cells.
         """
         best = find_best_candidate(
-            [one for one in candidates if one.name in fits and one.settings.k <= self._scored.k]
+            [one for one in candidates if one.name in fits and one.k <= self._scored.k]
         )
-        reach = best.settings.k, best.settings.probes
+        reach = best.k, best.probes
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
 
     def try_other_components(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -267,9 +293,7 @@ class Trial:
         def fit_over(name: str, below: Candidate | None) -> Candidate:
             """Fit the component over a candidate, or over the model alone if `below` is None."""
             nothing = KNNSettings(k=1, lam=0)
-            settings, by_half = (
-                (nothing, (nothing, nothing)) if below is None else (below.settings, below.by_half)
-            )
+            by_half = (nothing, nothing) if below is None else below.by_half
             before = self._scored.lm_log_probs if below is None else below.log_probs
             log_probs = torch.empty(len(before))
             halves = self.first_half, ~self.first_half
@@ -280,8 +304,12 @@ class Trial:
             held_out, change = self.judge(log_probs)
             lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - component.lam(fitted))
             one, other = (of.with_part(part_name, part) for of, part in zip(by_half, parts, strict=True))
-            both = settings.with_part(part_name, fitted)
-            return Candidate(name, both, held_out, lam, change, log_probs, (one, other))
+            self._progress.advance(1)
+
+            def fit_all() -> KNNSettings:
+                return (nothing if below is None else below.settings).with_part(part_name, fitted)
+
+            return Candidate(name, held_out, lam, change, log_probs, (one, other), fit_all)
 
         alone = fit_over(part_name, None)
         if not candidates:

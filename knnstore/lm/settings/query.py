@@ -8,7 +8,7 @@ from typing import Any
 
 from knnstore.errors import ConfigError
 from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, other_components
-from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, JointGate, Mixer
+from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, GateLambda, JointGate, Mixer
 from knnstore.store import EVERYTHING, Lineage, Selection
 
 _COMPONENTS: dict[str, dict[str, Any]] = {
@@ -172,6 +172,11 @@ class KNNSettings:
         False if a gate or the mixer (rule that chooses λ) also uses other neighbors.
         """
         return self.mixer.needs_nearest_only and self.gate is None
+
+    @property
+    def chooses_temperature(self) -> bool:
+        """True if a network chooses the temperature of each token; `temperature` is then where it starts."""
+        return self.gate is not None or isinstance(self.mixer, GateLambda)
 
     @property
     def retrieves(self) -> bool:
