@@ -189,10 +189,9 @@ def compare(
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if scored.visited and len(scored.found) and not by_probes:
         by_probes = _judge_probes(trial, scored)
-    further = len(wide) + (domains is not None) + (current is not None)
-    ks = 1 if by_probes else len(list_ks(scored.k))
-    of_fits = len(BIN_FITS if fits is None else fits) + networks
-    total = ks + of_fits + further + trial.count_candidates()
+    # Roughly: the mixers of other packages are not counted.
+    of_keys_alone = (1 if by_probes else len(list_ks(scored.k))) + len(wide) + len(BIN_FITS) + networks
+    total = of_keys_alone + (domains is not None) + (current is not None) + trial.count_candidates()
     shown.start("fitting", total=total, unit=" candidates")
     if len(scored.found):
         of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
