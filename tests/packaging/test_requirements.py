@@ -94,6 +94,7 @@ def test_the_wheel_is_made_with_what_it_needs_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pip_installs_the_image_by_its_hashes(tmp_path: Path) -> None:
     """All but torch, as the Dockerfile does, and the wheel with what builds it."""
     venv.create(tmp_path / "venv", with_pip=True)

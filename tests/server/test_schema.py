@@ -91,8 +91,8 @@ def test_an_error_is_one_line_whatever_was_sent(described):
 
 
 @pytest.mark.slow
-def test_five_thousand_requests_to_all_endpoints(described):
-    statuses = ask(described, 270)
+def test_many_requests_to_all_endpoints(described):
+    statuses = ask(described, 80)
     assert {200, 400, 404} <= {status for _, status in statuses}
-    assert statuses.total() >= 5000
+    assert statuses.total() >= 1500
     assert described[0].call("GET", "/health").status_code == 200
