@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +36,7 @@ from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
 from knnstore.server.upstream import UpstreamAddress
 from knnstore.store import Home
+from tests.forked import ForkedCommand
 from tests.media.conftest import disk as disk
 from tests.server.browsing import Opened
 
@@ -51,7 +50,6 @@ NEWS = {
     "n-18": "Two boats were lost in the storm, the council said in the morning.",
     "n/19 ü": "Prices of grain rose again this winter.",
 }
-KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -128,8 +126,8 @@ class Server:
     def __init__(self, home: Path, *options: str) -> None:
         self.home = home
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [*KNNSTORE, "--home", str(home), "serve", "--port", "0", "--log-format", "json", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        arguments = ["--home", str(home), "serve", "--port", "0", "--log-format", "json", *options]
+        self.process = ForkedCommand(arguments, environment)
         self.lines: list[str] = []
         self._clients = ExitStack()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -179,11 +177,9 @@ class Server:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        assert self.process.stderr is not None
         self.process.stderr.close()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
 

@@ -1,8 +1,6 @@
 """Keys: what each endpoint asks for, and that what a key may not see is not there for it."""
 
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import httpx
@@ -15,8 +13,8 @@ from knnstore.server.access import check_rights_declared
 from knnstore.server.app import Options, make_endpoints
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Serving
+from tests.forked import run_forked
 
-KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 COMPLETION = {"model": "tiny+news", "prompt": "The council", "max_tokens": 5, "temperature": 0}
 
 CHANGING = ("date", "x-request-id")
@@ -176,10 +174,7 @@ def test_a_key_works_until_it_is_revoked_and_no_secret_is_logged(serve, home, ma
     assert server.client(key).completions.create(**COMPLETION).choices[0].text
     late = make_key(home, "--right", "predict")
     assert server.call("GET", "/v1/models", late).status_code == 200
-    revoked = subprocess.run(
-        [*KNNSTORE, "--home", str(home), "key", "revoke", key.split("_")[1]], check=False
-    )
-    assert revoked.returncode == 0
+    assert run_forked("--home", str(home), "key", "revoke", key.split("_")[1])[0] == 0
     assert server.call("GET", "/v1/models", key).status_code == 401
     assert server.call("GET", "/v1/models", late).status_code == 200
     assert server.end() == 0
@@ -190,10 +185,9 @@ def test_a_key_works_until_it_is_revoked_and_no_secret_is_logged(serve, home, ma
 
 @pytest.mark.slow
 def test_other_addresses_demand_keys(serve, home, make_key):
-    command = [*KNNSTORE, "--home", str(home), "serve", "--host", "0.0.0.0", "--port", "0"]
-    started = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (started.returncode, started.stderr.count("\n")) == (1, 1)
-    assert "knnstore key add" in started.stderr
+    status, said = run_forked("--home", str(home), "serve", "--host", "0.0.0.0", "--port", "0")
+    assert (status, said.count("\n")) == (1, 1)
+    assert "knnstore key add" in said
     make_key(home, "--right", "predict")
     server = serve("--host", "0.0.0.0").ready()
     assert server.call("GET", "/v1/models").status_code == 401

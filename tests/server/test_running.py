@@ -4,8 +4,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
@@ -18,8 +16,8 @@ import pytest
 from knnstore.catalog import NewDocument
 from knnstore.server import running
 from knnstore.store import KNNStore
+from tests.forked import run_forked
 
-KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 LONG = {"model": "tiny+news", "prompt": "The", "max_tokens": 90, "temperature": 1.6}
 
 
@@ -122,23 +120,17 @@ def test_too_many_are_told_to_come_back(serve):
 
 @pytest.mark.slow
 def test_a_store_that_is_written_to_is_refused_in_one_line(process):
-    second = subprocess.run(
-        [*KNNSTORE, "--home", str(process.home), "serve", "--port", "0"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (second.returncode, second.stderr.count("\n")) == (1, 1)
-    assert "is being written by process" in second.stderr
+    status, said = run_forked("--home", str(process.home), "serve", "--port", "0")
+    assert (status, said.count("\n")) == (1, 1)
+    assert "is being written by process" in said
 
 
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_said_in_one_line(process):
     port = process.url.rpartition(":")[2]
-    second = subprocess.run(
-        [*KNNSTORE, "--home", str(process.home), "serve", "--read-only", "--port", port],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert second.returncode == 1
-    assert f"port {port} cannot be listened to" in second.stderr.splitlines()[-1]
+    status, said = run_forked("--home", str(process.home), "serve", "--read-only", "--port", port)
+    assert status == 1
+    assert f"port {port} cannot be listened to" in said.splitlines()[-1]
 
 
 @pytest.mark.slow
