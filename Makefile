@@ -15,7 +15,7 @@ demo: $(VENV)/installed-base
 test: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "not slow"
 
-# Without the marker `exhaustive`: cases of vLLM whose parts other tests have; `pytest -m exhaustive` runs them.
+# Without the marker `exhaustive`: sweeps of which this runs one case of each kind; `pytest -m exhaustive` runs them, before a release.
 # Browsers, further processes, kills, power losses, outages, thousands of generated requests, and what installs packages.
 test-slow: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "slow and not exhaustive"

@@ -66,6 +66,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a PostgreSQL server as slow; the same tests on SQLite stay quick."""
+    for item in items:
+        fixtures = {*getattr(item, "fixturenames", ())}
+        is_there = "-postgresql" in item.name or "[postgresql" in item.name
+        if is_there or fixtures & {"postgres", "own_postgres"}:
+            item.add_marker("slow")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how often writers were killed and where, and how many images of a power loss were read."""
     found: dict[str, list[Any]] = {"killed": [], "recoveries_killed": [], "images": []}

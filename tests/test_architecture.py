@@ -88,6 +88,7 @@ def test_the_walks_name_modules_that_are_there() -> None:
             folder = Path(name).parent if "/" in name else folder
 
 
+@pytest.mark.slow
 def test_former_names_of_resolve_are_not_used_within() -> None:
     former = {"settings_for", "usable_settings_for", "own_settings_for", "completed", "overridden"}
     former |= {"default_settings", "saved_for", "trained_for"}
@@ -98,6 +99,7 @@ def test_former_names_of_resolve_are_not_used_within() -> None:
                 assert not former & set(names), f"{module} imports {former & set(names)}"
 
 
+@pytest.mark.slow
 def test_the_mixture_loads_neither_sql_nor_transformers() -> None:
     packages = "knnstore.lm.mixing, knnstore.lm.components, knnstore.lm.row_mixer"
     program = f"import sys, {packages}; print(*sorted(sys.modules))"

@@ -58,6 +58,7 @@ def test_keys_are_those_of_the_model_in_the_order_of_the_text(run, tmp_path) -> 
     np.testing.assert_allclose(np.load(tmp_path / "k.npy"), torch.cat(expected).numpy(), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_bugs_are_drawn_from_every_subject_and_change_one_line_each() -> None:
     script = runpy.run_path(str(REPOSITORY / "scripts" / "try-bugs"), run_name="imported")
     bugs = script["draw_bugs"](24, seed=1)

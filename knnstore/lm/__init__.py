@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
-    from knnstore.lm.calibration import Calibration, Comparison
+    from knnstore.lm.calibration import Calibration, Candidate, Comparison
     from knnstore.lm.components import CacheSettings, DistributionComponent, NGramSettings, register_component
     from knnstore.lm.drafts import Drafts
     from knnstore.lm.explanation import (
@@ -109,6 +109,7 @@ __all__ = [
     "CacheSettings",
     "Calibration",
     "CalibrationRecord",
+    "Candidate",
     "Check",
     "Chosen",
     "Comparison",

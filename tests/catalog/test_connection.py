@@ -107,6 +107,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     assert "not a database" in said
 
 
+@pytest.mark.slow
 def test_without_psycopg() -> None:
     program = """
 import sys

@@ -434,6 +434,7 @@ def test_a_document_of_several_domains_is_named_with_its_domain(knnstore, store)
     assert knnstore("show n-17 --json").json["domain"] == "news"
 
 
+@pytest.mark.slow
 def test_move_keeps_every_prediction(knnstore, store):
     before = knnstore("eval held-out.jsonl --json").json["knn_ppl"]
     moved = knnstore("move --store faiss --location elsewhere --param index=exact --json").json

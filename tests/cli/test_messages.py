@@ -67,6 +67,7 @@ REFUSED = [
 """Commands and why each is refused; the empty reason is that of a command that ends well."""
 
 
+@pytest.mark.slow
 def test_what_can_be_refused_is_refused_before_torch_is_imported(store):
     Path("wrong.jsonl").write_text('{"body": "x"}\n')
     program = (

@@ -18,6 +18,7 @@ KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 ROW = b'{"id": "p-1", "text": "The boat came in."}\n'
 
 
+@pytest.mark.slow
 def test_help_loads_no_engine_and_commands_without_a_model_load_no_torch(store):
     program = (
         "import sys; from typer.testing import CliRunner; from knnstore.cli import app\n"

@@ -92,6 +92,7 @@ def at_a_terminal(*arguments: str) -> str:
         return shown.read(100_000).decode()
 
 
+@pytest.mark.slow
 def test_nothing_that_is_printed_steers_a_terminal(knnstore, store):
     text = f"a{STEERING}b\tc\nd"
     row = {"id": f"x{STEERING}\ny", "text": text, "metadata": {STEERING: [STEERING]}}
@@ -165,6 +166,7 @@ def test_metadata_that_is_nested_deep_is_refused(knnstore, store, depth):
     assert "nested more than 64 deep" in done.err or "not JSON" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [64, 480, 950, 100_000])
 def test_metadata_that_is_nested_deep_does_not_lock_a_store(knnstore, store, depth):
     """Of a store that was made before such depth was refused, or by somebody else."""

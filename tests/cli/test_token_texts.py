@@ -34,6 +34,7 @@ def spelled(request, tmp_path, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 def test_streamed_text_is_the_continuation(spelled):
     tokenizer = small_tokenizer(spelled)
     for prompt in ("into", "東京は é "):
@@ -64,6 +65,7 @@ def test_rows_of_tokens_are_the_documents(spelled):
         assert spelled not in EXACT or texts[name] == text
 
 
+@pytest.mark.slow
 def test_explained_tokens_are_the_text(spelled):
     for text in DOCUMENTS.values():
         explained = call("explain", text, "--json").json

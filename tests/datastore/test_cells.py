@@ -454,6 +454,7 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, 256])
 @pytest.mark.parametrize("metric", list(Metric))
 def test_queries_meet_by_tables_what_decoded_keys_say(

@@ -266,6 +266,7 @@ def test_an_index_that_is_known_to_be_intact_is_not_read_again(tmp_path: Path) -
         assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_an_index_whose_tables_are_larger_than_its_file_is_read(tmp_path: Path) -> None:
     """FAISS computes a table for every list of a product quantizer, and counts it as if it were read."""
     keys = clustered(12000, dim=32)

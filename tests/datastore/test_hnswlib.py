@@ -157,6 +157,7 @@ def test_most_are_dead(tmp_path: Path) -> None:
         assert store.search(queries, 3).ids.max() == -1
 
 
+@pytest.mark.slow
 def test_several_graphs(tmp_path: Path) -> None:
     """Growth leaves a large graph alone; a small one that holds all the neighbors gives them all."""
     keys, queries = clustered(5000), clustered(20, seed=1)
@@ -234,6 +235,7 @@ def test_ef(tmp_path: Path) -> None:
     assert found[1] < 0.9 < 0.99 < found[400]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "removed"])
 def test_damaged_graph_is_searched_around(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str

@@ -177,6 +177,7 @@ def test_damage_costs_the_same_however_many_groups_there_are(
     assert (np.array(costs[2:]) <= 1.5 * np.array(costs[:2])).all(), costs
 
 
+@pytest.mark.slow
 def test_reading_costs_as_much_as_there_is(tmp_path: Path) -> None:
     """All batches but the last are full, and twice the segments cost twice as much."""
     costs = []

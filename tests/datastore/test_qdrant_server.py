@@ -87,6 +87,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [models.Distance.EUCLID, models.Distance.DOT])
 def test_answers_as_the_client_in_memory(client: QdrantClient, distance: models.Distance) -> None:
     """The same calls give the same answers, by id and by distance, whatever the filter."""

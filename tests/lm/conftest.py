@@ -120,7 +120,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(
+    params=[
+        name if name in ("gpt2", "llama", "gpt_neox") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ]
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -136,7 +136,9 @@ def make_model(kind: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [one if one == "drafts" else pytest.param(one, marks=pytest.mark.slow) for one in WAYS]
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_layer_of_ours_follows_the_text(kind: str, way: str) -> None:
     model = make_model(kind)

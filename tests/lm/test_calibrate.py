@@ -183,6 +183,7 @@ def test_too_little_text_is_refused_before_the_pass(lm, held_out):
         lm.calibrate(held_out)
 
 
+@pytest.mark.slow
 def test_the_cached_pass_agrees_with_the_evaluation(lm):
     scored = score_once(lm.store, lm.reader, HELD_OUT, k=64, selection=EVERYTHING)
     fitted = lm.calibrate(HELD_OUT, max_k=64).comparison.candidates

@@ -75,6 +75,7 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
     assert current.settings == found.settings
 
 
+@pytest.mark.slow
 def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
     further = searched(lm)
     together = further.with_probes([1, 2, 3, 7])
@@ -85,6 +86,7 @@ def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
     assert not torch.allclose(together[2].knn, together[3].knn, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> None:
     """The sample gives what the whole text of the same beginnings gives."""
     monkeypatch.setattr(judging, "MIN_TOKENS", 300)

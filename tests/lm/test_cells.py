@@ -21,7 +21,9 @@ K_ALL = 4096
 HELD_OUT = documents(RNG, OF_A, "h", 3) + documents(RNG, OF_B, "i", 2)
 
 
-@pytest.fixture(scope="module", params=["l2", "ip", "device"])
+@pytest.fixture(
+    scope="module", params=["l2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ip", "device"))]
+)
 def filled(make_lm, request):
     """A home of cells with two domains, the second of which is one cell, for each metric, and on a device."""
     metric, device = ("l2", "cpu") if request.param == "device" else (request.param, "none")
@@ -50,7 +52,10 @@ MIXERS = {
 
 @pytest.mark.parametrize(
     ("filled", "mixer"),
-    [("l2", name) for name in MIXERS] + [("ip", "fixed"), ("device", "fixed")],
+    [
+        *(("l2", name) for name in MIXERS),
+        *(pytest.param(one, "fixed", marks=pytest.mark.slow) for one in ("ip", "device")),
+    ],
     indirect=["filled"],
 )
 def test_all_cells_are_all_neighbors(lm, mixer) -> None:

@@ -189,6 +189,7 @@ def lm(make_lm):
     return make_lm({"stored": ["w5 w6 w7 w8 w9 w10"]}, states=1, max_length=12, stride=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighed_at_once", [256, 5])
 def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, weighed_at_once, monkeypatch):
     compared = list[int]()

@@ -118,6 +118,7 @@ def test_weights_that_changed_are_not_lost_in_silence(lm, tmp_path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.slow
 def test_what_would_make_the_keys_wrong_is_refused(lm) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -41,6 +41,7 @@ def ppl(log_probs: torch.Tensor) -> float:
     return math.exp(-float(log_probs.double().mean()))
 
 
+@pytest.mark.slow
 def test_larger_k_agrees_with_the_evaluation(lm, further):
     every = torch.arange(len(further.scored))
     wide = further.with_k([64, 300])
@@ -138,6 +139,7 @@ def test_interpolation_is_exact_on_the_grid(count):
     assert torch.allclose(interpolate_on_grid(knn, temperatures, 1e6), knn[:, -1])
 
 
+@pytest.mark.slow
 def test_one_neighbor_of_each_domain_is_enough_to_calibrate(lm):
     found = lm.calibrate(HELD_OUT, max_k=1, networks=False, ngrams=False)
     assert "domains" in {one.name for one in found.comparison.candidates}

@@ -34,7 +34,7 @@ def joined(make_lm):
     return make_lm({"d": STORED}, max_length=64, stride=32, states=3)
 
 
-@pytest.fixture(params=["single", "joined"])
+@pytest.fixture(params=[pytest.param("single", marks=pytest.mark.slow), "joined"])
 def lm(request):
     return request.getfixturevalue(request.param)
 
@@ -74,7 +74,7 @@ def cache_of(lm, prompt, count, *, model=None):
 # -- the text in pieces
 
 
-@pytest.mark.parametrize("size", [1, 5, 64])
+@pytest.mark.parametrize("size", [1, 5, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_prompt_in_chunks_gives_what_a_whole_one_gives(lm, knn, prompt, size) -> None:
     check_steps(lm, knn, prompt.tolist(), inputs=prompt, prefill_chunk_size=size)
 
@@ -223,6 +223,7 @@ def greedy(lm, knn, prompt, **options):
     )
 
 
+@pytest.mark.slow
 def test_an_assistant_model_changes_nothing(lm, knn, prompt, make_model) -> None:
     expected = greedy(lm, knn, prompt)
     for assistant in (make_model("llama"), lm.base, lm):
@@ -242,19 +243,15 @@ def guided(lm, knn, prompt, negative, scale):
     return torch.tensor([text])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (
-                {"use_cache": False},
-                {"assistant_model": "llama"},
-                {"prefill_chunk_size": 5},
-                {"draft": True},
-            )
-        ),
+        {"use_cache": False},
+        {"assistant_model": "llama"},
+        {"prefill_chunk_size": 5},
+        {"draft": True},
     ],
     ids=str,
 )

@@ -54,6 +54,7 @@ def test_a_continuation_is_what_its_tokens_add_to_the_prompt(lm):
         assert lm.generate_text(prompt, seed=seed, **SAMPLED) == difference(lm, before, tokens)
 
 
+@pytest.mark.slow
 def test_several_continuations_of_a_prompt_are_a_list(lm):
     for seed, prompt in enumerate(PROMPTS[:2]):
         before, rows = generated(lm, prompt, seed, num_return_sequences=3)
@@ -67,6 +68,7 @@ def test_several_continuations_of_a_prompt_are_a_list(lm):
     assert beams[0] == lm.generate_text("into", max_new_tokens=8, num_beams=3)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_continuation_after_the_token_that_completes_it(lm):
     before, (tokens,) = generated(lm, "The harbour", 3)
     text = difference(lm, before, tokens)

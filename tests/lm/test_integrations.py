@@ -116,6 +116,7 @@ def test_a_saved_model_opens_its_store_again(make_lm, tmp_path):
     assert predicted.tolist() == SEQUENCE[1:8]
 
 
+@pytest.mark.slow
 def test_a_saved_folder_is_taken_by_its_name(make_lm, tmp_path, caplog):
     """By the `Auto` classes, a pipeline and lm-eval, without a warning and with the very same numbers."""
     from lm_eval.models.huggingface import HFLM

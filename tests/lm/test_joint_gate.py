@@ -147,6 +147,7 @@ def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated
     assert together[1].tolist() == alone[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("probes", "sample"), [(None, {}), (4, {"do_sample": True, "temperature": 0.5})])
 def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch, probes, sample) -> None:
     class Heard(BaseStreamer):

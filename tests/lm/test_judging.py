@@ -149,6 +149,7 @@ def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(score
     assert trial.judge_with_all(fit_fixed, evidence).ppl == pytest.approx(math.exp(-other / TOKENS), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
     first, parts = mask_first_half(scored.documents), set()
     for one in found.candidates:

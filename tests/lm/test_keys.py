@@ -139,6 +139,7 @@ def test_a_module_that_is_called_twice_is_not_stopped_at(make_model):
     assert torch.equal(Encoder(model, location).keys(IDS, at), whole.flatten(0, 1).float())
 
 
+@pytest.mark.slow
 def test_threads_do_not_see_each_others_keys(make_model):
     model = make_model("gpt2")
     location = locate(model)

@@ -79,6 +79,7 @@ def check_drafts(lm, caplog, *, drafts: bool, **options) -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_a_static_cache_is_not_drafted_for_and_one_line_says_so(stores, caplog) -> None:
     check_drafts(stores("mistral"), caplog, drafts=False, cache_implementation="static")
 

@@ -89,7 +89,10 @@ def check(exact, tokenizer, tmp_path, engine, precision):
     assert found == pytest.approx(exact(engine), abs=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    [one if one == "autocast bfloat16" else pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS],
+)
 def test_cells_predict_as_in_float32(exact, tokenizer, tmp_path, precision):
     check(exact, tokenizer, tmp_path, "cells", precision)
 

@@ -40,7 +40,16 @@ def reader(lm):
         yield store
 
 
-@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3}])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"do_sample": False},
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ({"do_sample": True, "top_k": 0}, {"num_beams": 3})
+        ),
+    ],
+)
 @pytest.mark.parametrize("domains", [None, ["second"]])
 @pytest.mark.parametrize(("weight", "order"), [(None, None), (0.6, 3)])
 def test_a_causal_model_generates_what_the_component_generates(

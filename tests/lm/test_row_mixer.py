@@ -41,6 +41,7 @@ def step(lm, texts, tokens, cache, settings):
     return RowMixer(lm.store).mix(rows, settings)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_generates_what_generate_does(lm) -> None:
     prompts = torch.tensor([lm.reader.tokens(text)[:6].tolist() for text in (FIRST[0], SECOND[0])])
     texts, cache, tokens, written = [TextState(), TextState()], DynamicCache(), prompts, []

@@ -161,6 +161,7 @@ def test_text_is_written_without_it_and_scored_with_it(lm) -> None:
         lm.knn = before
 
 
+@pytest.mark.slow
 def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
     repetitive = make_repetitive_texts()
@@ -177,6 +178,7 @@ def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     assert again.calibrate(repetitive, networks=False, ngrams=False).settings == settings
 
 
+@pytest.mark.slow
 def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_when_it_stays(
     make_lm, monkeypatch
 ) -> None:

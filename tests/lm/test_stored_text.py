@@ -191,6 +191,7 @@ def test_settings_are_not_judged_by_what_they_know() -> None:
     assert [of for of, is_known in known.items() if is_known] == ["abcdx", "abcdef"]
 
 
+@pytest.mark.slow
 def test_what_was_fitted_to_a_document_that_is_gone_is_not_saved(lm, monkeypatch) -> None:
     def compare(*args, **options):
         lm.store.remove_domain("phrases")

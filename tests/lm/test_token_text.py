@@ -67,6 +67,7 @@ def test_a_continuation_is_the_difference_of_two_decoded_texts(kind, data):
     assert Detokenizer(texts, before, special=special).peek(tokens) == whole[common(prompt, whole) :]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(KIND, TEXT, TEXT)
 def test_texts_that_decode_to_themselves_are_continued_exactly(kind, prompt, text):
@@ -87,6 +88,7 @@ def test_texts_that_decode_to_themselves_are_continued_exactly(kind, prompt, tex
         assert "".join(parts) == prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REAL_KINDS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

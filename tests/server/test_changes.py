@@ -39,6 +39,7 @@ def change(server, method: str, path: str, **options):
     return asyncio.ensure_future(server.client.request(method, path, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tokenizing", "adding", "removing", "removing a domain"])
 def test_texts_go_on_while_the_store_is_changed(server, monkeypatch, kind):
     store = server.serving.lm.store
@@ -119,6 +120,7 @@ def test_a_document_counts_against_a_keys_limit_while_it_is_read(inside, prepare
     server.loop.run_until_complete(ask())
 
 
+@pytest.mark.slow
 def test_a_page_reads_no_more_documents_than_it_shows(server, monkeypatch):
     from knnstore.catalog import catalog
 

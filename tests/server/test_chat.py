@@ -68,6 +68,7 @@ def test_a_conversation_goes_on_as_the_template_has_it(talking):
     assert (events[-1].choices, events[-1].usage) == ([], whole.usage)
 
 
+@pytest.mark.slow
 def test_what_the_template_refuses_is_refused(talking):
     client = talking[0].client()
     system = {"role": "system", "content": "Be brief."}

@@ -86,7 +86,9 @@ def written_after(server, messages) -> str:
     return answer.json()["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("client", list(RECORDED))
+@pytest.mark.parametrize(
+    "client", [one if one == "openai" else pytest.param(one, marks=pytest.mark.slow) for one in RECORDED]
+)
 def test_recorded_requests_are_answered(talking, client):
     strict, lenient = talking.client(_strict_response_validation=True), talking.client()
     for request in RECORDED[client]:
@@ -207,6 +209,7 @@ SOMETHING_IN_CHAT = SOMETHING | {
 SOMETHING_IN_TEXT = SOMETHING | {"best_of": [2], "suffix": ["Z"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "nothing", "something"),
     [(CHAT, NOTHING_IN_CHAT, SOMETHING_IN_CHAT), (TEXT, NOTHING_IN_TEXT, SOMETHING_IN_TEXT)],

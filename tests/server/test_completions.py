@@ -176,6 +176,7 @@ def test_a_stream_is_the_answer_in_pieces(server, echo):
     assert usage == whole.usage
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_a_string_that_spans_tokens(server):
     client = server.client()
     asked = {"model": "tiny+letters", "prompt": "The harbour", "max_tokens": 40, "temperature": 0}
@@ -324,6 +325,7 @@ def within(inside, prepared, tmp_path_factory):
     return inside(shutil.copytree(prepared, tmp_path_factory.mktemp("within") / "home"), require_keys=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_ends_its_texts(within, monkeypatch, streamed):
     """The engine stands still after a step, until the server has seen that the client is gone."""

@@ -121,8 +121,8 @@ def write_alone(lm, task: Task, index: int) -> list[int]:
     return tokens[begun:]
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
-def test_mixes_are_what_each_would_be_alone(lm, engine, count):
+@pytest.mark.slow
+def test_mixes_are_what_each_would_be_alone(lm, engine):
     rng = random.Random(0)
     texts = [
         "The harbour",
@@ -133,7 +133,7 @@ def test_mixes_are_what_each_would_be_alone(lm, engine, count):
         "winter " * 9,
     ]
     listeners = []
-    for number in range(count):
+    for number in range(100):
         prompts = tuple(
             Prompt(tuple(lm.reader.tokens(rng.choice(texts)).tolist()[: rng.choice([1, 2, 5, 50])]))
             for _ in range(rng.choice([1, 1, 1, 3]))
@@ -156,7 +156,7 @@ def test_mixes_are_what_each_would_be_alone(lm, engine, count):
                 assert whole == before + text
             sampled.add(tuple(tokens))
     assert ended_early > 0
-    assert len(sampled) > count // 2
+    assert len(sampled) > 50
 
 
 def test_greedy_text_is_that_of_generate(lm, engine):
@@ -220,6 +220,7 @@ def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
     assert found == pytest.approx(expected[-len(found) :], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_cancelled_task_makes_room_and_the_others_go_on(lm, engine):
     prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
     listeners = [

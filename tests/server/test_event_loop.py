@@ -120,6 +120,7 @@ TOO_MUCH = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_what_would_take_long_is_refused_before_it_is_tokenized(server, held, kind):
     """Nothing of it needs the tokenizer, which another thread has."""

@@ -66,6 +66,7 @@ def test_names_of_arguments_and_everything_else_of_a_message_forge_none(tokenize
     assert count_control_tokens(tokenizer, ids) == [2, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_token_that_the_tokenizer_makes_of_ordinary_text_is_refused(tokenizer, template):
     words = (one for one in tokenizer.get_vocab() if one.isascii() and one.isalpha() and len(one) > 1)
     token = next(one for one in words if len(tokenizer(one)["input_ids"]) == 1)
@@ -111,6 +112,7 @@ def test_information_on_the_tokenizer_is_no_larger_than_an_answer(inside, prepar
     assert "chat template is larger than" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_server_whose_transformers_cannot_keep_tokens_apart_does_not_start(tokenizer, monkeypatch):
     monkeypatch.delattr("transformers.utils.chat_template_utils.encode_marked_chat")
     with pytest.raises(ConfigError, match=r"transformers 5\.24"):

@@ -73,6 +73,7 @@ def test_a_harmful_template_is_one_line(tokenizer, monkeypatch, name) -> None:
     assert not hung
 
 
+@pytest.mark.slow
 def test_a_template_sees_messages_and_special_tokens(tokenizer) -> None:
     tokenizer.chat_template = SOUND
     template = ChatTemplate(tokenizer, 100)

@@ -64,6 +64,7 @@ def at_once(server, key: str, count: int) -> list[int]:
     return server.loop.run_until_complete(ask())
 
 
+@pytest.mark.slow
 def test_so_many_requests_at_once(server):
     key, other = limited(server, requests=2), limited(server)
     assert at_once(server, key, 5) == [200, 200, 429, 429, 429]

@@ -48,6 +48,7 @@ def talking(tmp_path_factory):
     yield from served(tmp_path_factory.mktemp("structured"), TEMPLATE)
 
 
+@pytest.mark.slow
 def test_the_package_parses_an_answer(talking):
     asked = {"model": "tiny+talks", "messages": [{"role": "user", "content": "Which?"}], "max_tokens": 90}
     client = talking.client()
@@ -74,6 +75,7 @@ def test_a_text_may_hold_the_names_of_special_and_added_tokens(kind):
         assert json.loads(tokenizer.decode(tokens, skip_special_tokens=True)) == text
 
 
+@pytest.mark.slow
 def test_texts_of_a_random_model_are_held_to_the_schema(server):
     """Each text has its own place in the schema, also in a batch, where others are free."""
     asked = {"model": "tiny+news", "prompt": ["The", "A boat"], "max_tokens": 80, "temperature": 2, "seed": 5}
@@ -251,6 +253,7 @@ def test_without_the_extra_it_is_refused_with_what_to_install(inside, prepared, 
     assert "pip install 'knnstore[structured]'" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_tools_are_refused_in_one_line(talking):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(openai.BadRequestError, match="tools: this server cannot call tools"):

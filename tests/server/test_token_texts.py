@@ -93,6 +93,7 @@ def prompts_of(served):
     return [*PROMPTS, *(ids for ids in halves if ids)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("echo", [False, True])
 def test_completions_are_what_their_tokens_decode_to(served, echo):
     asked = {"max_tokens": 24, "n": 2, "seed": 5, "logprobs": 4, "echo": echo}
@@ -132,6 +133,7 @@ def test_a_prompt_alone_is_given_back_with_its_tokens(served):
         assert choice["text"] == (prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("echo", [False, True])
 def test_tokens_end_with_the_text_where_a_stop_string_ends_it(served, echo):
     asked = {"prompt": "The harbour", "max_tokens": 30, "seed": 2, "logprobs": 4}
@@ -147,6 +149,7 @@ def test_tokens_end_with_the_text_where_a_stop_string_ends_it(served, echo):
         assert [one for part in parts for one in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
 
 
+@pytest.mark.slow
 def test_bytes_of_chat_tokens_are_their_own(served):
     asked = {
         "messages": [{"role": "user", "content": "é🙂"}], "max_tokens": 30, "n": 4, "seed": 1,

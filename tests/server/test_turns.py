@@ -100,6 +100,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEAVY)
 def test_streams_go_on_between_the_turns_of_long_work(server, observed, kind):
     path, body = HEAVY[kind]

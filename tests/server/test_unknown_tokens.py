@@ -97,6 +97,7 @@ def test_values_that_are_no_json_are_refused(wide) -> None:
     assert "null" in answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_gives_nan_says_so(model_path, inside, tmp_path, stream) -> None:
     with knnstore.create(tmp_path / "home", str(model_path)) as lm:

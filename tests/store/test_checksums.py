@@ -58,6 +58,7 @@ def test_whatever_is_done_to_a_store_its_checksums_fit(qdrant, home, qdrant_serv
         assert len(stored_checksums(home)) == 3
 
 
+@pytest.mark.slow
 def test_a_store_of_before_gets_its_checksums_from_repair(qdrant, home) -> None:
     with KNNStore.open(home, "a") as store:
         taken = stored_checksums(home)
@@ -69,6 +70,7 @@ def test_a_store_of_before_gets_its_checksums_from_repair(qdrant, home) -> None:
         assert stored_checksums(home) == taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["ingest.added", "ingest.flushed", "catalog.publish.inside", "purge.before"])
 def test_a_kill_makes_no_sound_store_look_damaged(qdrant, home, writer_of, killed_at, at) -> None:
     def replace() -> None:
@@ -110,6 +112,7 @@ def test_keys_of_a_strangers_adapter_are_checked_too(home, identity, writer_of, 
         assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_a_server_gives_back_what_was_summed(home, identity, writer_of, qdrant_server: Any) -> None:
     url = qdrant_server.url
     for datatype in PRECISIONS:

@@ -84,10 +84,12 @@ def named_in(problems: list[str]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("engine", "kind", "how"),
     [
-        *(("faiss", "keys", how) for how in DAMAGES),
-        *(("faiss", "ids", how) for how in ("missing", "flipped", "a folder")),
+        ("faiss", "keys", "flipped"),
+        ("faiss", "ids", "missing"),
         ("hnswlib", "keys", "flipped"),
-        ("hnswlib", "ids", "another's"),
+        *(pytest.param("faiss", "keys", how, marks=pytest.mark.slow) for how in DAMAGES if how != "flipped"),
+        *(pytest.param("faiss", "ids", how, marks=pytest.mark.slow) for how in ("flipped", "a folder")),
+        pytest.param("hnswlib", "ids", "another's", marks=pytest.mark.slow),
     ],
 )
 def test_lost_records_cost_their_documents(filled, home, engine, kind, how, caplog) -> None:
@@ -204,6 +206,7 @@ def test_a_folder_in_place_of_what_a_store_hangs_on_is_named(filled, home, name)
             KNNStore.open(home, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"])
 @pytest.mark.parametrize("name", ["keys/manifest.json", "keys/owner", "knnstore.json"])
 def test_a_size_that_no_file_of_a_store_has_is_not_read(filled, home, name) -> None:

@@ -18,7 +18,8 @@ def outcomes(*options: str) -> int:
     return sum(json.loads(done.stdout)["outcomes"].values())
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_damaged_homes(count: int) -> None:
     assert outcomes("--mutations", str(count)) == count
 

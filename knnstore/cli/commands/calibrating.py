@@ -17,8 +17,7 @@ from knnstore.cli.output import Bar, format_pairs, print_message, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Comparison, KNNSettings
-    from knnstore.lm.calibration.trying import Candidate
+    from knnstore.lm import Candidate, Comparison, KNNSettings
 
 STORED_TOKENS = 64_000
 """Number of stored tokens that are predicted if no held-out text is given."""

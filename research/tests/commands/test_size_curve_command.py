@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.slow
 def test_the_curve_goes_from_the_model_alone_to_the_whole_store(knnstore, store) -> None:
     whole = knnstore("eval held-out.jsonl --json").json
     points = knnstore("research size-curve held-out.jsonl --json").json["points"]

@@ -18,6 +18,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._registered, "substitute", Substitute())
 
 
+@pytest.mark.slow
 def test_a_substitute_is_trained_and_measured_and_goes_with_its_documents(knnstore, store):
     none = knnstore("research eval-substitute held-out.jsonl --domain news")
     assert none.status == 1
