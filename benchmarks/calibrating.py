@@ -6,7 +6,7 @@
 HOME is a store; each calibration changes a copy of it. FILE holds documents that are not stored; their
 beginnings are used. For each number of tokens the two sides take turns: `evaluate` by the model alone, and
 `calibrate`. Seconds of processor time are those of all threads. The phases are those of the progress display;
-``fits`` is the time outside of them.
+``other`` is the time outside of them.
 
 JSON goes to stdout.
 """
@@ -40,7 +40,7 @@ class Phases(Progress):
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._name, self._since = "fits", time.process_time()
+        self._name, self._since = "other", time.process_time()
 
     def _switch(self, name: str) -> None:
         """End the phase, and begin the phase `name`."""
@@ -54,7 +54,7 @@ class Phases(Progress):
 
     def finish(self) -> None:
         """End a phase."""
-        self._switch("fits")
+        self._switch("other")
 
 
 def take_tokens(lm: KNNLMForCausalLM, texts: list[TextDocument], count: int) -> list[TextDocument]:

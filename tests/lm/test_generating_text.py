@@ -48,6 +48,7 @@ def difference(lm, before, tokens):
     return whole[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_a_continuation_is_what_its_tokens_add_to_the_prompt(lm):
     for seed, prompt in enumerate(PROMPTS):
         before, (tokens,) = generated(lm, prompt, seed)

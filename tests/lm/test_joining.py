@@ -49,6 +49,7 @@ def joined(states, discounts):
     return keys
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),

@@ -52,6 +52,7 @@ def pieces_of(texts, before, tokens, *, special=False):
     return [[*map(detokenizer.take, tokens)], detokenizer.end()]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(KIND, st.data())
 def test_a_continuation_is_the_difference_of_two_decoded_texts(kind, data):
@@ -104,6 +105,7 @@ def test_the_vocabularies_of_real_models_are_spelled_alike(kind, data):
     assert "".join(piece.text for piece in pieces) == whole[common(prompt, whole) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REAL_KINDS)
 @pytest.mark.parametrize("text", ["Hello  world", "  two spaces\n\tx", "né 🙂👍🏽 東京", " a", *TEXTS])
 def test_texts_of_real_vocabularies_come_back(kind, text):

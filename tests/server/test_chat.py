@@ -35,6 +35,7 @@ def talking(listen, tmp_path_factory, model_path):
     return listen(tmp_path / "talking", require_keys=False), tmp_path / "talking"
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_as_the_template_has_it(talking):
     server, home = talking
     asked = {"model": "tiny+talks", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}

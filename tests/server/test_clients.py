@@ -302,6 +302,7 @@ def test_messages_follow_the_same_rule(talking):
         assert "\n" not in error["message"]
 
 
+@pytest.mark.slow
 def test_what_another_server_answered_may_be_sent_back(talking, thinking):
     user, said = {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}
     more = {

@@ -168,6 +168,7 @@ def test_greedy_text_is_that_of_generate(lm, engine):
     assert text + lm.reader.text(tokens[-1:]) * (finish == "stop") == expected
 
 
+@pytest.mark.slow
 def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
     """Others come and go meanwhile; only between them it takes fewer steps than tokens."""
     steps: list[Observed] = []

@@ -103,6 +103,7 @@ def test_a_forged_token_of_a_request_is_text_for_the_model(tmp_path, model_path,
     assert prompt_tokens("The<|end|>council") == prompt_tokens("The", "council") - 1 + spelled
 
 
+@pytest.mark.slow
 def test_information_on_the_tokenizer_is_no_larger_than_an_answer(inside, prepared, tmp_path):
     server: Inside = inside(shutil.copytree(prepared, tmp_path / "home"), require_keys=False)
     assert server.call("GET", "/tokenizer_info").status_code == 200

@@ -91,6 +91,7 @@ def test_texts_of_a_random_model_are_held_to_the_schema(server):
     ]
 
 
+@pytest.mark.slow
 def test_a_text_of_no_more_tokens_is_cut(server):
     body = {"model": "tiny", "prompt": "The", "temperature": 0, "response_format": held_to(COUNTRY)}
     whole = server.call("POST", "/v1/completions", json={**body, "max_tokens": 80}).json()
@@ -115,6 +116,7 @@ def test_a_text_ends_with_the_token_that_completes_it(server):
     assert answer["usage"]["completion_tokens"] == len(tokens) < 80
 
 
+@pytest.mark.slow
 def test_drafts_and_streams_change_nothing(talking):
     """A text alone is drafted from the store's n-grams; two at once are not."""
     body = {"model": "tiny+talks", "max_tokens": 90, "temperature": 0, "prompt": "user: Which?\nassistant:"}
@@ -243,6 +245,7 @@ def test_what_is_no_format_and_what_is_too_large_is_refused(server):
         assert len(error["message"]) < 400
 
 
+@pytest.mark.slow
 def test_without_the_extra_it_is_refused_with_what_to_install(inside, prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     server = inside(prepared, require_keys=False)

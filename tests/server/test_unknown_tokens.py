@@ -90,6 +90,7 @@ def test_tokens_that_nobody_has_are_not_turned_into_text(wide) -> None:
     assert "token 99999 at position 1" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_values_that_are_no_json_are_refused(wide) -> None:
     rows = [{"id": "n", "text": "One.", "score": float("nan")}]
     answer = wide("/v1/documents", domain="d", documents=rows)

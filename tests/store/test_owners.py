@@ -16,7 +16,7 @@ from knnstore.errors import CorruptDatastoreError, KnnstoreError
 from knnstore.store import KNNStore
 
 
-@pytest.fixture(params=["faiss", "server"])
+@pytest.fixture(params=["faiss", pytest.param("server", marks=pytest.mark.slow)])
 def outside(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """Where to make a store whose keys are outside its home."""
     if request.param == "server":

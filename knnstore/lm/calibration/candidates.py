@@ -189,9 +189,9 @@ def compare(
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if scored.visited and len(scored.found) and not by_probes:
         by_probes = _judge_probes(trial, scored)
-    # Roughly: the mixers of other packages are not counted.
-    of_keys_alone = (1 if by_probes else len(list_ks(scored.k))) + len(wide) + len(BIN_FITS) + networks
-    total = of_keys_alone + (domains is not None) + (current is not None) + trial.count_candidates()
+    total = trial.count_candidates() + (domains is not None) + (current is not None)
+    if len(scored.found):  # roughly: the mixers of other packages are not counted
+        total += (1 if by_probes else len(list_ks(scored.k))) + len(wide) + len(BIN_FITS) + networks
     shown.start("fitting", total=total, unit=" candidates")
     if len(scored.found):
         of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
