@@ -91,7 +91,7 @@ class Catalog:
     """
 
     def __init__(self, engine: SqlEngine) -> None:
-        self.sql = engine
+        self._engine: SqlEngine | None = engine
         with ExitStack() as cleanup:
             cleanup.callback(engine.dispose)
             with translate_errors(engine), engine.connect() as connection:
@@ -152,11 +152,19 @@ class Catalog:
         return cls(schema.connect_existing(url))
 
     def close(self) -> None:
-        """Close all connections to the database.
+        """Close all connections to the database. Any later use raises CatalogError.
 
         On PostgreSQL, this also releases the writer's lock if a `CatalogWriter` of this catalog holds it.
         """
         self.opened.close()
+        self._engine = None
+
+    @property
+    def sql(self) -> SqlEngine:
+        """SQLAlchemy engine of the database. Raises CatalogError if the catalog was closed."""
+        if self._engine is None:
+            raise CatalogError("the store is closed: open it again")
+        return self._engine
 
     def take_in_log(self) -> None:
         """Copy SQLite's write-ahead log (file ``-wal``) into the database file, and empty the log.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from sqlalchemy import Engine as SqlEngine
 from sqlalchemy import delete, select
 
 from knnstore.catalog.catalog import Catalog
@@ -73,7 +74,11 @@ class AccessKeys:
     """
 
     def __init__(self, catalog: Catalog) -> None:
-        self._sql = catalog.sql
+        self._catalog = catalog
+
+    @property
+    def _sql(self) -> SqlEngine:
+        return self._catalog.sql
 
     def add(
         self,

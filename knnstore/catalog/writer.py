@@ -76,12 +76,15 @@ class CatalogWriter:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._sql = catalog.sql
         if self._sql.dialect.name == "postgresql":
             catalog.opened.callback(_take_writer_lock(self._sql).close)
         statement = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
         with run_transaction(self._sql) as session:
             self._epoch = session.scalars(statement.returning(StoreRow.writer_epoch)).one()
+
+    @property
+    def _sql(self) -> SqlEngine:
+        return self.catalog.sql
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
         """Insert documents in the state "pending", invisible to readers, and allocate their positions.

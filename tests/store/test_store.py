@@ -16,6 +16,7 @@ from knnstore.errors import (
     DocumentNotFoundError,
     DomainNotFoundError,
     FencedError,
+    KnnstoreError,
     LockedError,
     ReadOnlyError,
     StoreExistsError,
@@ -274,6 +275,25 @@ def test_the_second_writer_is_told_who_holds_the_lock(store, home) -> None:
         KNNStore.open(home, "a")
     store.close()
     KNNStore.open(home, "a").close()
+
+
+def test_a_closed_store_is_neither_read_nor_written(store, home, writer_of) -> None:
+    writer_of(store).add("law", "1")
+    store.close()
+    for use in (
+        store.documents,
+        store.domains,
+        store.revision,
+        store.verify,
+        lambda: store.search(np.zeros((1, store.identity.dim), np.float32), 1),
+        lambda: store.retag("1", domain="law", add=["late"]),
+        lambda: store.remove_document("1", domain="law"),
+    ):
+        with pytest.raises(KnnstoreError, match="closed"):
+            use()
+    store.close()
+    with KNNStore.open(home) as reader:
+        assert [(document.id, document.tags) for document in reader.documents()] == [("1", ())]
 
 
 @pytest.mark.parametrize("mode", ["w", "x", "rb", ""])
