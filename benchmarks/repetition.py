@@ -50,7 +50,7 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
     sides = {name: everything.without(*left) for name, left in WITHOUT.items()}
     left_out = set(settings.scoring_only)
     of_writing = next((name for name, left in WITHOUT.items() if set(left) == left_out), "writing")
-    if settings.writes_alone:
+    if settings.model_generates_alone:
         of_writing = "model"
     else:
         sides.setdefault(of_writing, lm.resolve_settings(settings, Purpose.GENERATION))

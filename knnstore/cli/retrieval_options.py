@@ -236,7 +236,7 @@ class Query:
             f"settings calibrated for {scope} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
             f"{search_setting}, T={settings.temperature:.4g}"
             + (f"; in scoring only: {scoring_only}" if scoring_only else "")
-            + ("; so text is written by the model alone" if settings.writes_alone else "")
+            + ("; so the model generates alone" if settings.model_generates_alone else "")
         )
         if record.is_stale(store):
             print_message(

@@ -60,7 +60,7 @@ def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(sto
             return Query(**given).resolve_settings(opened, Selection()).for_writing.components
 
         assert written() == ()
-        alone = "warning: the model writes alone, because with the store text repeats itself more"
+        alone = "warning: the model generates alone, because text repeats itself more with the store"
         assert alone in knnstore("generate The --max-new-tokens 1").err
         assert alone not in knnstore("generate The --max-new-tokens 1 --lambda 0.5").err
         assert written(cache=100) == written(cache_lambda=0.1) == ("cache",)

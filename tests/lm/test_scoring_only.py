@@ -124,9 +124,9 @@ def test_components_are_left_out_until_text_repeats_itself_no_more_than_the_mode
     assert find_scoring_only(lm, HELD_OUT, replace(loops, cache=CACHE))[0] == ("cache", "n-grams")
     alone = replace(loops, lam=0.0)
     assert find_scoring_only(lm, HELD_OUT, alone)[0] == alone.components == ("n-grams",)
-    assert replace(alone, scoring_only=("n-grams",)).writes_alone
-    assert not replace(loops, scoring_only=("n-grams",)).writes_alone
-    assert not KNNSettings(lam=0.0).writes_alone
+    assert replace(alone, scoring_only=("n-grams",)).model_generates_alone
+    assert not replace(loops, scoring_only=("n-grams",)).model_generates_alone
+    assert not KNNSettings(lam=0.0).model_generates_alone
     assert find_scoring_only(lm, HELD_OUT[:1], replace(loops, cache=CACHE)) == (("cache",), ())
     assert find_scoring_only(lm, HELD_OUT, KNNSettings(lam=0.0)) == ((), ())
 

@@ -99,11 +99,11 @@ def generate(
         settings = query.resolve_settings(lm.store, selected.make_selection())
         generating = resolve(lm.store, settings, Purpose.GENERATION)
         prompt = read_text(prompt)
-        if settings.writes_alone:
+        if settings.model_generates_alone:
             weight = "--ngram-lambda" if lm.store.is_keyless else "--lambda"
             print_message(
-                "warning: the model writes alone, because with the store text repeats itself more "
-                f"(knnstore calibrate --show); {weight} 0.5 lets the store count"
+                "warning: the model generates alone, because text repeats itself more with the store "
+                f"(knnstore calibrate --show); {weight} 0.5 uses the store"
             )
         shown = PromptAndContinuation(lm.reader, prompt)
         continuation = lm.generate_text(

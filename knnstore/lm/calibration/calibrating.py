@@ -33,9 +33,9 @@ from knnstore.lm.scoring import group_by_left_out
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
+    GeneratingModel,
     KNNSettings,
     Repetition,
-    WritingModel,
     count_records,
     find_saved_settings,
     resolve,
@@ -79,7 +79,7 @@ class Calibration:
 
 
 def calibrate(
-    lm: WritingModel,
+    lm: GeneratingModel,
     documents: Iterable[object] = (),
     *,
     domains: Iterable[str] | None = None,
@@ -292,7 +292,7 @@ def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: 
 
 
 def _measure_generation(
-    lm: WritingModel,
+    lm: GeneratingModel,
     settings: KNNSettings,
     documents: Sequence[TextDocument],
     reached: Mapping[str, Collection[str]],
@@ -346,7 +346,7 @@ def _save_scoring_only(
         store.save_settings(replace(saved, query=query, calibration=record), domains)
 
 
-def _apply_saved_settings(lm: WritingModel, domains: Sequence[str]) -> None:
+def _apply_saved_settings(lm: GeneratingModel, domains: Sequence[str]) -> None:
     """Set ``lm.knn`` to the saved settings if ``lm.knn`` selects exactly these domains."""
     if set(domains) == set(lm.knn.selection.domains or ()):
         lm.knn = resolve(lm.store, KNNSettings(selection=lm.knn.selection))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from knnstore.documents import TextDocument
 from knnstore.lm.reading import TextReader
-from knnstore.lm.settings import KNNSettings, Repetition, WritingModel
+from knnstore.lm.settings import GeneratingModel, KNNSettings, Repetition
 from knnstore.progress import Progress
 
 PROMPTS = 64
@@ -129,7 +129,7 @@ class Beginnings:
         prompts = np.array([head + part[:length] for part in chosen], np.int64)
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
-    def generate(self, lm: WritingModel, settings: KNNSettings) -> list[list[int]]:
+    def generate(self, lm: GeneratingModel, settings: KNNSettings) -> list[list[int]]:
         """Continue each beginning greedily, and return the `new` generated tokens of each beginning.
 
         EOS tokens are not generated, so that all continuations have the same length.
@@ -154,7 +154,7 @@ class Beginnings:
 
 
 def find_scoring_only(
-    lm: WritingModel,
+    lm: GeneratingModel,
     documents: Sequence[TextDocument],
     settings: KNNSettings,
     progress: Progress | None = None,

@@ -10,12 +10,12 @@ from transformers import GenerationConfig, StoppingCriteria, set_seed
 
 from knnstore.errors import InputError
 from knnstore.lm.reading import Detokenizer, TokenTexts
-from knnstore.lm.settings import KNNSettings, WritingModel
+from knnstore.lm.settings import GeneratingModel, KNNSettings
 
 
 @overload
 def generate_text(
-    lm: WritingModel,
+    lm: GeneratingModel,
     prompt: str,
     max_new_tokens: int = ...,
     *,
@@ -27,7 +27,7 @@ def generate_text(
 
 @overload
 def generate_text(
-    lm: WritingModel,
+    lm: GeneratingModel,
     prompt: Sequence[str],
     max_new_tokens: int = ...,
     *,
@@ -39,7 +39,7 @@ def generate_text(
 
 @overload
 def generate_text(
-    lm: WritingModel,
+    lm: GeneratingModel,
     prompt: str | Sequence[str],
     max_new_tokens: int = ...,
     *,
@@ -50,7 +50,7 @@ def generate_text(
 
 
 def generate_text(
-    lm: WritingModel,
+    lm: GeneratingModel,
     prompt: str | Sequence[str],
     max_new_tokens: int = 64,
     *,
@@ -98,7 +98,7 @@ def generate_text(
 
 
 def _continue_text(
-    lm: WritingModel,
+    lm: GeneratingModel,
     prompt: str,
     max_new_tokens: int,
     knn: KNNSettings | None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         settings_for,
         usable_settings_for,
     )
-    from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
+    from knnstore.lm.settings.model import GeneratingModel, KNNModel, ReadingModel, ReadingParts
     from knnstore.lm.settings.precedence import (
         DEFAULT_NGRAMS,
         DEFAULT_PROBES,
@@ -49,6 +49,7 @@ __all__ = [
     "DEFAULT_NGRAMS",
     "DEFAULT_PROBES",
     "CalibrationRecord",
+    "GeneratingModel",
     "KNNModel",
     "KNNSettings",
     "Overrides",
@@ -57,7 +58,6 @@ __all__ = [
     "ReadingParts",
     "Repetition",
     "Resolver",
-    "WritingModel",
     "completed",
     "count_records",
     "default_settings",

@@ -10,6 +10,7 @@ Below, ``asked`` is ``KNNSettings(selection=selection)``.
 | ``completed(store, settings)`` | ``resolve(store, settings)`` |
 | ``overridden(settings, k=...)`` | ``resolve(store, Overrides(k=...))`` |
 | ``settings.for_writing`` | ``resolve(store, settings, Purpose.GENERATION)`` |
+| ``settings.writes_alone`` | ``settings.model_generates_alone`` |
 | ``default_settings(store)`` | ``derive_default(store)``; saved settings do not count in it |
 | ``saved_for(store, selection)`` | ``find_saved_settings(store, selection)`` |
 """

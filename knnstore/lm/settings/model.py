@@ -31,7 +31,7 @@ class KNNModel(ReadingModel, Protocol):
         """The store that is searched, open for writing if the caller writes to it."""
 
 
-class WritingModel(KNNModel, Protocol):
+class GeneratingModel(KNNModel, Protocol):
     """A model with a store that generates text: `KNNLMForCausalLM`."""
 
     generation_config: Any

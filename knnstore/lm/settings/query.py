@@ -249,6 +249,11 @@ class KNNSettings:
 
     @property
     def writes_alone(self) -> bool:
+        """Former name of `model_generates_alone`."""
+        return self.model_generates_alone
+
+    @property
+    def model_generates_alone(self) -> bool:
         """True if components are in use, but all of them in scoring only, so that the model generates alone.
 
         A component is a source of predictions besides the model: keys, n-grams or a cache, for example.
