@@ -82,7 +82,7 @@ def _describe_calibrations(saved: list[SavedSettings]) -> list[str]:
         saved: all saved settings of the store; settings without a calibration are left out.
     """
     return [
-        f"for {', '.join(record['domains']) or 'the whole store'}: {record['mixer']}, perplexity "
+        f"for {', '.join(record.get('domains', ())) or 'the whole store'}: {record['mixer']}, perplexity "
         f"{record['base_ppl']:,.2f} -> {record['knn_ppl']:,.2f} on {record['tokens']:,} tokens (SHA-256 "
         f"{record['text_hash'][:12]}), {record['date'][:10]}, revision {record['revision']}"
         + (f"; in scoring only: {', '.join(scoring_only)}" if scoring_only else "")

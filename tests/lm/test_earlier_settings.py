@@ -52,6 +52,18 @@ def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> N
     assert (record.tokens, record.knn_ppl) == (4000, 20.0)
 
 
+def test_a_record_without_the_fields_of_later_versions_is_shown(store) -> None:
+    early = {
+        name: RECORD[name] for name in RECORD if name not in ("domains", "stored", "held_out", "written")
+    }
+    store.save_settings(SavedSettings(QUERY, early))
+    (line,) = store.info()["calibrated"]
+    assert line.startswith("for the whole store: fixed, perplexity 30.00 -> 20.00")
+    record = CalibrationRecord.of(store)
+    assert record is not None
+    assert record.domains == ()
+
+
 def test_settings_whose_mixer_is_gone_are_not_used_unless_it_is_installed(store, caplog, monkeypatch) -> None:
     saved._warn_of_removed_mixer.cache_clear()
     monkeypatch.setattr(saved, "other_mixers", dict)
