@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from io import StringIO
 
@@ -21,6 +22,7 @@ from knnstore.lm import (
 )
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.mixing import Evidence, NeighborSums
+from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -61,6 +63,39 @@ def test_the_winner_is_saved_for_its_domains_and_used(lm):
     assert record.is_stale(lm.store)
     lm.add(documents(RNG, PHRASES, "more", 4), domain="phrases")
     assert record.growth(lm.store) == pytest.approx(16 / 12)
+
+
+class Interrupted(Progress):
+    """Counts units, and is interrupted when the phase with a number begins."""
+
+    def __init__(self, phase: int) -> None:
+        self.phase, self.titles, self.total, self.done = phase, [], 0, 0
+
+    def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
+        if len(self.titles) == self.phase:
+            raise KeyboardInterrupt
+        self.titles.append(title)
+        self.total, self.done = total, 0
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+
+
+def test_ctrl_c_keeps_the_settings_in_force(lm):
+    save_settings(lm.store, KNNSettings(k=4, temperature=2.0, lam=0.125))
+    before, saved = lm.knn, lm.store.settings()
+    options = {"max_k": 16, "networks": False}
+    shown = Interrupted(-1)
+    copy = shutil.copytree(lm.store.home.path, lm.store.home.path.with_name("copy"))
+    with knnstore.load(copy, "a") as whole:
+        whole.calibrate(HELD_OUT, progress=shown, **options)
+    assert shown.titles[0] == "scoring"
+    assert shown.titles[-1] == "fitting"
+    assert abs(shown.done - shown.total) <= 3, "mixers of other packages are not counted"
+    for phase in range(len(shown.titles)):
+        with pytest.raises(KeyboardInterrupt):
+            lm.calibrate(HELD_OUT, progress=Interrupted(phase), **options)
+        assert (lm.knn, lm.store.settings()) == (before, saved)
 
 
 @pytest.mark.slow

@@ -151,6 +151,22 @@ def test_each_half_is_judged_by_what_was_fitted_on_the_other():
     assert found.current.held_out.ppl == pytest.approx(math.exp(loss(scored, 16, 30.0, 0.25)), rel=1e-4)
 
 
+def test_a_candidate_is_fitted_to_all_documents_only_if_it_is_used():
+    fitted = []
+
+    def fit(evidence):
+        fitted.append(len(evidence.tokens))
+        return fit_fixed(evidence)
+
+    scored = near_and_far()
+    found = {one.name: one for one in compare(scored, fits={"mine": fit}).candidates}
+    assert sum(fitted) == len(scored), "each half once"
+    settings = found["mine"].settings
+    assert fitted[2:] == [len(scored)]
+    assert found["mine"].settings is settings
+    assert len(fitted) == 3
+
+
 def test_a_store_that_knows_nothing_does_not_beat_the_model():
     scored = near_and_far()
     scored.sums.hits.zero_()

@@ -189,8 +189,9 @@ def compare(
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if scored.visited and len(scored.found) and not by_probes:
         by_probes = _judge_probes(trial, scored)
-    total = trial.count_candidates() + (domains is not None) + (current is not None)
-    if len(scored.found):  # roughly: the mixers of other packages are not counted
+    # A rough number: the mixers of other packages are not counted.
+    total = trial.count_further_candidates() + (domains is not None) + (current is not None) + networks
+    if len(scored.found):
         total += (1 if by_probes else len(list_ks(scored.k))) + len(wide) + len(BIN_FITS) + networks
     shown.start("fitting", total=total, unit=" candidates")
     if len(scored.found):

@@ -130,10 +130,9 @@ class Trial:
         self._progress.advance(1)
         return Candidate(name, held_out, float(lam.mean()), change, log_probs, by_half, fit_all)
 
-    def count_candidates(self) -> int:
-        """Return how many candidates with n-grams, a cache and components of other packages will be tried."""
-        gates = int(self._scored.reading is not None)
-        return 3 * int(self._ngrams is not None) + 2 * len(self._others) + gates
+    def count_further_candidates(self) -> int:
+        """Return about how many candidates with n-grams, a cache and other components will be tried."""
+        return 3 * (self._ngrams is not None) + 2 * len(self._others)
 
     def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """Fit keys, n-grams and a continuous cache, and return the held-out perplexity of their mixture.
