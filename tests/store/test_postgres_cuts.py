@@ -231,7 +231,10 @@ def contents(store: KNNStore) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "cut_all"), [("before", False), ("after", True)])
+@pytest.mark.parametrize(
+    ("moment", "cut_all"),
+    [pytest.param("before", False, marks=pytest.mark.exhaustive), ("after", True)],
+)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_cut_commit_loses_nothing_and_leaves_nothing_half(
     name: str, moment: Moment, cut_all: bool, postgres, proxy, identity, writer_of, tmp_path

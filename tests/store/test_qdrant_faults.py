@@ -114,7 +114,15 @@ ONCE = ["refuse", "error", "busy", "cut", "lost", "acknowledged", "wait_timeout"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ONCE)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in ("lost", "acknowledged", "stall")
+        else pytest.param(kind, marks=pytest.mark.exhaustive)
+        for kind in ONCE
+    ],
+)
 def test_one_fault_at_every_call(tmp_path: Path, qdrant_server: Any, kind: str) -> None:
     """Whichever call goes wrong, each step is done or not, and the same again completes it."""
     is_grpc = ONCE.index(kind) % 2 == 0  # the tests of the adapter try each kind over both
@@ -130,7 +138,10 @@ def test_one_fault_at_every_call(tmp_path: Path, qdrant_server: Any, kind: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["refuse", "lost", "acknowledged"])
+@pytest.mark.parametrize(
+    "kind",
+    ["lost", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("refuse", "acknowledged"))],
+)
 def test_down_from_any_call_on(tmp_path: Path, qdrant_server: Any, kind: str) -> None:
     """A command on a server that does not come back says that the store is unavailable; the rest as above."""
     with store_on(tmp_path / "home", qdrant_server.url, grpc_port=qdrant_server.grpc_port) as reader:
