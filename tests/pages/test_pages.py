@@ -9,6 +9,8 @@ import typer
 
 from knnstore.cli import app
 from knnstore.cli.root import add_installed_groups
+from knnstore.lm.components import registry as components
+from knnstore.lm.mixing import registry as mixers
 from tests.pages.transcripts import ROOT, differences, run, steps
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -21,6 +23,8 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monke
     said = re.findall(r"^```python\n.*?^```\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     shutil.copytree(ROOT / "examples" / "tiny-lm", tmp_path / "examples" / "tiny-lm")
     monkeypatch.chdir(tmp_path)
+    for registry in (components, mixers):  # what the page registers is not there for other tests
+        monkeypatch.setattr(registry, "_registered", {**registry._registered})
     exec(compile("\n".join(blocks), page, "exec"), {})
     assert list(tmp_path.glob("*.knn"))
     printed = capsys.readouterr().out.splitlines()
