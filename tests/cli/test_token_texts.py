@@ -41,7 +41,7 @@ def test_streamed_text_is_the_continuation(spelled):
         options = ["--max-new-tokens", "30", "--temperature", "1.3", "--seed", "4"]
         streamed = call("generate", prompt, *options)
         written = call("generate", prompt, *options, "--json").json["continuation"]
-        # The runner reads "\\r\\n" as a line's end; which text is sampled depends on how the machine rounds.
+        # The runner reads a carriage return and a newline as one newline.
         assert streamed.out == f"{prompt}{written}\n".replace("\r\n", "\n")
         with knnstore.load(".knnstore") as lm:
             begun = [tokenizer.bos_token_id, *lm.reader.tokens(prompt).tolist()]
