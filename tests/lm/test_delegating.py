@@ -16,6 +16,9 @@ SHAPE = {
 IDS = torch.tensor([[0, 5, 6, 7, 8, 9]])
 
 
+DENSE_IN_CI = ["llama", pytest.param("mixtral", marks=pytest.mark.exhaustive)]
+
+
 @pytest.fixture(params=["llama", "mixtral"])
 def lm(request, make_model, tokenizer, tmp_path):
     """A dense model and one of experts, each with a store of one document."""
@@ -89,7 +92,7 @@ def trainer(lm, folder, kind=Trainer, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lm", ["llama"], indirect=True)
+@pytest.mark.parametrize("lm", DENSE_IN_CI, indirect=True)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"activation_checkpointing": True}])
 def test_a_trainer_is_refused_before_its_first_step(lm, tmp_path, options) -> None:
     class Own(Trainer):
@@ -134,7 +137,7 @@ def test_what_would_make_the_keys_wrong_is_refused(lm) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lm", ["llama"], indirect=True)
+@pytest.mark.parametrize("lm", DENSE_IN_CI, indirect=True)
 def test_the_base_is_compiled(lm) -> None:
     knn = KNNSettings(k=2, lam=0.5, temperature=1.0)
     with torch.no_grad():

@@ -66,14 +66,17 @@ def test_an_index_names_safetensors_of_its_folder_alone(folder, shard) -> None:
 
 
 @pytest.mark.slow
-def test_an_index_of_the_hub_is_checked_too(folder) -> None:
+@pytest.mark.parametrize(
+    "shard", ["pytorch_model.bin", pytest.param("../outside.safetensors", marks=pytest.mark.exhaustive)]
+)
+def test_an_index_of_the_hub_is_checked_too(folder, shard) -> None:
     """A model in the hub's cache, read by a process of its own that reaches no hub."""
     mark, cached = folder.parent / "ran", folder.parent / "hub" / "models--some--model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Harm(mark)))
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_of(folder, "pytorch_model.bin")))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_of(folder, shard)))
     shutil.move(folder, cached / "snapshots" / ("0" * 40))
     done = subprocess.run(
         [sys.executable, "-c", "import knnstore; knnstore.create('home', 'some/model')"],
@@ -83,7 +86,7 @@ def test_an_index_of_the_hub_is_checked_too(folder) -> None:
         env={**os.environ, "HF_HOME": str(folder.parent), "HF_HUB_OFFLINE": "1"},
         check=False,
     )
-    assert "names 'pytorch_model.bin': only safetensors files of its own folder are loaded" in done.stderr
+    assert f"names '{shard}': only safetensors files of its own folder are loaded" in done.stderr
     assert not mark.exists()
 
 
