@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from knnstore.cli.fits import build_fit_row
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
-from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.lm import Interval, KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.gate import fit_gate
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
@@ -127,8 +128,13 @@ def test_what_nothing_depends_on_stays_at_the_best_fixed_lambda() -> None:
     scored, _ = synthetic(4000, 2)
     scored.reading.keys[:, 0] = 0
     (evidence,) = gather_evidence(scored, [K])
-    fixed = scored.log_probs(fit_fixed(evidence)).log_probs.mean()
-    assert float(scored.log_probs(fit_gate(evidence, scored)).log_probs.mean() - fixed) > -0.01
+    one, of_each = fit_fixed(evidence), fit_gate(evidence, scored)
+    assert float((scored.log_probs(of_each).log_probs - scored.log_probs(one).log_probs).mean()) > -0.01
+    # A table has no temperature of a gate, which chooses one for each token.
+    assert (one.chooses_temperature, of_each.chooses_temperature) == (False, True)
+    nothing = Interval(1.0, 1.0, 1.0)
+    shown = [build_fit_row(each, 0.5, nothing, nothing)["temperature"] for each in (one, of_each)]
+    assert shown == [one.temperature, None]
 
 
 def test_what_never_varied_and_what_is_far_off_do_not_throw_a_network_off() -> None:
