@@ -88,7 +88,8 @@ def test_ctrl_c_keeps_the_settings_in_force(lm):
     shown = Interrupted(-1)
     copy = shutil.copytree(lm.store.home.path, lm.store.home.path.with_name("copy"))
     with knnstore.load(copy, "a") as whole:
-        whole.calibrate(HELD_OUT, progress=shown, **options)
+        for one in whole.calibrate(HELD_OUT, progress=shown, **options).comparison.candidates:
+            assert one.settings.parts.keys() == one.by_half[0].parts.keys() == one.by_half[1].parts.keys()
     assert shown.titles[0] == "scoring"
     assert shown.titles[-1] == "fitting"
     assert abs(shown.done - shown.total) <= 3, "mixers of other packages are not counted"
