@@ -109,7 +109,15 @@ def search_each_damaged(root: Path, path: Path, results: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["manifest.json", "*.keys", "*.ids", "*.digests", "*.index"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "manifest.json",
+        "*.keys",
+        "*.index",
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("*.ids", "*.digests")),
+    ],
+)
 def test_damage(store: Path, kind: str) -> None:
     """Every damage to every kind of file is named, and costs the records of that file at most."""
     path = sorted(store.rglob(kind))[0]

@@ -23,8 +23,7 @@ ONCE = ["refuse", "error", "busy", "cut", "lost", "acknowledged", "wait_timeout"
 FOREVER = 2**62
 
 
-@pytest.mark.slow  # both and the next: in sum
-class TestOverRest(DatastoreTests):
+class ServerTests(DatastoreTests):
     datastore_class = QdrantDatastore
     prefer_grpc: ClassVar[bool] = False
 
@@ -39,7 +38,13 @@ class TestOverRest(DatastoreTests):
 
 
 @pytest.mark.slow
-class TestOverGrpc(TestOverRest):
+@pytest.mark.exhaustive  # the faults below are met over both
+class TestOverRest(ServerTests):
+    pass
+
+
+@pytest.mark.slow
+class TestOverGrpc(ServerTests):
     prefer_grpc = True
 
 

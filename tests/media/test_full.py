@@ -8,13 +8,15 @@ import pytest
 from knnstore.datastore import record_ids, registry
 
 N = 1000
+SWEEP = (pytest.mark.slow, pytest.mark.exhaustive)
+"""For sizes and engines between those that CI tries."""
 ROOMY = {"faiss": 24 << 20, "cells": 24 << 20, "hnswlib": 24 << 20}
 IDS = ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
     "engine",
-    [one if one == "faiss" else pytest.param(one, marks=pytest.mark.slow) for one in ROOMY],
+    [one if one == "faiss" else pytest.param(one, marks=SWEEP) for one in ROOMY],
 )
 def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     full = disk(ROOMY[engine])
@@ -139,7 +141,9 @@ def test_the_reserve_serves_a_store_that_is_open_while_the_disk_fills(disk, step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [0, 64 << 10, 1 << 20, 2 << 20, 6 << 20])
+@pytest.mark.parametrize(
+    "room", [0, 1 << 20, 6 << 20, *(pytest.param(room, marks=SWEEP) for room in (64 << 10, 2 << 20))]
+)
 def test_an_upgrade_of_the_catalog_is_done_or_changes_nothing(room, disk, steps) -> None:
     size = 60 << 20
     small = disk(size)
@@ -171,7 +175,10 @@ COPIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [0, 40 << 10, 200 << 10, 400 << 10, 800 << 10, 2 << 20])
+@pytest.mark.parametrize(
+    "room",
+    [0, 400 << 10, *(pytest.param(room << 10, marks=SWEEP) for room in (40, 200, 800, 2048))],
+)
 @pytest.mark.parametrize("copy", COPIES)
 def test_keys_are_copied_whole_or_stay_where_they_are(copy, room, disk, steps) -> None:
     """Something else fills the disk after the look at it."""
@@ -212,10 +219,13 @@ def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, 
 @pytest.mark.parametrize(
     ("engine", "size", "unchecked"),
     [
-        *(("faiss", size << 10, False) for size in (80, 5300)),
-        *(("faiss", size << 10, True) for size in (1100, 2000)),
-        ("hnswlib", 1600 << 10, True),
-        *(("cells", size << 10, True) for size in (1100, 2000)),
+        ("faiss", 5300 << 10, False),
+        ("faiss", 1100 << 10, True),
+        ("cells", 1100 << 10, True),
+        pytest.param("faiss", 80 << 10, False, marks=SWEEP),
+        pytest.param("faiss", 2000 << 10, True, marks=SWEEP),
+        pytest.param("hnswlib", 1600 << 10, True, marks=SWEEP),
+        pytest.param("cells", 2000 << 10, True, marks=SWEEP),
     ],
 )
 def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
@@ -249,7 +259,7 @@ def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["faiss", "hnswlib"])
+@pytest.mark.parametrize("engine", ["faiss", pytest.param("hnswlib", marks=SWEEP)])
 def test_an_index_that_finds_no_room_names_the_disk(engine, disk, steps) -> None:
     """FAISS says that writing failed, and not why; hnswlib says nothing."""
     full = disk(24 << 20)

@@ -11,6 +11,7 @@ from knnstore.cli import app
 from knnstore.cli.root import add_installed_groups
 from knnstore.lm.components import registry as components
 from knnstore.lm.mixing import registry as mixers
+from tests.forked import forking_program
 from tests.pages.transcripts import ROOT, differences, run, steps
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,13 +32,22 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monke
     assert not differences("".join(said).splitlines() or ["..."], printed), printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
-def test_the_commands_of_a_page_print_what_it_says(page, tmp_path):
+def assert_commands_print_what_the_page_says(page, folder, programs=None):
     found = steps((ROOT / page).read_text())
     assert found
-    for step, got in zip(found, run([step.command for step in found], tmp_path), strict=True):
+    for step, got in zip(found, run([step.command for step in found], folder, programs), strict=True):
         assert not differences(step.printed, got), f"{step.command}\n" + "\n".join(got)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_print_what_it_says(tmp_path):
+    assert_commands_print_what_the_page_says("README.md", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial_print_what_it_says(tmp_path, tmp_path_factory):
+    with forking_program(tmp_path_factory.mktemp("programs")) as programs:
+        assert_commands_print_what_the_page_says("docs/tutorial.md", tmp_path, programs)
 
 
 def commands(text):

@@ -48,11 +48,12 @@ def steps(page: str) -> list[Step]:
     ]
 
 
-def run(commands: list[str], folder: Path) -> list[list[str]]:
-    """What each of some commands prints, standard error included."""
+def run(commands: list[str], folder: Path, programs: Path | None = None) -> list[list[str]]:
+    """What each of some commands prints, standard error included; programs in `programs` come first."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     script = "".join(f"{command}\necho; echo '{_END}'\n" for command in commands)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    places = [*([programs] if programs else []), Path(sys.executable).parent, os.environ["PATH"]]
+    path = os.pathsep.join(map(str, places))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KNNSTORE_")}
     done = subprocess.run(
         ["bash", "-s"], input=script, cwd=folder, env=environment | {"PATH": path, "COLUMNS": "110"},

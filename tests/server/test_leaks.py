@@ -246,10 +246,10 @@ def test_answers_are_those_of_a_store_without_the_rest(pairs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 6))]
+    "count", [1000, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in range(2000, 2005))]
 )
-def test_ten_thousand_answers_are_those_of_a_store_without_the_rest(pairs, seed):
-    assert ask(pairs, seed, 2000) >= {200, 400, 403, 404}
+def test_ten_thousand_answers_are_those_of_a_store_without_the_rest(pairs, count):
+    assert ask(pairs, count, count) >= {200, 400, 403, 404}
 
 
 def test_what_is_forbidden_takes_the_work_of_what_is_not_there(pairs):

@@ -92,7 +92,7 @@ def test_an_error_is_one_line_whatever_was_sent(described):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("examples", "least"), [(80, 1500), pytest.param(270, 5000, marks=pytest.mark.exhaustive)]
+    ("examples", "least"), [(30, 500), pytest.param(270, 5000, marks=pytest.mark.exhaustive)]
 )
 def test_many_requests_to_all_endpoints(described, examples, least):
     statuses = ask(described, examples)

@@ -25,6 +25,8 @@ def test_damaged_homes(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["exact", "faiss", "hnswlib"])
+@pytest.mark.parametrize(
+    "engine", ["exact", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("faiss", "hnswlib"))]
+)
 def test_every_damage_to_every_kind_of_file(engine: str) -> None:
     assert outcomes("--grid", "--engine", engine) >= 7

@@ -1,8 +1,8 @@
 """Runs in the environment of vLLM: tries configurations that a store refuses, and prints what each says.
 
 Arguments: the model, and the name of a change to vLLM that is made before the plugin is attached: `version`,
-`name` or `none`. Standard input: a JSON list of arguments of vLLM's engine. Output: a JSON list of messages,
-null for a configuration that was accepted.
+`name` or `none`. Standard input: a JSON list of configurations, each the arguments of vLLM's engine and
+environment variables. Output: a JSON list of messages, null for a configuration that was accepted.
 """
 
 import json
@@ -22,7 +22,10 @@ def main() -> None:
     if sys.argv[2] == "name":
         del GPUModelRunner._model_forward
     messages = []
-    for options in json.load(sys.stdin):
+    usual = dict(os.environ)
+    for options, variables in json.load(sys.stdin):
+        os.environ.clear()
+        os.environ.update(usual | variables)
         try:
             args = EngineArgs(**{"model": sys.argv[1], "dtype": "float32", "enforce_eager": True, **options})
             args.create_engine_config()

@@ -25,10 +25,13 @@ def home(make_store) -> Path:
 
 @pytest.fixture
 def try_starts(vllm_python) -> Callable[..., list[str | None]]:
-    """Create configurations of vLLM; returns the message of each, None if it is accepted."""
+    """Create configurations of vLLM; returns the message of each, None if it is accepted.
+
+    A configuration is the arguments of the engine and the environment variables of knnstore.
+    """
 
     def run(
-        home: Path | None, *configurations: Mapping[str, Any], change: str = "none", **variables: str
+        *configurations: tuple[Mapping[str, Any], Mapping[str, str]], change: str = "none"
     ) -> list[str | None]:
         done = subprocess.run(
             [vllm_python, str(PROGRAM), str(MODEL), change],
@@ -37,7 +40,7 @@ def try_starts(vllm_python) -> Callable[..., list[str | None]]:
             check=False,
             text=True,
             timeout=300,
-            env=vllm_environment(home, **variables),
+            env=vllm_environment(None),
         )
         assert done.returncode == 0, done.stderr[-6000:]
         return json.loads(done.stdout)
@@ -50,7 +53,9 @@ def copy_model(folder: Path) -> Path:
     return folder
 
 
-def test_another_model_or_tokenizer_or_an_impossible_option(home, try_starts, tmp_path) -> None:
+def test_another_model_or_tokenizer_an_impossible_option_a_missing_home_and_a_wrong_variable(
+    home, try_starts, tmp_path
+) -> None:
     same, trained, other_words = (copy_model(tmp_path / name) for name in ("same", "trained", "words"))
     weights = load_file(trained / "model.safetensors")
     last = sorted(weights)[-1]
@@ -59,14 +64,16 @@ def test_another_model_or_tokenizer_or_an_impossible_option(home, try_starts, tm
     words = json.loads((other_words / "tokenizer.json").read_text())
     words["normalizer"] = {"type": "Lowercase"}
     (other_words / "tokenizer.json").write_text(json.dumps(words))
+    stored = {"KNNSTORE_HOME": str(home)}
     found = try_starts(
-        home,
-        {"model": str(same)},
-        {"model": str(trained)},
-        {"model": str(other_words)},
-        {"tokenizer": str(other_words)},
-        {"enable_lora": True},
-        {"enable_prompt_embeds": True},
+        ({"model": str(same)}, stored),
+        ({"model": str(trained)}, stored),
+        ({"model": str(other_words)}, stored),
+        ({"tokenizer": str(other_words)}, stored),
+        ({"enable_lora": True}, stored),
+        ({"enable_prompt_embeds": True}, stored),
+        ({}, {"KNNSTORE_HOME": str(tmp_path / "nothing")}),
+        ({}, stored | {"KNNSTORE_ON_ERROR": "ignore"}),
     )
     expected = [
         None,
@@ -75,16 +82,11 @@ def test_another_model_or_tokenizer_or_an_impossible_option(home, try_starts, tm
         "FingerprintMismatchError: the store was made with the tokenizer",
         "ConfigError: adapters (--enable-lora)",
         "ConfigError: a store needs the tokens of each prompt",
+        "StoreNotFoundError",
+        "ConfigError: KNNSTORE_ON_ERROR is fail or fallback, got 'ignore'",
     ]
     for message, beginning in zip(found, expected, strict=True):
         assert str(message).startswith(str(beginning))
-
-
-def test_a_missing_home_and_a_wrong_variable(home, try_starts, tmp_path) -> None:
-    (message,) = try_starts(tmp_path / "nothing", {})
-    assert message.startswith("StoreNotFoundError")
-    (message,) = try_starts(home, {}, KNNSTORE_ON_ERROR="ignore")
-    assert message == "ConfigError: KNNSTORE_ON_ERROR is fail or fallback, got 'ignore'"
 
 
 @pytest.mark.parametrize(
@@ -98,10 +100,12 @@ def test_a_missing_home_and_a_wrong_variable(home, try_starts, tmp_path) -> None
         ),
     ],
 )
-def test_another_vllm(home, try_starts, change, message) -> None:
-    (found,) = try_starts(home, {}, change=change)
-    assert re.match(f"ConfigError: .*{message}", found)
-    assert try_starts(None, {}, change=change, KNNSTORE_ON_ERROR="ignore") == [None]  # without a store
+def test_another_vllm_is_refused_with_a_store_alone(home, try_starts, change, message) -> None:
+    accepted, refused = try_starts(
+        ({}, {"KNNSTORE_ON_ERROR": "ignore"}), ({}, {"KNNSTORE_HOME": str(home)}), change=change
+    )
+    assert accepted is None
+    assert re.match(f"ConfigError: .*{message}", refused)
 
 
 def test_the_server_prints_one_line(home, vllm_python) -> None:

@@ -213,13 +213,21 @@ def test_a_server_without_the_store_is_refused_at_the_start_and_later(
     try:
         assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 503
         assert server.call("GET", "/health").json() == {"status": "upstream_unavailable"}
-        for wrong, reason in ((None, "without a store"), (other, "another store")):
-            with serve_model(vllm_python, wrong, tmp_path / "log2", model_path, port=port):
-                with pytest.raises(ConfigError, match=reason):
-                    check_upstream(address, server.serving.lm.store.id)
-                assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 503
+        with serve_model(vllm_python, other, tmp_path / "log2", model_path, port=port):
+            with pytest.raises(ConfigError, match="another store"):
+                check_upstream(address, server.serving.lm.store.id)
+            assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 503
     finally:
         server.close()
+
+
+@pytest.mark.exhaustive
+def test_a_server_without_any_store_is_refused(vllm_python, model_path, tmp_path) -> None:
+    with (
+        serve_model(vllm_python, None, tmp_path / "log", model_path) as served,
+        pytest.raises(ConfigError, match="without a store"),
+    ):
+        check_upstream(UpstreamAddress(served.url), "any")
 
 
 @pytest.mark.exhaustive

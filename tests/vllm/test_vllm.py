@@ -117,7 +117,7 @@ def check(lm: KNNLMForCausalLM, requests: list[dict[str, Any]], answers: list[di
             assert answer["scores"][TIED:] == pytest.approx(scores[TIED:], abs=1e-4)
 
 
-IN_CI = {"preemption", "asynchronous", "drafts from documents", "before a norm, joined"}
+IN_CI = {"preemption", "drafts from documents", "before a norm, joined"}
 
 
 def cases(names: Iterable[str]) -> list[Any]:
