@@ -18,6 +18,10 @@ class InputError(KnnstoreError, ValueError):
     """A document, a file or a name from the user cannot be used."""
 
 
+class GitError(KnnstoreError):
+    """The program `git` is missing, or cannot read a repository."""
+
+
 class UnusableDocumentError(InputError):
     """One of several documents cannot be used.
 

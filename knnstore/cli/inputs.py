@@ -3,9 +3,9 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +13,12 @@ from knnstore.cli.logs import LOG
 from knnstore.cli.output import Bar, format_error, print_message
 from knnstore.documents import (
     FIELDS,
+    GIT_BLOB,
     NOT_MEMBERS,
     STDIN,
     UTF8,
     Fields,
+    GitTree,
     OnBad,
     Reason,
     TextDocument,
@@ -24,6 +26,9 @@ from knnstore.documents import (
     read_documents,
 )
 from knnstore.errors import UnusableDocumentError
+
+if TYPE_CHECKING:
+    from knnstore.store.store_reader import StoreReader
 
 _MAX_PRINTED_NAMES = 5
 """Number of left-out files and rows that are printed for each reason; ``--json`` prints all."""
@@ -211,6 +216,116 @@ class AnyDocuments(Documents):
             metavar="FILE", show_default=False, help="Held-out text; the same kinds of files as for `add`."
         ),
     ] = ()  # type: ignore[assignment]
+
+
+@dataclass
+class SyncDocuments(Documents):
+    """Options that name files of documents, or a commit of a git repository."""
+
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            show_default=False,
+            help="Files and folders; the same kinds of files as for `add`.",
+        ),
+    ] = ()  # type: ignore[assignment]
+    git: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Instead of FILE: a git repository. The text files of a commit are the documents; only "
+            "files that have changed are read. Ignored and binary files, links and submodules are left out.",
+        ),
+    ] = None
+    ref: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default="HEAD", help="With --git: the branch, tag or commit to read."
+        ),
+    ] = None
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="With --git: use only files whose path matches this pattern, such as '*.py' or 'docs/*'; "
+            "repeatable.",
+        ),
+    ] = None
+    tree: GitTree | None = field(default=None, init=False)
+    """Files of the commit, with ``--git``; `check_files` reads their names."""
+
+    def check_files(self) -> None:
+        """Check the files before the work begins; with ``--git``, find the commit and its files.
+
+        Raises:
+            InputError: a file is missing, has an unsupported type, or its first row cannot be used.
+            GitError: `git` cannot read the repository.
+            typer.BadParameter: neither files nor a repository are given, or both.
+        """
+        if bool(self.files) == (self.git is not None):
+            raise typer.BadParameter("give files or a folder, or a repository with --git")
+        if self.git is None:
+            if self.ref or self.only:
+                raise typer.BadParameter("--ref and --only need --git")
+            if STDIN in self.files:
+                raise typer.BadParameter("what is to be compared first is read twice: give files or a folder")
+            super().check_files()
+        else:
+            self.tree = GitTree(self.git, self.ref or "HEAD", self.only or ())
+
+    def find_unchanged(self, store: "StoreReader", domain: str, tags: Sequence[str]) -> frozenset[str]:
+        """Return the ids of documents that need not be read, because the stored content is the commit's.
+
+        Always empty without ``--git``.
+
+        Args:
+            store: the store, to compare with.
+            domain: the domain's name.
+            tags: tags that each document must have.
+        """
+        if self.tree is None:
+            return frozenset()
+        blobs = self.tree.blobs
+        return frozenset(
+            id
+            for id, version in store.versions(domain, blobs).items()
+            if version.metadata.get(GIT_BLOB) == blobs[id] and version.tags.issuperset(tags)
+        )
+
+    def copy_to_reread(self) -> "SyncDocuments":
+        """Return a copy that has counted nothing yet, to read the same files or the same commit again."""
+        copy = replace(self)
+        copy.tree = self.tree
+        return copy
+
+    def read_documents(self, bar: Bar, unchanged: frozenset[str] = frozenset()) -> Iterator[TextDocument]:
+        """Return an iterator over the documents, as `Documents.read_documents` does.
+
+        Args:
+            bar: the progress bar, above which skipped documents are printed.
+            unchanged: with ``--git``, ids of documents that are not read.
+        """
+        if self.tree is None:
+            return super().read_documents(bar)
+        names = [name for name in self.tree.blobs if name not in unchanged]
+        return self.tree.read_documents(names, encoding=self.encoding, on_bad=self.make_skip_function(bar))
+
+    def make_skip_function(self, bar: Bar) -> OnBad:
+        """Return a function that counts an unusable document, as `Documents.make_skip_function` does.
+
+        With ``--git`` an unusable file is no document of the domain, and a stored version of it is removed:
+        the commit says what the file contains.
+        """
+        count_skipped = super().make_skip_function(bar)
+
+        def skip(error: UnusableDocumentError) -> None:
+            """Count an unusable document, or raise its error."""
+            count_skipped(error)
+            if self.tree is not None:
+                self.skipped_ids.clear()
+
+        return skip
 
 
 def read_text(text: str) -> str:

@@ -214,8 +214,6 @@ _KINDS = ("markdown", "code", "heading")
 def read_notebook_document(source: Source) -> TextDocument:
     """Read a Jupyter notebook, and return a document with its markdown and code.
 
-    The text consists of the markdown and code cells in order, separated by empty lines, without outputs.
-
     Args:
         source: the file.
 
@@ -223,16 +221,28 @@ def read_notebook_document(source: Source) -> TextDocument:
         OSError: the file cannot be read.
         InputError: the file is not a notebook, or has no text; the message says why.
     """
+    return TextDocument(source.id, extract_notebook_text(source.read_text()))
+
+
+def extract_notebook_text(content: str) -> str:
+    """Return the markdown and code cells of a Jupyter notebook in order, separated by empty lines.
+
+    Outputs of cells are left out.
+
+    Args:
+        content: content of the notebook's file, JSON.
+
+    Raises:
+        InputError: the content is not a notebook, or has no text; the message says why.
+    """
     try:
-        notebook = json.loads(source.read_text())
+        notebook = json.loads(content)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"not a notebook: not JSON: {error}") from error
     texts = [text for cell in _list_cells(notebook) if (text := _read_cell_source(cell)).strip()]
     if not texts:
         raise RefusedError("the notebook has no markdown and no code", Reason.EMPTY)
-    return TextDocument(source.id, "\n\n".join(texts))
+    return "\n\n".join(texts)
 
 
 def _list_cells(notebook: Any) -> list[Any]:

@@ -15,7 +15,7 @@ COMMANDS = {
     for name, text in iterate_help_texts()
     if name not in ("knnstore", "knnstore db", "knnstore key")
 }
-OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke")
+OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke", "knnstore sync --git")
 EXAMPLES = [
     line.strip()
     for text in COMMANDS.values()

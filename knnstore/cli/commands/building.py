@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from knnstore.checks import printable
-from knnstore.cli.inputs import Documents, ParamsOption, read_params
+from knnstore.cli.inputs import Documents, ParamsOption, SyncDocuments, read_params
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import Runtime, StoreRuntime, quiet_transformers
 from knnstore.cli.options import (
@@ -21,7 +21,7 @@ from knnstore.cli.options import (
     confirm,
 )
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
-from knnstore.documents import STDIN, size_of
+from knnstore.documents import size_of
 from knnstore.errors import ConfigError, InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
@@ -256,7 +256,7 @@ def sync(
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
     ] = None,
-    documents: Documents,
+    documents: SyncDocuments,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print the changes, and make none.")
     ] = False,
@@ -264,37 +264,38 @@ def sync(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a domain equal to a folder: add new documents, replace changed ones, remove missing ones.
+    """Make a domain equal to a folder or a commit: add new documents, replace changed ones, remove others.
 
-    A document's path in the folder is its id. A moved file keeps its records. A document that cannot be read
-    stays stored as it is. The model is loaded only if text must be stored. Removing more than half of the
-    domain asks for confirmation.
+    A document's path in the folder or repository is its id. A moved file keeps its records. A file in a
+    folder that cannot be read stays stored as it is. The model is loaded only if text must be stored.
+    Removing more than half of the domain asks for confirmation.
 
     Examples:
       knnstore sync letters --domain letters --dry-run
       knnstore sync letters --domain letters --yes
+      knnstore sync --git . --ref main --only '*.py' --domain code
     """
-    if STDIN in documents.files:
-        raise typer.BadParameter("what is to be compared first is read twice: give files or a folder")
     documents.check_files()
     import knnstore
 
     with Bar() as bar:
         with knnstore.open(runtime.home) as store:
-            difference = store.difference(domain, documents.read_documents(bar), tags or ())
+            unread = documents.find_unchanged(store, domain, tags or ())
+            difference = store.difference(domain, documents.read_documents(bar, unread), tags or ())
             is_settled = not store.has_unsettled_documents()
         documents.report()
-        if not difference.added + difference.replaced + difference.described + difference.unchanged:
+        unchanged = [*difference.unchanged, *unread]
+        if not difference.added + difference.replaced + difference.described and not unchanged:
             raise InputError(f"no document could be used: {domain} stays as it is")
         removed_ids = (
             []
             if documents.skipped_without_id
-            else [id for id in difference.removed if id not in documents.skipped_ids]
+            else [id for id in difference.removed if id not in documents.skipped_ids | unread]
         )
         moved = {id: difference.renamed[id] for id in removed_ids if id in difference.renamed}
         removed_ids = [id for id in removed_ids if id not in moved]
         rename_targets = {*moved.values()}
-        remaining_ids = [*difference.replaced, *difference.described, *difference.unchanged, *moved]
+        remaining_ids = [*difference.replaced, *difference.described, *unchanged, *moved]
         plan = {
             "added": [id for id in difference.added if id not in rename_targets],
             "renamed": [f"{old} to {new}" for old, new in moved.items()],
@@ -305,7 +306,8 @@ def sync(
         result = {
             "domain": domain,
             **{name: len(ids) for name, ids in plan.items()},
-            "unchanged": len(difference.unchanged),
+            "unchanged": len(unchanged),
+            **({"commit": documents.tree.commit} if documents.tree else {}),
             **documents.left_out,
         }
         if documents.skipped_without_id and difference.removed:
@@ -329,13 +331,16 @@ def sync(
         if moved:
             with knnstore.open(runtime.home, "a") as store:
                 store.rename(domain, moved)
-                difference = store.difference(domain, replace(documents).read_documents(bar), tags or ())
+                reread_documents = documents.copy_to_reread()
+                difference = store.difference(
+                    domain, reread_documents.read_documents(bar, unread), tags or ()
+                )
         tokens = 0
         if difference.added or difference.replaced or difference.described:
             with runtime.open_for_adding() as lm:
-                reread_documents = replace(documents)
+                reread_documents = documents.copy_to_reread()
                 added = lm.add(
-                    reread_documents.read_documents(bar),
+                    reread_documents.read_documents(bar, unread),
                     domain=domain,
                     tags=tags or (),
                     on_bad=reread_documents.make_skip_function(bar),

@@ -1,0 +1,184 @@
+"""Documents from the files of a commit in a git repository; the program `git` reads the repository."""
+
+import os
+import subprocess
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+
+from knnstore.documents.document import Entry, OnBad, TextDocument, read_entries
+from knnstore.documents.source_files import (
+    MAX_DOCUMENT_BYTES,
+    UTF8,
+    check_encoding,
+    decode_text,
+    make_too_large_error,
+)
+from knnstore.documents.text_extraction import extract_notebook_text
+from knnstore.errors import GitError
+
+GIT_BLOB = "git_blob"
+"""Name of the metadata field that contains the hash of a document's file in git."""
+
+_REGULAR_MODES = ("100644", "100755")
+_VARIABLES_OF_A_REPOSITORY = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_NAMESPACE",
+    "GIT_PREFIX",
+)
+"""Environment variables that git sets in hooks, and that would name another repository than the given one."""
+
+
+class GitTree:
+    """The regular files of one commit of a git repository.
+
+    Files that git ignores are not part of a commit. Symbolic links and submodules are left out.
+
+    Args:
+        repository: folder of the repository: a working copy or a bare repository.
+        ref: branch, tag or commit.
+        patterns: shell patterns such as ``*.py`` or ``docs/*``; a file is used if its path matches one of
+            them. ``*`` also matches ``/``. No patterns use all files.
+
+    Raises:
+        GitError: `git` is not installed, the folder is not a repository, the ref is unknown, or no file
+            matches the patterns.
+    """
+
+    def __init__(self, repository: str | Path, ref: str = "HEAD", patterns: Collection[str] = ()) -> None:
+        self.repository = Path(repository)
+        wanted = f"{ref}^{{commit}}"
+        self.commit = self._run("rev-parse", "--verify", "--end-of-options", wanted).decode().strip()
+        """Hash of the commit, hexadecimal."""
+        self.blobs: dict[str, str] = {}
+        """Hash of the content of each file, by the file's path in the repository; sorted by path."""
+        for line in self._run("ls-tree", "-r", "-z", "--full-tree", self.commit).split(b"\0")[:-1]:
+            description, _, path = line.partition(b"\t")
+            mode, _, hash = description.decode().split()
+            name = path.decode(errors="surrogateescape")
+            if mode in _REGULAR_MODES and (
+                not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+            ):
+                self.blobs[name] = hash
+        if not self.blobs:
+            which = f" that matches {' or '.join(map(repr, patterns))}" if patterns else ""
+            raise GitError(f"commit {self.commit[:12]} of {self.repository} has no file{which}")
+
+    def read_documents(
+        self, paths: Collection[str] | None = None, *, encoding: str = UTF8, on_bad: OnBad | None = None
+    ) -> Iterator[TextDocument]:
+        """Yield the documents of files. The id of a document is the path of its file in the repository.
+
+        The text is the content of the file, or the cells of a Jupyter notebook. The metadata field
+        ``git_blob`` is the hash of the content.
+
+        Args:
+            paths: paths of the files to read; None reads all.
+            encoding: encoding of the files.
+            on_bad: function that is called with the error of each file that is not text, is empty or is too
+                large; then the file is skipped. None skips these files without a message.
+
+        Raises:
+            GitError: `git` cannot read the content of a file.
+            InputError: the encoding is unknown.
+        """
+        encoding = check_encoding(encoding)
+        names = self.blobs if paths is None else paths
+        with self._open_reader() as read:
+            entries = (
+                Entry(name, partial(self._read_document, read, name, encoding), in_folder=True, id=name)
+                for name in names
+            )
+            yield from read_entries(entries, on_bad or (lambda _: None))
+
+    def _read_document(self, read: Callable[[str], bytes], name: str, encoding: str) -> TextDocument:
+        """Read a file, and return its document.
+
+        Args:
+            read: function that returns the content of a blob.
+            name: path of the file in the repository.
+            encoding: encoding of the file.
+
+        Raises:
+            RefusedError: the file is not text in this encoding, is empty or is too large.
+            InputError: the notebook is not valid.
+            GitError: `git` cannot read the content.
+        """
+        blob = self.blobs[name]
+        text = decode_text(read(blob), encoding)
+        if name.endswith(".ipynb"):
+            text = extract_notebook_text(text)
+        return TextDocument(name, text, {GIT_BLOB: blob})
+
+    @contextmanager
+    def _open_reader(self) -> Iterator[Callable[[str], bytes]]:
+        """Start `git` as a process that reads blobs; yields a function from a blob's hash to its content."""
+        with self._start("cat-file", "--batch") as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            requests, answers = process.stdin, process.stdout
+
+            def read(hash: str) -> bytes:
+                """Return the content of a blob; raises `RefusedError` if it is too large."""
+                try:
+                    requests.write(f"{hash}\n".encode())
+                    requests.flush()
+                except BrokenPipeError:
+                    pass  # git has ended: there is no answer
+                header = answers.readline().split()
+                if len(header) != 3:
+                    problem = b" ".join(header).decode(errors="replace") or "git ended without an answer"
+                    raise GitError(f"git cannot read the content of the file: {problem}")
+                left = int(header[2]) + 1  # with a line break
+                if left <= MAX_DOCUMENT_BYTES + 1:
+                    return answers.read(left)[:-1]
+                while left:
+                    left -= len(answers.read(min(left, 1 << 20)))
+                raise make_too_large_error("the file")
+
+            try:
+                yield read
+            finally:
+                process.kill()
+
+    def _run(self, *arguments: str) -> bytes:
+        """Run `git` in the repository, and return its output.
+
+        Raises:
+            GitError: `git` is not installed, or reports an error; the message has its first line.
+        """
+        with self._start(*arguments) as process:
+            output, errors = process.communicate()
+        if process.returncode:
+            lines = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
+            raise GitError(f"{self.repository}: {lines[0].removeprefix('fatal: ')}")
+        return output
+
+    def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        """Start `git` in the repository.
+
+        Raises:
+            GitError: `git` is not installed.
+        """
+        environment = {
+            name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_A_REPOSITORY
+        }
+        try:
+            return subprocess.Popen(  # noqa: S603
+                ["git", "-C", str(self.repository), *arguments],  # noqa: S607
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment | {"LC_ALL": "C"},
+            )
+        except OSError as error:
+            raise GitError(
+                f"git cannot be started ({error.strerror}): install it to read a repository"
+            ) from error
