@@ -28,7 +28,7 @@ from knnstore.documents import (
 from knnstore.errors import UnusableDocumentError
 
 if TYPE_CHECKING:
-    from knnstore.store.store_reader import StoreReader
+    from knnstore.store import KNNStore
 
 _MAX_PRINTED_NAMES = 5
 """Number of left-out files and rows that are printed for each reason; ``--json`` prints all."""
@@ -274,7 +274,7 @@ class SyncDocuments(Documents):
         else:
             self.tree = GitTree(self.git, self.ref or "HEAD", self.only or ())
 
-    def find_unchanged(self, store: "StoreReader", domain: str, tags: Sequence[str]) -> frozenset[str]:
+    def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:
         """Return the ids of documents that need not be read, because the stored content is the commit's.
 
         Always empty without ``--git``.
