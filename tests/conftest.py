@@ -68,7 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a PostgreSQL server as slow; the same tests on SQLite stay quick."""
+    """Mark what needs a PostgreSQL server as slow, and begin with vLLM's tests, which wait the longest.
+
+    The same tests on SQLite stay quick.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     for item in items:
         fixtures = {*getattr(item, "fixturenames", ())}
         is_there = "-postgresql" in item.name or "[postgresql" in item.name

@@ -169,7 +169,7 @@ def test_what_is_flushed_is_synced_to_its_end_and_so_is_every_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", ["plain", "coded"])
+@pytest.mark.parametrize("keys", ["coded", pytest.param("plain", marks=pytest.mark.exhaustive)])
 def test_killed_anywhere(tmp_path: Path, record_property, keys: str) -> None:
     """What was flushed survives a kill at every failpoint, all or nothing of the rest, and no file leaks."""
     script = Path(__file__).with_name("kill_everywhere.py")

@@ -25,7 +25,7 @@ def commands(program: str) -> list[list[str]]:
     return [shlex.split(call) for call in calls]
 
 
-@pytest.mark.parametrize("script", [*SHELL, SMOKE], ids=lambda script: script.split("\n")[0][:30])
+@pytest.mark.parametrize("script", [*SHELL, SMOKE], ids=range(len(SHELL) + 1))
 def test_the_shell_reads_them(script: str) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 

@@ -140,10 +140,11 @@ def check(reader, selection, documents):
 
 
 @pytest.mark.slow
-def test_every_change_is_counted_as_if_the_store_had_never_held_anything_else(store):
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_every_change_is_counted_as_if_the_store_had_never_held_anything_else(store, steps):
     rng, numbers, documents = np.random.default_rng(0), count(), {}
     with KNNStore.open(store.home.path) as reader:
-        for step in range(200):
+        for step in range(steps):
             domain = f"domain{rng.integers(3)}"
             there = [name for name in documents if name[0] == domain]
             if there and rng.random() < 0.4:

@@ -100,12 +100,14 @@ def test_another_model_or_tokenizer_an_impossible_option_a_missing_home_and_a_wr
         ),
     ],
 )
-def test_another_vllm_is_refused_with_a_store_alone(home, try_starts, change, message) -> None:
-    accepted, refused = try_starts(
-        ({}, {"KNNSTORE_ON_ERROR": "ignore"}), ({}, {"KNNSTORE_HOME": str(home)}), change=change
-    )
-    assert accepted is None
-    assert re.match(f"ConfigError: .*{message}", refused)
+def test_another_vllm_is_refused_with_a_store(home, try_starts, change, message) -> None:
+    (refused,) = try_starts(({}, {"KNNSTORE_HOME": str(home)}), change=change)
+    assert re.match(f"ConfigError: .*{message}", str(refused))
+
+
+@pytest.mark.exhaustive
+def test_another_vllm_is_accepted_without_a_store(try_starts) -> None:
+    assert try_starts(({}, {"KNNSTORE_ON_ERROR": "ignore"}), change="version") == [None]
 
 
 def test_the_server_prints_one_line(home, vllm_python) -> None:

@@ -1,11 +1,13 @@
 """The server of vLLM with a store: requests over HTTP, and a store that changes or breaks meanwhile."""
 
+import shutil
+
 import pytest
 import torch
 
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, Purpose
-from tests.vllm.conftest import Served, serve_model
+from tests.vllm.conftest import serve_model
 from tests.vllm.test_vllm import settings_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -45,32 +47,25 @@ def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path
         lm.store.remove_document("secret")
         _, after = served.complete(start, **options)
         assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"] != rest
-        # 4) A damaged store fails requests and not the engine.
-        lm.store.close()
-        damage_and_ask(lm, served, "fail")
 
 
-@pytest.mark.exhaustive
-def test_without_its_store_the_model_goes_on_alone_where_that_is_chosen(lm, vllm_python, tmp_path) -> None:
-    lm.store.close()
-    home = lm.store.home.path
-    with serve_model(vllm_python, home, tmp_path / "log", KNNSTORE_ON_ERROR="fallback") as served:
-        damage_and_ask(lm, served, "fallback")
-
-
-def damage_and_ask(lm: KNNLMForCausalLM, served: Served, action: str) -> None:
-    """Damage the store of a server, and check that requests fail, or that the model answers them alone."""
+@pytest.mark.parametrize("action", ["fail", pytest.param("fallback", marks=pytest.mark.exhaustive)])
+def test_a_damaged_store_fails_requests_and_not_the_engine(lm, vllm_python, tmp_path, action) -> None:
+    home = tmp_path / "copy"
+    shutil.copytree(lm.store.home.path, home)
     prompt = [lm.reader.prefix, *lm.reader.tokens(SECRET).tolist()][:20]
-    assert served.complete(prompt)[0] == 200
-    (lm.store.home.path / "catalog.db").write_bytes(b"damaged" * 10_000)
-    status, answer = served.complete(prompt, return_token_ids=True)
-    alone = served.complete(prompt, vllm_xargs={"knn_off": 1}, return_token_ids=True)
-    assert alone[0] == 200
-    if action == "fail":
-        assert status == 500
-    else:
-        assert status == 200
-        assert answer["choices"][0]["token_ids"] == alone[1]["choices"][0]["token_ids"]
-        assert answer["choices"][0]["stop_reason"] == "knnstore_fallback"
-    assert served.failures(action) == 1
-    assert "the store failed" in served.log.read_text()
+    off = {"vllm_xargs": {"knn_off": 1}, "return_token_ids": True}
+    with serve_model(vllm_python, home, tmp_path / "log", KNNSTORE_ON_ERROR=action) as served:
+        assert served.complete(prompt)[0] == 200
+        (home / "catalog.db").write_bytes(b"damaged" * 10_000)
+        status, answer = served.complete(prompt, return_token_ids=True)
+        alone = served.complete(prompt, **off)
+        assert alone[0] == 200
+        if action == "fail":
+            assert status == 500
+        else:
+            assert status == 200
+            assert answer["choices"][0]["token_ids"] == alone[1]["choices"][0]["token_ids"]
+            assert answer["choices"][0]["stop_reason"] == "knnstore_fallback"
+        assert served.failures(action) == 1
+        assert "the store failed" in served.log.read_text()

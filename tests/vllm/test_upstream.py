@@ -161,7 +161,7 @@ def test_documents_that_the_front_adds_and_removes_count_at_once(both) -> None:
 
 @pytest.fixture(scope="module")
 def pairs(front: Front, model_path, tmp_path_factory) -> list[leaks.Pair]:
-    """A front of all domains, and for two keys one with their domains alone."""
+    """A front of all domains, and one with the domains of a key alone."""
 
     def start(name: str, domains: list[str]) -> Application:
         home = tmp_path_factory.mktemp(name) / "home"
@@ -171,13 +171,11 @@ def pairs(front: Front, model_path, tmp_path_factory) -> list[leaks.Pair]:
                 lm.add(leaks.documents(domain), domain=domain, tags=[leaks.TAGS[len(domain) % 3], "sea"])
         return front(home)
 
-    whole, found = start("whole", leaks.DOMAINS), []
-    for number, (rights, domains) in enumerate([leaks.KEYS[1], leaks.KEYS[2]]):
-        alone = start(f"alone{number}", domains)
-        keys = (server.key(*rights, domains=domains) for server in (whole, alone))
-        # Sums in another order round differently, as between texts of a domain that is written to.
-        found.append(leaks.Pair(whole, next(keys), alone, next(keys), writes=True))
-    return found
+    rights, domains = leaks.KEYS[1]
+    whole, alone = start("whole", leaks.DOMAINS), start("alone", domains)
+    keys = (server.key(*rights, domains=domains) for server in (whole, alone))
+    # Sums in another order round differently, as between texts of a domain that is written to.
+    return [leaks.Pair(whole, next(keys), alone, next(keys), writes=True)]
 
 
 def test_no_request_shows_what_a_key_may_not_see(pairs) -> None:
@@ -195,39 +193,47 @@ def test_the_client_cannot_choose_its_own_scope(pairs) -> None:
         assert pair.whole.call("POST", "/v1/completions", pair.key, json=body).status_code == 400
 
 
-def test_a_server_without_the_store_is_refused_at_the_start_and_later(
+def test_a_server_that_goes_is_refused_and_its_requests_are_answered_503(
     prepared, vllm_python, model_path, tmp_path
 ) -> None:
     home = shutil.copytree(prepared, tmp_path / "home")
-    other = tmp_path / "other"
-    lm = knnstore.create(other, str(model_path))
-    lm.store.close()
     port = choose_port()
     address = UpstreamAddress(f"http://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="cannot be used"):
         check_upstream(address, "any")
     with serve_model(vllm_python, home, tmp_path / "log1", model_path, port=port):
+        with pytest.raises(ConfigError, match="another store"):
+            check_upstream(address, "any")
         server = Inside(home, upstream=address)
         key = server.key("predict")
         assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 200
     try:
         assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 503
         assert server.call("GET", "/health").json() == {"status": "upstream_unavailable"}
-        with serve_model(vllm_python, other, tmp_path / "log2", model_path, port=port):
-            with pytest.raises(ConfigError, match="another store"):
-                check_upstream(address, server.serving.lm.store.id)
-            assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 503
     finally:
         server.close()
 
 
 @pytest.mark.exhaustive
-def test_a_server_without_any_store_is_refused(vllm_python, model_path, tmp_path) -> None:
-    with (
-        serve_model(vllm_python, None, tmp_path / "log", model_path) as served,
-        pytest.raises(ConfigError, match="without a store"),
-    ):
-        check_upstream(UpstreamAddress(served.url), "any")
+@pytest.mark.parametrize(("stored", "reason"), [(True, "another store"), (False, "without a store")])
+def test_a_server_that_comes_back_with_another_store_or_none_is_refused(
+    stored, reason, prepared, vllm_python, model_path, tmp_path
+) -> None:
+    home, other = shutil.copytree(prepared, tmp_path / "home"), tmp_path / "other"
+    knnstore.create(other, str(model_path)).store.close()
+    port = choose_port()
+    address = UpstreamAddress(f"http://127.0.0.1:{port}")
+    with serve_model(vllm_python, home, tmp_path / "log1", model_path, port=port):
+        server = Inside(home, upstream=address)
+        key = server.key("predict")
+    try:
+        wrong = other if stored else None
+        with serve_model(vllm_python, wrong, tmp_path / "log2", model_path, port=port):
+            with pytest.raises(ConfigError, match=reason):
+                check_upstream(address, server.serving.lm.store.id)
+            assert server.call("POST", "/v1/completions", key, json=COMPLETION).status_code == 503
+    finally:
+        server.close()
 
 
 @pytest.mark.exhaustive

@@ -168,6 +168,7 @@ def test_two_processes_share_the_model(lm, run_engine) -> None:
     check(lm, requests, found["rounds"][0])
 
 
+@pytest.mark.exhaustive
 def test_the_second_model_runner_predicts_the_same(lm, run_engine) -> None:
     """Model Runner V2, whose kernels Triton's interpreter runs."""
     requests = [{**request, "tokens": TOKENS} for request in requests_for(lm)]
