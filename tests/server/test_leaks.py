@@ -4,6 +4,7 @@ import math
 import random
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +68,23 @@ class Pair:
 
 
 def nearly_equal(one: bytes, other: bytes) -> bool:
-    """Whether two answers are equal but for what comes of the order of sums.
+    """Whether two answers are equal but for what comes of the order of sums, and of texts in a stream.
 
-    Segments of a domain that is written to are merged earlier where a store has many others.
+    Segments of a domain that is written to are merged earlier where a store has many others. vLLM generates
+    the texts of a request one beside the other.
     """
-    parts = [re.split(rb"(-?\d+\.\d+(?:e-\d+)?)", body) for body in (one, other)]  # odd ones are numbers
+    bodies = [b"\n\n".join(sorted(body.split(b"\n\n"), key=text_of_event)) for body in (one, other)]
+    parts = [re.split(rb"(-?\d+\.\d+(?:e-\d+)?)", body) for body in bodies]  # odd ones are numbers
     if parts[0][::2] != parts[1][::2]:
         return False
     numbers = zip(*(part[1::2] for part in parts), strict=True)
     return all(abs(float(number) - float(another)) < 1e-4 for number, another in numbers)
+
+
+def text_of_event(event: bytes) -> int:
+    """The number of the text that an event of a stream continues; the end of the stream has none."""
+    index = re.search(rb'^data: .*?"index": (\d+)', event)
+    return int(index[1]) if index else sys.maxsize
 
 
 def seen_headers(answer) -> dict[str, str]:
