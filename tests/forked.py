@@ -118,7 +118,10 @@ def _fork_commands(listening: socket.socket) -> NoReturn:
         listening.close()
         message, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
         while not message.endswith(b"\n"):
-            message += connection.recv(1 << 16)
+            part = connection.recv(1 << 16)
+            if not part:
+                os._exit(1)  # the client has ended
+            message += part
         arguments, folder, environment = json.loads(message)
         pid = os.fork()
         if pid == 0:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,55 @@ def test_what_git_cannot_read_is_one_line_and_no_missing_document(repository, tm
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(GitError, match="git cannot be started"):
         GitTree(folder)
+
+
+CUT_OFF = """#!{python} -IS
+import os, subprocess, sys
+if "cat-file" not in sys.argv:
+    os.execv({git!r}, ["git", *sys.argv[1:]])
+with subprocess.Popen([{git!r}, *sys.argv[1:]], stdout=subprocess.PIPE) as git:
+    left = {size}
+    while left and (part := os.read(git.stdout.fileno(), left)):
+        left -= os.write(1, part)
+    git.kill()
+"""
+"""A git that dies after some bytes of contents."""
+
+
+@pytest.mark.parametrize("size", [50, 60, 3000])
+def test_an_answer_of_git_that_is_cut_off_is_no_document(repository, tmp_path, monkeypatch, size) -> None:
+    """Cut off before the second answer, after its first bytes, and in the middle of its content."""
+    repository.commit({"a.txt": "x" * (1 if size < 60 else 9), "b.txt": "y" * 5000})
+    monkeypatch.setattr("knnstore.documents.git_tree.MAX_DOCUMENT_BYTES", 4000 if size == 60 else 10_000)
+    program = tmp_path / "git"
+    program.write_text(CUT_OFF.format(python=sys.executable, git=shutil.which("git"), size=size))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(GitError, match=r"git ended|cannot read the content"):
+        texts(repository)
+
+
+def test_no_program_of_the_repository_is_run_and_nothing_is_replaced(repository, tmp_path) -> None:
+    repository.commit({"a.txt": "one", "b.txt": "two"})
+    blobs = [repository.git("rev-parse", f"HEAD:{name}") for name in ("a.txt", "b.txt")]
+    repository.git("replace", blobs[0], blobs[1])
+    assert texts(repository) == ["one", "two"]
+    (repository.folder / ".git/objects" / blobs[1][:2] / blobs[1][2:]).unlink()
+    ran = tmp_path / "ran"
+    for name, value in {
+        "core.repositoryformatversion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.url": str(tmp_path),
+        "remote.origin.promisor": "true",
+        "remote.origin.uploadpack": f"touch {ran}; false",
+    }.items():
+        repository.git("config", name, value)
+    with pytest.raises(GitError):
+        texts(repository)
+    assert not ran.exists()
+
+
+def test_a_folder_in_a_repository_is_not_taken_for_the_repository(repository) -> None:
+    repository.commit({"a.txt": "one", "docs/b.txt": "two"})
+    with pytest.raises(GitError, match=r"--only 'docs/\*'"):
+        GitTree(repository.folder / "docs")

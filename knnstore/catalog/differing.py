@@ -1,6 +1,6 @@
 """Comparison of new documents with the documents that a domain has stored."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Literal
@@ -38,7 +38,12 @@ class Difference:
 
     @classmethod
     def of(
-        cls, catalog: Catalog, domain: str, documents: Iterable[TextDocument], tags: frozenset[str]
+        cls,
+        catalog: Catalog,
+        domain: str,
+        documents: Iterable[TextDocument],
+        tags: frozenset[str],
+        kept: Collection[str] = (),
     ) -> "Difference":
         """Compare a list of documents with the documents that a domain has stored. Changes nothing.
 
@@ -47,6 +52,8 @@ class Difference:
             domain: name of the domain; an unknown domain counts as a domain without documents.
             documents: documents that the domain should have; they are read once.
             tags: tags that each document should have.
+            kept: ids of further documents that the domain should have as they are stored. They are in no
+                field of the result.
         """
         ids_by_change: dict[Change, list[str]] = {
             "added": [],
@@ -55,6 +62,7 @@ class Difference:
             "unchanged": [],
         }
         missing_ids = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
+        missing_ids.difference_update(kept)
         new_ids: dict[str, str] = {}
         for group in _split_documents(documents):
             stored = catalog.versions(domain, [document.id for document in group])

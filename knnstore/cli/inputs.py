@@ -13,7 +13,6 @@ from knnstore.cli.logs import LOG
 from knnstore.cli.output import Bar, format_error, print_message
 from knnstore.documents import (
     FIELDS,
-    GIT_BLOB,
     NOT_MEMBERS,
     STDIN,
     UTF8,
@@ -266,13 +265,15 @@ class SyncDocuments(Documents):
         if bool(self.files) == (self.git is not None):
             raise typer.BadParameter("give files or a folder, or a repository with --git")
         if self.git is None:
-            if self.ref or self.only:
+            if self.ref is not None or self.only:
                 raise typer.BadParameter("--ref and --only need --git")
             if STDIN in self.files:
                 raise typer.BadParameter("what is to be compared first is read twice: give files or a folder")
             super().check_files()
         else:
-            self.tree = GitTree(self.git, self.ref or "HEAD", self.only or ())
+            if self.fields != FIELDS:
+                raise typer.BadParameter("--text-field and --id-field are for rows, and not for --git")
+            self.tree = GitTree(self.git, "HEAD" if self.ref is None else self.ref, self.only or ())
 
     def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:
         """Return the ids of documents that need not be read, because the stored content is the commit's.
@@ -286,11 +287,14 @@ class SyncDocuments(Documents):
         """
         if self.tree is None:
             return frozenset()
-        blobs = self.tree.blobs
+        tree = self.tree
+        stored = store.versions(domain, [row.id for row in store.documents(domain=domain)])
         return frozenset(
             id
-            for id, version in store.versions(domain, blobs).items()
-            if version.metadata.get(GIT_BLOB) == blobs[id] and version.tags.issuperset(tags)
+            for id, version in stored.items()
+            if id in tree.blobs
+            and version.metadata == tree.describe(id, self.encoding)
+            and version.tags.issuperset(tags)
         )
 
     def copy_to_reread(self) -> "SyncDocuments":

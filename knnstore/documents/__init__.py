@@ -10,13 +10,12 @@ from knnstore.documents.document import (
     TextDocument,
     documents_of,
 )
-from knnstore.documents.git_tree import GIT_BLOB, GitTree
+from knnstore.documents.git_tree import GitTree
 from knnstore.documents.paths import HUB, STDIN, OnIgnored, check_paths, is_among, read_documents, size_of
 from knnstore.documents.source_files import UTF8
 
 __all__ = [
     "FIELDS",
-    "GIT_BLOB",
     "HUB",
     "NOT_MEMBERS",
     "STDIN",

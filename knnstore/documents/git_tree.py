@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,11 @@ from knnstore.documents.source_files import (
     UTF8,
     check_encoding,
     decode_text,
+    is_utf8,
     make_too_large_error,
 )
 from knnstore.documents.text_extraction import extract_notebook_text
 from knnstore.errors import GitError
-
-GIT_BLOB = "git_blob"
-"""Name of the metadata field that contains the hash of a document's file in git."""
 
 _REGULAR_MODES = ("100644", "100755")
 _VARIABLES_OF_A_REPOSITORY = (
@@ -34,6 +32,8 @@ _VARIABLES_OF_A_REPOSITORY = (
     "GIT_PREFIX",
 )
 """Environment variables that git sets in hooks, and that would name another repository than the given one."""
+_FIXED_VARIABLES = {"LC_ALL": "C", "GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1"}
+"""Messages are in English, missing contents are not fetched, and each content is that of its hash."""
 
 
 class GitTree:
@@ -47,13 +47,20 @@ class GitTree:
         patterns: shell patterns such as ``*.py`` or ``docs/*``; a file is used if its path matches one of
             them. ``*`` also matches ``/``. No patterns use all files.
 
+    Programs that the repository's configuration names are not run, and nothing is fetched.
+
     Raises:
-        GitError: `git` is not installed, the folder is not a repository, the ref is unknown, or no file
-            matches the patterns.
+        GitError: `git` is not installed, the folder is not the top of a repository, the ref is unknown, or no
+            file matches the patterns.
     """
 
     def __init__(self, repository: str | Path, ref: str = "HEAD", patterns: Collection[str] = ()) -> None:
         self.repository = Path(repository)
+        if inside := self._run("rev-parse", "--show-prefix").decode(errors="replace").strip():
+            raise GitError(
+                f"{self.repository} is the folder {inside} of a repository: give the repository, and choose "
+                f"with --only '{inside}*'"
+            )
         wanted = f"{ref}^{{commit}}"
         self.commit = self._run("rev-parse", "--verify", "--end-of-options", wanted).decode().strip()
         """Hash of the commit, hexadecimal."""
@@ -67,17 +74,17 @@ class GitTree:
                 not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
             ):
                 self.blobs[name] = hash
-        if not self.blobs:
-            which = f" that matches {' or '.join(map(repr, patterns))}" if patterns else ""
-            raise GitError(f"commit {self.commit[:12]} of {self.repository} has no file{which}")
+        if patterns and not self.blobs:
+            which = " or ".join(map(repr, patterns))
+            raise GitError(f"commit {self.commit[:12]} of {self.repository} has no file that matches {which}")
 
     def read_documents(
         self, paths: Collection[str] | None = None, *, encoding: str = UTF8, on_bad: OnBad | None = None
     ) -> Iterator[TextDocument]:
         """Yield the documents of files. The id of a document is the path of its file in the repository.
 
-        The text is the content of the file, or the cells of a Jupyter notebook. The metadata field
-        ``git_blob`` is the hash of the content.
+        The text is the content of the file, or the cells of a Jupyter notebook. The metadata are those of
+        `describe`.
 
         Args:
             paths: paths of the files to read; None reads all.
@@ -98,6 +105,18 @@ class GitTree:
             )
             yield from read_entries(entries, on_bad or (lambda _: None))
 
+    def describe(self, name: str, encoding: str = UTF8) -> dict[str, str]:
+        """Return the metadata of a file's document: the hash of its content as ``git_blob``.
+
+        An encoding other than UTF-8 is a field ``encoding``. Equal metadata mean an equal text.
+
+        Args:
+            name: path of the file in the repository.
+            encoding: encoding in which the file is read.
+        """
+        given = {} if is_utf8(encoding) else {"encoding": encoding}
+        return {"git_blob": self.blobs[name], **given}
+
     def _read_document(self, read: Callable[[str], bytes], name: str, encoding: str) -> TextDocument:
         """Read a file, and return its document.
 
@@ -111,42 +130,47 @@ class GitTree:
             InputError: the notebook is not valid.
             GitError: `git` cannot read the content.
         """
-        blob = self.blobs[name]
-        text = decode_text(read(blob), encoding)
+        text = decode_text(read(self.blobs[name]), encoding)
         if name.endswith(".ipynb"):
             text = extract_notebook_text(text)
-        return TextDocument(name, text, {GIT_BLOB: blob})
+        return TextDocument(name, text, self.describe(name, encoding))
 
     @contextmanager
     def _open_reader(self) -> Iterator[Callable[[str], bytes]]:
         """Start `git` as a process that reads blobs; yields a function from a blob's hash to its content."""
-        with self._start("cat-file", "--batch") as process:
+        with self._start("cat-file", "--batch", errors=subprocess.DEVNULL) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             requests, answers = process.stdin, process.stdout
 
             def read(hash: str) -> bytes:
                 """Return the content of a blob; raises `RefusedError` if it is too large."""
-                try:
+                with suppress(BrokenPipeError):  # git has ended: there is no answer
                     requests.write(f"{hash}\n".encode())
                     requests.flush()
-                except BrokenPipeError:
-                    pass  # git has ended: there is no answer
                 header = answers.readline().split()
                 if len(header) != 3:
                     problem = b" ".join(header).decode(errors="replace") or "git ended without an answer"
                     raise GitError(f"git cannot read the content of the file: {problem}")
                 left = int(header[2]) + 1  # with a line break
-                if left <= MAX_DOCUMENT_BYTES + 1:
-                    return answers.read(left)[:-1]
+                is_too_large = left > MAX_DOCUMENT_BYTES + 1
+                content = b""
                 while left:
-                    left -= len(answers.read(min(left, 1 << 20)))
-                raise make_too_large_error("the file")
+                    part = answers.read(min(left, 1 << 20) if is_too_large else left)
+                    if not part:
+                        raise GitError("git ended in the middle of a file: run `git fsck` in the repository")
+                    left -= len(part)
+                    content = b"" if is_too_large else content + part
+                if is_too_large:
+                    raise make_too_large_error("the file")
+                return content[:-1]
 
             try:
                 yield read
             finally:
                 process.kill()
+                with suppress(BrokenPipeError):  # of a request that git did not read
+                    requests.close()
 
     def _run(self, *arguments: str) -> bytes:
         """Run `git` in the repository, and return its output.
@@ -161,8 +185,12 @@ class GitTree:
             raise GitError(f"{self.repository}: {lines[0].removeprefix('fatal: ')}")
         return output
 
-    def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+    def _start(self, *arguments: str, errors: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
         """Start `git` in the repository.
+
+        Args:
+            *arguments: arguments of `git`.
+            errors: what standard error is connected to, as for `subprocess.Popen`.
 
         Raises:
             GitError: `git` is not installed.
@@ -172,11 +200,11 @@ class GitTree:
         }
         try:
             return subprocess.Popen(  # noqa: S603
-                ["git", "-C", str(self.repository), *arguments],  # noqa: S607
+                ["git", "-c", "protocol.allow=never", "-C", str(self.repository), *arguments],  # noqa: S607
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment | {"LC_ALL": "C"},
+                stderr=errors,
+                env=environment | _FIXED_VARIABLES,
             )
         except OSError as error:
             raise GitError(

@@ -252,15 +252,22 @@ class StoreReader:
         """
         return self._catalog.versions(domain, ids)
 
-    def difference(self, domain: str, documents: Iterable[TextDocument], tags: Iterable[str]) -> Difference:
+    def difference(
+        self,
+        domain: str,
+        documents: Iterable[TextDocument],
+        tags: Iterable[str],
+        kept: Collection[str] = (),
+    ) -> Difference:
         """Return the changes that would make a domain equal to a list of documents. Changes nothing.
 
         Args:
             domain: name of the domain; an unknown domain counts as a domain without documents.
             documents: documents that the domain should have.
             tags: tags that each document should carry; additional tags of stored documents are no change.
+            kept: ids of further documents that the domain should have as they are stored.
         """
-        return Difference.of(self._catalog, domain, documents, frozenset(tags))
+        return Difference.of(self._catalog, domain, documents, frozenset(tags), kept)
 
     def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
         """Find documents whose text a domain has stored under another id.

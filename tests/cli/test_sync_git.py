@@ -1,5 +1,6 @@
 """`knnstore sync --git`: a domain is what a commit is."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -59,6 +60,30 @@ def test_only_changed_files_are_read_and_what_the_commit_lacks_is_removed(
     assert {row["id"] for row in rows if "old" in row["tags"]} == {"a.py", "b.py", "c/d.py", "e.py"}
 
 
+def test_what_changes_around_unchanged_files(knnstore, store, repository):
+    sync = "sync --git code --domain code"
+    odd = {"a" * 200 + "/" + "b" * 200 + "/" + "c" * 200: "too long a name"}
+    repository.commit(
+        {"a/LICENSE": "The harbour.", "b/LICENSE": "The harbour.", "latin.txt": "caf\xe9"} | odd
+    )
+    (repository.folder / "bad").write_text("The wall.")
+    os.rename(repository.folder / "bad", os.fsencode(repository.folder) + b"/\xff.py")
+    repository.commit()
+    assert count(knnstore(f"{sync} --json --encoding latin-1")) == {"added": 3}
+    # 1) A file that was moved keeps its records, also if another file has its text.
+    repository.git("mv", "b/LICENSE", "moved")
+    repository.commit()
+    assert count(knnstore(f"{sync} --json --encoding latin-1")) == {"renamed": 1, "unchanged": 2}
+    # 2) A wrong encoding can be corrected.
+    done = knnstore(f"{sync} --json")
+    assert (done.json["replaced"], done.json["described"], done.json["tokens"] > 0) == (1, 2, True)
+    # 3) What is deleted last leaves, too.
+    repository.git("rm", "-r", "--quiet", ".")
+    repository.commit()
+    assert knnstore(sync).status != 0  # it asks, and nobody answers
+    assert count(knnstore(f"{sync} --yes --json")) == {"removed": 3}
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -66,6 +91,8 @@ def test_only_changed_files_are_read_and_what_the_commit_lacks_is_removed(
         ("sync letters --git code --domain code", "give files or a folder, or a repository with --git"),
         ("sync letters --ref main --domain letters", "--ref and --only need --git"),
         ("sync --git letters --domain code", "letters: not a git repository"),
+        ("sync --git code --text-field body --domain code", "--text-field and --id-field are for rows"),
+        ("sync --git code --ref '' --domain code", "code: Needed a single revision"),
         ("sync --git code --ref nothing --domain code", "code: Needed a single revision"),
         ("sync --git code --only *.rs --domain code", "has no file that matches '*.rs'"),
     ],

@@ -281,16 +281,17 @@ def sync(
     with Bar() as bar:
         with knnstore.open(runtime.home) as store:
             unread = documents.find_unchanged(store, domain, tags or ())
-            difference = store.difference(domain, documents.read_documents(bar, unread), tags or ())
+            difference = store.difference(domain, documents.read_documents(bar, unread), tags or (), unread)
             is_settled = not store.has_unsettled_documents()
         documents.report()
         unchanged = [*difference.unchanged, *unread]
-        if not difference.added + difference.replaced + difference.described and not unchanged:
+        is_empty = not difference.added + difference.replaced + difference.described and not unchanged
+        if is_empty and documents.tree is None:
             raise InputError(f"no document could be used: {domain} stays as it is")
         removed_ids = (
             []
             if documents.skipped_without_id
-            else [id for id in difference.removed if id not in documents.skipped_ids | unread]
+            else [id for id in difference.removed if id not in documents.skipped_ids]
         )
         moved = {id: difference.renamed[id] for id in removed_ids if id in difference.renamed}
         removed_ids = [id for id in removed_ids if id not in moved]
@@ -333,7 +334,7 @@ def sync(
                 store.rename(domain, moved)
                 reread_documents = documents.copy_to_reread()
                 difference = store.difference(
-                    domain, reread_documents.read_documents(bar, unread), tags or ()
+                    domain, reread_documents.read_documents(bar, unread), tags or (), unread
                 )
         tokens = 0
         if difference.added or difference.replaced or difference.described:
