@@ -80,6 +80,8 @@ class _GenerationPlan:
     log-probabilities."""
     score_prompt: bool = False
     """True if the tokens of the prompts get log-probabilities too."""
+    ends: frozenset[int] = frozenset()
+    """Ids of tokens that end a text, beside the model's end tokens."""
 
 
 def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
@@ -95,7 +97,12 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
         ApiError: 400 if a prompt is too long for the model's window, has no tokens, or has tokens that the
             model does not have.
     """
-    prompts = tuple(serving.make_prompt(one) for one in body.prompts)
+    ends = frozenset[int]()
+    if body.suffix:
+        prompts = tuple(serving.make_infilling_prompt(str(one), body.suffix) for one in body.prompts)
+        ends = serving.infilling.ends if serving.infilling is not None else ends
+    else:
+        prompts = tuple(serving.make_prompt(one) for one in body.prompts)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         serving.check_window(prompt, max_tokens)
@@ -112,7 +119,9 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
         ]
     with_log_probs = body.logprobs is not None
     shape = Texts(with_log_probs, echoed, body.n or 1, bool(body.return_tokens_as_token_ids))
-    return _GenerationPlan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs)
+    return _GenerationPlan(
+        prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs, ends
+    )
 
 
 def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _GenerationPlan:
@@ -529,4 +538,5 @@ def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan
         top=plan.top,
         score_prompt=plan.score_prompt,
         constraint=serving.json_constraints.constraint_for(body.response_format),
+        ends=plan.ends,
     )

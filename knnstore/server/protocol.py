@@ -148,10 +148,6 @@ _UNSUPPORTED_SAMPLING = {
     "min_tokens": Unsupported("this server cannot forbid a text to end", (0,)),
     "ignore_eos": Unsupported("this server cannot forbid a text to end", (False,)),
 }
-UNSUPPORTED_COMPLETION = {
-    **_UNSUPPORTED_SAMPLING,
-    "suffix": Unsupported("this server continues texts and cannot fill in before a suffix"),
-}
 UNSUPPORTED_CHAT = {
     **_UNSUPPORTED_SAMPLING,
     "tools": Unsupported(_NO_TOOLS),
@@ -390,7 +386,7 @@ class CompletionRequest(GenerationRequest):
     If the prompt is missing or empty, the text of a new document is generated.
     """
 
-    unsupported = UNSUPPORTED_COMPLETION
+    unsupported = _UNSUPPORTED_SAMPLING
 
     prompt: (
         str
@@ -398,6 +394,11 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     ) = ""
+    suffix: str | None = Field(
+        default=None,
+        description="Text after the one to generate. Needs a model that was trained to fill in the middle, "
+        "and prompts that are text. An empty suffix counts as none.",
+    )
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool | None = False
     logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
@@ -459,6 +460,19 @@ class CompletionRequest(GenerationRequest):
         if len(self.prompts) * copies > MOST_TEXTS:
             count = len(self.prompts) * copies
             raise field_error("prompt", f"prompts × n are {count}, at most {MOST_TEXTS}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> Self:
+        """Return the request if it has no suffix, or a suffix that fits its other fields.
+
+        Raises:
+            PydanticCustomError: if there is a suffix, and a prompt is token ids or is to be repeated.
+        """
+        if self.suffix and self.echo:
+            raise field_error("echo", "a prompt with a suffix is not repeated")
+        if self.suffix and not all(isinstance(one, str) for one in self.prompts):
+            raise field_error("suffix", "needs prompts that are text, not token ids")
         return self
 
     @property

@@ -45,6 +45,7 @@ from knnstore.server.engine import (
     Turns,
 )
 from knnstore.server.errors import ApiError, refused
+from knnstore.server.infilling import Infilling
 from knnstore.server.protocol import MOST_EXPLAINED
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.server.structured import JsonConstraints
@@ -135,6 +136,8 @@ class Serving:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self.infilling = Infilling.find(self._tokenizer, lm.store.identity.vocab_size)
+        """How the model is asked to fill in the middle of a text; None if it was not trained for that."""
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
         # 2) Start the engine and the writer.
@@ -400,6 +403,31 @@ class Serving:
             )
         self.check_tokens(text_or_ids, param)
         return Prompt(tuple(text_or_ids))
+
+    def make_infilling_prompt(self, prefix: str, suffix: str) -> Prompt:
+        """Return a checked prompt after which the model generates the text between a prefix and a suffix.
+
+        Args:
+            prefix: the text before; the field ``prompt`` of a request.
+            suffix: the text after; the field ``suffix`` of a request.
+
+        Raises:
+            ApiError: 400 if the model cannot fill in, or a text is too long or has tokens that the model does
+                not have.
+        """
+        if self.infilling is None:
+            raise refused(
+                f"the model {self.name!r} was not trained to fill in the middle: its tokenizer has no tokens "
+                "for a prefix, a suffix and a middle",
+                "suffix",
+            )
+        for text, param in ((prefix, "prompt"), (suffix, "suffix")):
+            self.check_length(len(text), self.window, param)
+        infilling = self.infilling
+        tokens = self.call_with_tokenizer(lambda one: infilling.make_prompt(one, prefix, suffix))
+        self.check_tokens(tokens, "prompt")
+        first = [] if self.prefix is None else [self.prefix]
+        return Prompt((*first, *tokens), len(first))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
         """Check that a text is short enough to have at most `tokens` tokens. Does not tokenize it.

@@ -337,7 +337,7 @@ class Upstream:
         task = ticket.task
         row = Row(task, index, self._texts, self._ends)
         body = {"prompt": row.tokens[:], "stream": True, **_describe_sampling(task, index)}
-        body["stop_token_ids"] = sorted(self._ends)
+        body["stop_token_ids"] = sorted(self._ends | task.ends)
         async with self._send_request(body, options) as answer:
             async for choice in _read_events(answer):
                 scores = list(self._read_scores(task, choice))

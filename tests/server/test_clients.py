@@ -206,7 +206,7 @@ SOMETHING_IN_CHAT = SOMETHING | {
     "prompt_cache_options": [{"mode": "explicit"}],
     "top_logprobs": [2],
 }
-SOMETHING_IN_TEXT = SOMETHING | {"best_of": [2], "suffix": ["Z"]}
+SOMETHING_IN_TEXT = SOMETHING | {"best_of": [2]}
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ class Task:
     constraint: Constraint | None = None
     """Constraint of the generated tokens, in its initial state; each text gets a copy. None allows all
     tokens."""
+    ends: frozenset[int] = frozenset()
+    """Ids of tokens that end a text, beside the model's end tokens."""
 
 
 class TopToken(NamedTuple):
@@ -176,7 +178,7 @@ class Row:
         self.tokens = [*prompt.tokens]
         """Ids of the prompt's tokens, followed by the ids of the generated tokens."""
         self._prompt_length = len(self.tokens)
-        self._ends = ends
+        self._ends = ends | task.ends
         self._constraint = None if task.constraint is None else task.constraint.fork()
         self._texts = texts
         before = len(self.tokens) - prompt.unfinished

@@ -1,0 +1,154 @@
+"""Completions with a suffix: the model fills in the middle."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import knnstore
+from knnstore.server.infilling import Infilling
+from tests.server.conftest import LETTERS, Application, make_model
+
+PATH = "/v1/completions"
+QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+ASKED = {"model": "tiny", "prompt": "The council", "suffix": " voted.", "temperature": 0, "max_tokens": 12}
+
+
+def byte_tokenizer(*added: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, and further tokens."""
+    vocabulary = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    made.add_special_tokens({"additional_special_tokens": [*added]})
+    return made
+
+
+def spaced_tokenizer(*added: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of characters that puts a space before each text, as those of SentencePiece do."""
+    letters = ["▁", "☺", *"abcdefg)", *added]
+    tokenizer = Tokenizer(models.BPE({letter: id for id, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (QWEN, "{0}before{1}after{2}"),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "{0}before{1}after{2}"),
+        (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), "{0}before{1}after{2}"),
+        (("[PREFIX]", "[SUFFIX]"), "{1}after{0}before"),
+    ],
+)
+def test_the_parts_stand_as_the_model_has_learned_them(names, order) -> None:
+    tokenizer = byte_tokenizer(*names, "<|file_sep|>")
+    infilling = Infilling.find(tokenizer, len(tokenizer))
+    tokens = infilling.make_prompt(tokenizer, "before", "after")
+    assert tokenizer.decode(tokens) == order.format(*names)
+    assert infilling.ends == {*tokenizer.convert_tokens_to_ids([*names, "<|file_sep|>"])}
+
+
+def test_a_suffix_gets_no_space_that_it_does_not_have() -> None:
+    names = ("▁<PRE>", "▁<SUF>", "▁<MID>")
+    tokenizer = spaced_tokenizer(*names)
+    infilling = Infilling.find(tokenizer, len(tokenizer))
+    tokens = infilling.make_prompt(tokenizer, "ab", "c)")
+    assert tokenizer.convert_ids_to_tokens(tokens) == [names[0], "▁", "a", "b", names[1], "c", ")", names[2]]
+    tokens = infilling.make_prompt(tokenizer, "ab", " c)")
+    assert tokenizer.convert_ids_to_tokens(tokens)[5:] == ["▁", "c", ")", names[2]]
+
+
+def test_names_of_special_tokens_in_a_text_are_text() -> None:
+    tokenizer = byte_tokenizer(*QWEN)
+    infilling = Infilling.find(tokenizer, len(tokenizer))
+    tokens = infilling.make_prompt(tokenizer, "a<|fim_middle|>b", "<|fim_suffix|>")
+    special = set(tokenizer.convert_tokens_to_ids([*QWEN]))
+    assert [token for token in tokens if token in special] == tokenizer.convert_tokens_to_ids([*QWEN])
+    assert (
+        tokenizer.decode(tokens) == "<|fim_prefix|>a<|fim_middle|>b<|fim_suffix|><|fim_suffix|><|fim_middle|>"
+    )
+
+
+def test_a_tokenizer_or_a_model_without_the_tokens_cannot() -> None:
+    tokenizer = byte_tokenizer(*QWEN)
+    assert Infilling.find(byte_tokenizer(*QWEN[:2]), 10_000) is None
+    assert Infilling.find(tokenizer, len(tokenizer) - 1) is None
+
+
+@pytest.fixture(scope="module")
+def server(inside, tmp_path_factory) -> Application:
+    """A server whose model has the tokens; the store has one domain."""
+    folder = make_model(tmp_path_factory.mktemp("models") / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*QWEN]})
+    tokenizer.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    lm = knnstore.create(tmp_path_factory.mktemp("homes") / "home", str(folder))
+    with lm.store:
+        lm.add([{"id": id, "text": text} for id, text in LETTERS.items()], domain="letters")
+    return inside(lm.store.home.path, require_keys=False)
+
+
+def complete(server: Application, **body) -> dict:
+    answer = server.call("POST", PATH, json={**ASKED, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny+letters"])
+def test_a_completion_with_a_suffix_is_that_of_the_arranged_tokens(server, model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(server.serving.lm.store.identity.model)
+    texts = [tokenizer(text)["input_ids"] for text in (ASKED["prompt"], ASKED["suffix"])]
+    marks = tokenizer.convert_tokens_to_ids([*QWEN])
+    arranged = [server.serving.prefix, marks[0], *texts[0], marks[1], *texts[1], marks[2]]
+    expected = complete(server, model=model, prompt=arranged, suffix=None)
+    answer = complete(server, model=model)
+    assert answer["choices"] == expected["choices"]
+    assert answer["usage"]["prompt_tokens"] == len(arranged) - 1
+    both = complete(server, model=model, prompt=["The council", "Two boats"], n=2)
+    assert [choice["text"] for choice in both["choices"][:2]] == [expected["choices"][0]["text"]] * 2
+    empty = complete(server, model=model, suffix="")
+    assert empty["choices"] == complete(server, model=model, suffix=None)["choices"] != expected["choices"]
+
+
+def test_the_middle_ends_with_a_token_of_the_format(server, monkeypatch) -> None:
+    whole = complete(server, logprobs=0, return_tokens_as_token_ids=True)["choices"][0]
+    tokens = [int(name.removeprefix("token_id:")) for name in whole["logprobs"]["tokens"]]
+    last = tokens[5]
+    infilling = server.serving.infilling
+    monkeypatch.setattr(
+        server.serving,
+        "infilling",
+        Infilling(infilling.prefix, infilling.suffix, infilling.middle, frozenset({last})),
+    )
+    choice = complete(server)["choices"][0]
+    kept = tokens[: tokens.index(last)]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == server.serving.detokenize(kept)
+    assert complete(server, suffix=None)["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "reason"),
+    [
+        ({"echo": True}, "echo", "is not repeated"),
+        ({"prompt": [1, 2]}, "suffix", "prompts that are text"),
+        ({"suffix": "a" * 100_000}, "suffix", "more than"),
+        ({"max_tokens": 10_000}, "prompt", "the prompt has 13 and 10000 are to follow"),
+    ],
+)
+def test_what_cannot_be_filled_in_is_refused_by_name(server, changes, field, reason) -> None:
+    answer = server.call("POST", PATH, json={**ASKED, **changes})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert reason in error["message"]
+    assert error["param"] == field
+
+
+def test_a_model_that_was_not_trained_for_it_is_named(inside, home) -> None:
+    answer = inside(home, require_keys=False).call("POST", PATH, json=ASKED)
+    assert answer.status_code == 400
+    assert "'tiny' was not trained to fill in the middle" in answer.json()["error"]["message"]
