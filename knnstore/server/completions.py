@@ -28,6 +28,7 @@ from knnstore.server.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    InfillRequest,
     Message,
     Retrieval,
     ToolCall,
@@ -56,6 +57,17 @@ def declare_completions(routes: Endpoints, serving: Serving) -> None:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue texts, or score the tokens of the prompts."""
         return await _Answer.create_response(request, body, serving, lambda: _plan_completion(serving, body))
+
+    @routes.add("POST", "/infill", Right.PREDICT)
+    async def infill(request: Request, body: InfillRequest) -> Response:
+        """Fill in the text at a cursor, in the form of llama.cpp's server, which editors ask for."""
+        serving.lm  # noqa: B018  raises 503 while the model is loading
+        name = await serving.run_tokenizing(lambda: serving.scopes.name_visible(access(request)))
+        asked = body.to_completion(name)
+        answer = await _Answer.create_response(
+            request, asked, serving, lambda: _plan_infilling(serving, body, asked)
+        )
+        return JSONResponse(_convert_to_infill(json.loads(bytes(answer.body))))
 
     @routes.add("POST", "/v1/chat/completions", Right.PREDICT)
     async def chat(request: Request, body: ChatRequest) -> Response:
@@ -122,6 +134,40 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
     return _GenerationPlan(
         prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs, ends
     )
+
+
+def _plan_infilling(serving: Serving, body: InfillRequest, asked: CompletionRequest) -> _GenerationPlan:
+    """Tokenize the text around a cursor, and return the plan of its answer.
+
+    What lies too far from the cursor for the model's window is left out.
+
+    Args:
+        serving: the server's state, with the model.
+        body: the body of the request.
+        asked: the same request as one for a completion.
+
+    Raises:
+        ApiError: 400 if the model cannot fill in, or has no room for the new text.
+    """
+    max_tokens = asked.max_tokens or 0
+    limit = serving.window - max(0, max_tokens - 1)
+    prompt = serving.make_infilling_prompt(body.input_prefix, body.input_suffix, body.prompt, limit)
+    serving.check_window(prompt, max_tokens)
+    ends = serving.infilling.ends if serving.infilling is not None else frozenset[int]()
+    return _GenerationPlan((prompt,), max_tokens, Texts(False), None, ends=ends)
+
+
+def _convert_to_infill(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a completion in the form of llama.cpp's endpoint ``/infill``."""
+    (choice,), usage = answer["choices"], answer["usage"]
+    return {
+        "content": choice["text"],
+        "model": answer["model"],
+        "stop": True,
+        "stop_type": "limit" if choice["finish_reason"] == "length" else "eos",
+        "tokens_predicted": usage["completion_tokens"],
+        "tokens_evaluated": usage["prompt_tokens"],
+    }
 
 
 def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _GenerationPlan:

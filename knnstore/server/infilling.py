@@ -73,7 +73,9 @@ class Infilling:
                 return cls(prefix, suffix, middle[0] if middle else None, frozenset(ends))
         return None
 
-    def make_prompt(self, tokenizer: Any, prefix: str, suffix: str) -> list[int]:
+    def make_prompt(
+        self, tokenizer: Any, prefix: str, suffix: str, begun: str = "", limit: int | None = None
+    ) -> list[int]:
         """Return the token ids of a prompt after which the model generates the middle.
 
         Names of special tokens in the texts become ordinary text.
@@ -82,11 +84,20 @@ class Infilling:
             tokenizer: the model's tokenizer.
             prefix: the text before the middle.
             suffix: the text after the middle.
+            begun: the beginning of the middle.
+            limit: largest number of tokens of the prompt. If the texts have more, the end of the suffix and
+                the beginning of the prefix are left out; the suffix keeps at least a quarter of the room.
+                None leaves nothing out.
         """
         before, after = _tokenize(tokenizer, prefix), _tokenize_rest(tokenizer, suffix)
+        middle = _tokenize_rest(tokenizer, begun) if begun else []
+        if limit is not None:
+            room = max(0, limit - len(middle) - 3)
+            after = after[: max(room // 4, room - len(before))]
+            before = before[max(0, len(before) + len(after) - room) :]
         if self.middle is None:
-            return [self.suffix, *after, self.prefix, *before]
-        return [self.prefix, *before, self.suffix, *after, self.middle]
+            return [self.suffix, *after, self.prefix, *before, *middle]
+        return [self.prefix, *before, self.suffix, *after, self.middle, *middle]
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:

@@ -148,6 +148,26 @@ _UNSUPPORTED_SAMPLING = {
     "min_tokens": Unsupported("this server cannot forbid a text to end", (0,)),
     "ignore_eos": Unsupported("this server cannot forbid a text to end", (False,)),
 }
+IGNORED_IN_INFILL = (
+    "input_extra",
+    "id_slot",
+    "cache_prompt",
+    "n_cache_reuse",
+    "n_indent",
+    "n_keep",
+    "n_probs",
+    "response_fields",
+    "samplers",
+    "t_max_predict_ms",
+    "t_max_prompt_ms",
+    "timings_per_token",
+    "top_k",
+    "min_p",
+)
+"""Names of fields that editors send to ``/infill`` with each request, and that are dropped. They are hints
+for the sampler and the prompt cache of llama.cpp, or further files, which the store has."""
+_MAX_INFILLED = 128
+"""Largest number of tokens that ``/infill`` generates if the request has no limit."""
 UNSUPPORTED_CHAT = {
     **_UNSUPPORTED_SAMPLING,
     "tools": Unsupported(_NO_TOOLS),
@@ -483,6 +503,56 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt  # type: ignore[return-value]
+
+
+class InfillRequest(Body):
+    """The body of ``/infill``, an endpoint of llama.cpp's server for editors: the text around the cursor."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **{name: rule for name, rule in _UNSUPPORTED_SAMPLING.items() if name not in IGNORED_IN_INFILL},
+        "stream": Unsupported("this server answers at once", (False,)),
+        "grammar": Unsupported("this server has no grammars"),
+        "json_schema": Unsupported("JSON does not stand between two texts"),
+    }
+
+    input_prefix: str = Field(default="", description="Text before the cursor.")
+    input_suffix: str = Field(default="", description="Text after the cursor.")
+    prompt: str = Field(default="", description="Beginning of the text at the cursor.")
+    n_predict: Annotated[StrictInt, Field(ge=-1)] = Field(
+        default=-1, description="Largest number of tokens to generate; -1 stands for 128."
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-1, lt=2**63)] = -1
+    stop: Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
+    model: str | None = None
+    knn: Retrieval | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored_fields(cls, given: Any) -> Any:
+        """Return a copy of a JSON object without the fields of `IGNORED_IN_INFILL`."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if name not in IGNORED_IN_INFILL}
+
+    def to_completion(self, model: str) -> CompletionRequest:
+        """Return the request as one for ``/v1/completions``, without the text after the cursor.
+
+        Args:
+            model: name of the model, with domains, if the request names none.
+        """
+        fields = {
+            "model": self.model or model,
+            "prompt": self.input_prefix,
+            "max_tokens": _MAX_INFILLED if self.n_predict < 0 else self.n_predict,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": None if self.seed < 0 else self.seed,
+            "stop": self.stop,
+            "knn": self.knn and self.knn.model_dump(exclude_none=True),
+        }
+        return CompletionRequest.model_validate(fields)
 
 
 class TextPart(Body):

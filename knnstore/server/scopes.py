@@ -103,6 +103,14 @@ class Scopes:
             [*single_domains, Scope(domains)] if 1 < len(domains) <= _MAX_WARM_UP_DOMAINS else single_domains
         )
 
+    def name_visible(self, access: Access) -> str:
+        """Return the model's name with all domains that a client may see; reads the store.
+
+        Args:
+            access: the permissions of the client.
+        """
+        return format_model_name(self.model, tuple(sorted(access.filter_visible(self._list_domains()))))
+
     def clear_cache(self) -> None:
         """Forget all cached retrieval settings, so that they are resolved again at the next request."""
         with self._cache_lock:

@@ -404,12 +404,17 @@ class Serving:
         self.check_tokens(text_or_ids, param)
         return Prompt(tuple(text_or_ids))
 
-    def make_infilling_prompt(self, prefix: str, suffix: str) -> Prompt:
+    def make_infilling_prompt(
+        self, prefix: str, suffix: str, begun: str = "", limit: int | None = None
+    ) -> Prompt:
         """Return a checked prompt after which the model generates the text between a prefix and a suffix.
 
         Args:
             prefix: the text before; the field ``prompt`` of a request.
             suffix: the text after; the field ``suffix`` of a request.
+            begun: the beginning of the text between them.
+            limit: largest number of tokens of the prompt: longer texts are cut at their far ends. None
+                refuses texts that are too long.
 
         Raises:
             ApiError: 400 if the model cannot fill in, or a text is too long or has tokens that the model does
@@ -421,12 +426,16 @@ class Serving:
                 "for a prefix, a suffix and a middle",
                 "suffix",
             )
-        for text, param in ((prefix, "prompt"), (suffix, "suffix")):
-            self.check_length(len(text), self.window, param)
+        first, room = [] if self.prefix is None else [self.prefix], limit
+        if limit is None:
+            for text, param in ((prefix, "prompt"), (suffix, "suffix")):
+                self.check_length(len(text), self.window, param)
+        else:
+            most = self.window * self._longest_token  # what lies farther away has no room
+            prefix, suffix, room = prefix[-most:], suffix[:most], limit - len(first)
         infilling = self.infilling
-        tokens = self.call_with_tokenizer(lambda one: infilling.make_prompt(one, prefix, suffix))
+        tokens = self.call_with_tokenizer(lambda one: infilling.make_prompt(one, prefix, suffix, begun, room))
         self.check_tokens(tokens, "prompt")
-        first = [] if self.prefix is None else [self.prefix]
         return Prompt((*first, *tokens), len(first))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:

@@ -27,6 +27,7 @@ NEEDED: dict[tuple[str, str], Right | None] = {
     ("GET", "/v1/models"): Right.PREDICT,
     ("GET", "/v1/models/{name}"): Right.PREDICT,
     ("POST", "/v1/completions"): Right.PREDICT,
+    ("POST", "/infill"): Right.PREDICT,
     ("POST", "/v1/chat/completions"): Right.PREDICT,
     ("POST", "/tokenize"): Right.PREDICT,
     ("POST", "/detokenize"): Right.PREDICT,

@@ -148,6 +148,82 @@ def test_what_cannot_be_filled_in_is_refused_by_name(server, changes, field, rea
     assert error["param"] == field
 
 
+EDITOR = {
+    "input_prefix": "The council", "input_suffix": " voted.", "prompt": "", "n_predict": 12, "id_slot": 0,
+    "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"], "stream": False, "stop": [],
+    "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "n_indent": 4, "temperature": 0,
+    "input_extra": [{"filename": "a.py", "text": "a = 1"}], "response_fields": ["content"],
+}  # fmt: skip
+"""A request as an editor sends it."""
+
+
+def infill(server: Application, **body) -> dict:
+    answer = server.call("POST", "/infill", json={**EDITOR, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_an_editor_gets_what_the_completion_has(server) -> None:
+    expected = complete(server, model="tiny+letters")
+    answer = infill(server)
+    assert answer == {
+        "content": expected["choices"][0]["text"],
+        "model": "tiny+letters",
+        "stop": True,
+        "stop_type": "limit",
+        "tokens_predicted": 12,
+        "tokens_evaluated": expected["usage"]["prompt_tokens"],
+    }
+    strong = {"knn": {"domains": ["letters"], "lam": 0.9}}
+    text = complete(server, model="tiny+letters", **strong)["choices"][0]["text"]
+    assert infill(server, **strong)["content"] == text != answer["content"]
+    assert infill(server, model="tiny")["content"] == complete(server)["choices"][0]["text"]
+    assert infill(server, n_predict=0)["content"] == ""
+    begun = infill(server, prompt="ab")  # the beginning of the middle, which is in the prompt
+    assert begun["tokens_evaluated"] > answer["tokens_evaluated"]
+    assert begun["content"] != answer["content"]
+
+
+def test_what_is_far_from_the_cursor_is_left_out(server) -> None:
+    window = server.serving.window
+    long = {"input_prefix": "x" * 5000 + "The council", "input_suffix": " voted." + "y" * 5000}
+    assert infill(server, **long)["tokens_evaluated"] + 12 <= window + 1
+    tokenizer = byte_tokenizer(*QWEN)
+    infilling = Infilling.find(tokenizer, len(tokenizer))
+
+    def parts(*texts: str) -> list[str]:
+        tokens = infilling.make_prompt(tokenizer, *texts, limit=43)
+        assert len(tokens) <= 43
+        return (
+            tokenizer.decode(tokens)
+            .replace("<|fim_suffix|>", "<|fim_prefix|>")
+            .replace("<|fim_middle|>", "<|fim_prefix|>")
+            .split("<|fim_prefix|>")[1:]
+        )
+
+    letters = "abcdefghijklmnopqrstuvwxyz" * 9
+    assert parts(letters, letters) == [letters[-30:], letters[:10], ""]
+    assert parts("abc", letters) == ["abc", letters[:37], ""]
+    assert parts(letters, "abc") == [letters[-37:], "abc", ""]
+    assert parts(letters, "abc", "12345") == [letters[-32:], "abc", "12345"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"grammar": "root ::= a"}, "grammar"),
+        ({"n_predict": 10_000}, "prompt"),
+        ({"input_prefix": 1}, "input_prefix"),
+        ({"weird": 1}, "weird"),
+    ],
+)
+def test_what_an_editor_cannot_have_is_refused_by_name(server, changes, param) -> None:
+    answer = server.call("POST", "/infill", json={**EDITOR, **changes})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
 def test_a_model_that_was_not_trained_for_it_is_named(inside, home) -> None:
     answer = inside(home, require_keys=False).call("POST", PATH, json=ASKED)
     assert answer.status_code == 400
