@@ -55,6 +55,7 @@ MB."""
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]
 Stop = Annotated[str, Field(max_length=MOST_STOP)]
+StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP)]
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
@@ -524,7 +525,7 @@ class InfillRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[StrictInt, Field(ge=-1, lt=2**63)] = -1
-    stop: Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
+    stop: Annotated[list[StopText], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     model: str | None = None
     knn: Retrieval | None = None
 

@@ -216,6 +216,7 @@ def test_what_is_far_from_the_cursor_is_left_out(server) -> None:
         ({"n_predict": 10_000}, "prompt"),
         ({"input_prefix": 1}, "input_prefix"),
         ({"weird": 1}, "weird"),
+        ({"stop": [""]}, "stop.0"),
     ],
 )
 def test_what_an_editor_cannot_have_is_refused_by_name(server, changes, param) -> None:
