@@ -63,7 +63,7 @@ def declare_completions(routes: Endpoints, serving: Serving) -> None:
         """Fill in the text at a cursor, in the form of llama.cpp's server, which editors ask for."""
         serving.lm  # noqa: B018  raises 503 while the model is loading
         name = await serving.run_tokenizing(lambda: serving.scopes.name_visible(access(request)))
-        asked = body.to_completion(name)
+        asked = body.to_completion(name, serving.window)
         answer = await _Answer.create_response(
             request, asked, serving, lambda: _plan_infilling(serving, body, asked)
         )
@@ -111,7 +111,7 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
     """
     ends = frozenset[int]()
     if body.suffix:
-        prompts = tuple(serving.make_infilling_prompt(str(one), body.suffix) for one in body.prompts)
+        prompts: tuple[Prompt, ...] = (serving.make_infilling_prompt(str(body.prompts[0]), body.suffix),)
         ends = serving.infilling.ends if serving.infilling is not None else ends
     else:
         prompts = tuple(serving.make_prompt(one) for one in body.prompts)
@@ -151,6 +151,12 @@ def _plan_infilling(serving: Serving, body: InfillRequest, asked: CompletionRequ
     """
     max_tokens = asked.max_tokens or 0
     limit = serving.window - max(0, max_tokens - 1)
+    if limit < serving.window // 4:
+        raise refused(
+            f"n_predict: {max_tokens:,} tokens leave too little of the model's {serving.window:,} for the "
+            "text around the cursor",
+            "n_predict",
+        )
     prompt = serving.make_infilling_prompt(body.input_prefix, body.input_suffix, body.prompt, limit)
     serving.check_window(prompt, max_tokens)
     ends = serving.infilling.ends if serving.infilling is not None else frozenset[int]()

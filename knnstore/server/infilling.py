@@ -57,7 +57,7 @@ class Infilling:
 
     @classmethod
     def find(cls, tokenizer: Any, vocabulary: int) -> "Infilling | None":
-        """Return how the model of a tokenizer is asked; None if the tokenizer has no tokens for it.
+        """Return the format whose special tokens a tokenizer has; None if it has those of no format.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -113,7 +113,7 @@ def _tokenize_rest(tokenizer: Any, text: str) -> list[int]:
     """
     tokens = _tokenize(tokenizer, text)
     adds_space = tokenizer.convert_ids_to_tokens(_tokenize(tokenizer, "a")[:1])[0].startswith("▁")
-    if adds_space and not text.startswith(" "):
+    if adds_space:
         mark, marked = _tokenize(tokenizer, _MARK), _tokenize(tokenizer, _MARK + text)
         if marked[: len(mark)] == mark:
             return marked[len(mark) :]

@@ -418,7 +418,7 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = Field(
         default=None,
         description="Text after the one to generate. Needs a model that was trained to fill in the middle, "
-        "and prompts that are text. An empty suffix counts as none.",
+        "and one prompt that is text. An empty suffix counts as none.",
     )
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool | None = False
@@ -488,12 +488,13 @@ class CompletionRequest(GenerationRequest):
         """Return the request if it has no suffix, or a suffix that fits its other fields.
 
         Raises:
-            PydanticCustomError: if there is a suffix, and a prompt is token ids or is to be repeated.
+            PydanticCustomError: if there is a suffix, and there are several prompts, or the prompt is token
+                ids or is to be repeated.
         """
         if self.suffix and self.echo:
             raise field_error("echo", "a prompt with a suffix is not repeated")
-        if self.suffix and not all(isinstance(one, str) for one in self.prompts):
-            raise field_error("suffix", "needs prompts that are text, not token ids")
+        if self.suffix and not (len(self.prompts) == 1 and isinstance(self.prompts[0], str)):
+            raise field_error("suffix", "needs one prompt, which is text and not token ids")
         return self
 
     @property
@@ -529,6 +530,13 @@ class InfillRequest(Body):
     model: str | None = None
     knn: Retrieval | None = None
 
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        """Return the request if it asks for no sources, else raise `PydanticCustomError`."""
+        if self.knn is not None and self.knn.sources:
+            raise field_error("knn.sources", "this answer has no place for them: use /v1/completions")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_fields(cls, given: Any) -> Any:
@@ -537,16 +545,17 @@ class InfillRequest(Body):
             return given
         return {name: value for name, value in given.items() if name not in IGNORED_IN_INFILL}
 
-    def to_completion(self, model: str) -> CompletionRequest:
+    def to_completion(self, model: str, window: int) -> CompletionRequest:
         """Return the request as one for ``/v1/completions``, without the text after the cursor.
 
         Args:
             model: name of the model, with domains, if the request names none.
+            window: number of tokens of the model's window.
         """
         fields = {
             "model": self.model or model,
             "prompt": self.input_prefix,
-            "max_tokens": _MAX_INFILLED if self.n_predict < 0 else self.n_predict,
+            "max_tokens": min(_MAX_INFILLED, window // 2) if self.n_predict < 0 else self.n_predict,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": None if self.seed < 0 else self.seed,

@@ -422,21 +422,23 @@ class Serving:
         """
         if self.infilling is None:
             raise refused(
-                f"the model {self.name!r} was not trained to fill in the middle: its tokenizer has no tokens "
-                "for a prefix, a suffix and a middle",
-                "suffix",
+                f"the model {self.name!r} cannot fill in the middle: its tokenizer has no tokens for a "
+                "prefix, a suffix and a middle",
+                "suffix" if limit is None else "model",
             )
-        first, room = [] if self.prefix is None else [self.prefix], limit
+        prefix_tokens = [] if self.prefix is None else [self.prefix]
+        room = limit
         if limit is None:
             for text, param in ((prefix, "prompt"), (suffix, "suffix")):
                 self.check_length(len(text), self.window, param)
         else:
             most = self.window * self._longest_token  # what lies farther away has no room
-            prefix, suffix, room = prefix[-most:], suffix[:most], limit - len(first)
+            prefix, suffix, room = prefix[-most:], suffix[:most], limit - len(prefix_tokens)
+            self.check_length(len(begun), limit, "prompt")
         infilling = self.infilling
         tokens = self.call_with_tokenizer(lambda one: infilling.make_prompt(one, prefix, suffix, begun, room))
         self.check_tokens(tokens, "prompt")
-        return Prompt((*first, *tokens), len(first))
+        return Prompt((*prefix_tokens, *tokens), len(prefix_tokens))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
         """Check that a text is short enough to have at most `tokens` tokens. Does not tokenize it.
