@@ -63,9 +63,9 @@ def declare_completions(routes: Endpoints, serving: Serving) -> None:
         """Fill in the text at a cursor, in the form of llama.cpp's server, which editors ask for."""
         serving.lm  # noqa: B018  raises 503 while the model is loading
         name = await serving.run_tokenizing(lambda: serving.scopes.name_visible(access(request)))
-        asked = body.to_completion(name, serving.window)
+        completion = body.to_completion(name, serving.window)
         answer = await _Answer.create_response(
-            request, asked, serving, lambda: _plan_infilling(serving, body, asked)
+            request, completion, serving, lambda: _plan_infilling(serving, body, completion)
         )
         return JSONResponse(_convert_to_infill(json.loads(bytes(answer.body))))
 
@@ -136,7 +136,7 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
     )
 
 
-def _plan_infilling(serving: Serving, body: InfillRequest, asked: CompletionRequest) -> _GenerationPlan:
+def _plan_infilling(serving: Serving, body: InfillRequest, completion: CompletionRequest) -> _GenerationPlan:
     """Tokenize the text around a cursor, and return the plan of its answer.
 
     What lies too far from the cursor for the model's window is left out.
@@ -144,12 +144,12 @@ def _plan_infilling(serving: Serving, body: InfillRequest, asked: CompletionRequ
     Args:
         serving: the server's state, with the model.
         body: the body of the request.
-        asked: the same request as one for a completion.
+        completion: the same request as one for a completion.
 
     Raises:
         ApiError: 400 if the model cannot fill in, or has no room for the new text.
     """
-    max_tokens = asked.max_tokens or 0
+    max_tokens = completion.max_tokens or 0
     limit = serving.window - max(0, max_tokens - 1)
     if limit < serving.window // 4:
         raise refused(

@@ -43,7 +43,7 @@ _MARK = "☺"
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """How a model is asked to fill in the middle of a text: special tokens and their order."""
+    """Special tokens with which a model is asked to fill in the middle of a text, and their order."""
 
     prefix: int
     """Id of the token before the prefix."""
@@ -74,7 +74,7 @@ class Infilling:
         return None
 
     def make_prompt(
-        self, tokenizer: Any, prefix: str, suffix: str, begun: str = "", limit: int | None = None
+        self, tokenizer: Any, prefix: str, suffix: str, middle_start: str = "", limit: int | None = None
     ) -> list[int]:
         """Return the token ids of a prompt after which the model generates the middle.
 
@@ -84,13 +84,13 @@ class Infilling:
             tokenizer: the model's tokenizer.
             prefix: the text before the middle.
             suffix: the text after the middle.
-            begun: the beginning of the middle.
+            middle_start: the beginning of the middle.
             limit: largest number of tokens of the prompt. If the texts have more, the end of the suffix and
                 the beginning of the prefix are left out; the suffix keeps at least a quarter of the room.
                 None leaves nothing out.
         """
         before, after = _tokenize(tokenizer, prefix), _tokenize_rest(tokenizer, suffix)
-        middle = _tokenize_rest(tokenizer, begun) if begun else []
+        middle = _tokenize_rest(tokenizer, middle_start) if middle_start else []
         if limit is not None:
             room = max(0, limit - len(middle) - 3)
             after = after[: max(room // 4, room - len(before))]

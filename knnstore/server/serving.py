@@ -137,7 +137,7 @@ class Serving:
         self._token_texts = TokenTexts(self._tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.infilling = Infilling.find(self._tokenizer, lm.store.identity.vocab_size)
-        """How the model is asked to fill in the middle of a text; None if it was not trained for that."""
+        """Special tokens of prompts with a suffix; None if the tokenizer has none: suffixes are refused."""
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
         # 2) Start the engine and the writer.
@@ -405,14 +405,14 @@ class Serving:
         return Prompt(tuple(text_or_ids))
 
     def make_infilling_prompt(
-        self, prefix: str, suffix: str, begun: str = "", limit: int | None = None
+        self, prefix: str, suffix: str, middle_start: str = "", limit: int | None = None
     ) -> Prompt:
         """Return a checked prompt after which the model generates the text between a prefix and a suffix.
 
         Args:
             prefix: the text before; the field ``prompt`` of a request.
             suffix: the text after; the field ``suffix`` of a request.
-            begun: the beginning of the text between them.
+            middle_start: the beginning of the text between them.
             limit: largest number of tokens of the prompt: longer texts are cut at their far ends. None
                 refuses texts that are too long.
 
@@ -434,9 +434,11 @@ class Serving:
         else:
             most = self.window * self._longest_token  # what lies farther away has no room
             prefix, suffix, room = prefix[-most:], suffix[:most], limit - len(prefix_tokens)
-            self.check_length(len(begun), limit, "prompt")
+            self.check_length(len(middle_start), limit, "prompt")
         infilling = self.infilling
-        tokens = self.call_with_tokenizer(lambda one: infilling.make_prompt(one, prefix, suffix, begun, room))
+        tokens = self.call_with_tokenizer(
+            lambda one: infilling.make_prompt(one, prefix, suffix, middle_start, room)
+        )
         self.check_tokens(tokens, "prompt")
         return Prompt((*prefix_tokens, *tokens), len(prefix_tokens))
 

@@ -49,7 +49,10 @@ def steps(page: str) -> list[Step]:
 
 
 def run(commands: list[str], folder: Path, programs: Path | None = None) -> list[list[str]]:
-    """What each of some commands prints, standard error included; programs in `programs` come first."""
+    """Run commands in one shell, and return the lines that each prints, standard error included.
+
+    Programs in the folder `programs` are found before all others.
+    """
     shutil.copytree(ROOT / "examples", folder / "examples")
     script = "".join(f"{command}\necho; echo '{_END}'\n" for command in commands)
     places = [*([programs] if programs else []), Path(sys.executable).parent, os.environ["PATH"]]

@@ -68,7 +68,7 @@ class Pair:
 
 
 def nearly_equal(one: bytes, other: bytes) -> bool:
-    """Whether two answers are equal but for what comes of the order of sums, and of texts in a stream.
+    """Return True if two answers differ only by rounding and by the order of the texts in a stream.
 
     Segments of a domain that is written to are merged earlier where a store has many others. vLLM generates
     the texts of a request one beside the other.
@@ -82,7 +82,7 @@ def nearly_equal(one: bytes, other: bytes) -> bool:
 
 
 def text_of_event(event: bytes) -> int:
-    """The number of the text that an event of a stream continues; the end of the stream has none."""
+    """Return the number of the text that an event of a stream continues; a large number for the end."""
     index = re.search(rb'^data: .*?"index": (\d+)', event)
     return int(index[1]) if index else sys.maxsize
 
