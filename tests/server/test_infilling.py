@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import knnstore
 from knnstore.server.infilling import Infilling
-from tests.server.conftest import LETTERS, Application, make_model
+from tests.server.conftest import LETTERS, NEWS, Application, make_model
 
 PATH = "/v1/completions"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -83,7 +83,7 @@ def test_a_tokenizer_or_a_model_without_the_tokens_cannot() -> None:
 
 @pytest.fixture(scope="module")
 def server(inside, tmp_path_factory) -> Application:
-    """A server whose model has the tokens; the store has one domain."""
+    """A server whose model has the tokens; the store has two domains."""
     folder = make_model(tmp_path_factory.mktemp("models") / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [*QWEN]})
@@ -94,6 +94,7 @@ def server(inside, tmp_path_factory) -> Application:
     lm = knnstore.create(tmp_path_factory.mktemp("homes") / "home", str(folder))
     with lm.store:
         lm.add([{"id": id, "text": text} for id, text in LETTERS.items()], domain="letters")
+        lm.add([{"id": id, "text": text} for id, text in NEWS.items()], domain="news")
     return inside(lm.store.home.path, require_keys=False)
 
 
@@ -129,6 +130,7 @@ def test_the_middle_ends_with_a_token_of_the_format(server, monkeypatch) -> None
         "infilling",
         Infilling(infilling.prefix, infilling.suffix, infilling.middle, frozenset({last})),
     )
+    assert infill(server, model="tiny")["stop_type"] == "eos"
     choice = complete(server)["choices"][0]
     kept = tokens[: tokens.index(last)]
     assert choice["finish_reason"] == "stop"
@@ -170,25 +172,38 @@ def infill(server: Application, **body) -> dict:
 
 
 def test_an_editor_gets_what_the_completion_has(server) -> None:
-    expected = complete(server, model="tiny+letters")
+    expected = complete(server, model="tiny+letters+news")
     answer = infill(server)
     assert answer == {
         "content": expected["choices"][0]["text"],
-        "model": "tiny+letters",
+        "model": "tiny+letters+news",
         "stop": True,
         "stop_type": "limit",
         "tokens_predicted": 12,
         "tokens_evaluated": expected["usage"]["prompt_tokens"],
     }
     strong = {"knn": {"domains": ["letters"], "lam": 0.9}}
-    text = complete(server, model="tiny+letters", **strong)["choices"][0]["text"]
+    text = complete(server, model="tiny+letters+news", **strong)["choices"][0]["text"]
     assert infill(server, **strong)["content"] == text != answer["content"]
     assert infill(server, model="tiny")["content"] == complete(server)["choices"][0]["text"]
     assert infill(server, n_predict=0)["content"] == ""
     assert infill(server, n_predict=-1)["tokens_predicted"] == server.serving.window // 2
+    sampled = {"temperature": 1, "top_p": 0.9, "seed": 7}
+    text = complete(server, **sampled)["choices"][0]["text"]
+    assert (
+        infill(server, model="tiny", **sampled)["content"] == text != complete(server)["choices"][0]["text"]
+    )
     begun = infill(server, prompt="ab")  # the beginning of the middle, which is in the prompt
     assert begun["tokens_evaluated"] > answer["tokens_evaluated"]
     assert begun["content"] != answer["content"]
+
+
+def test_an_editor_retrieves_from_the_domains_of_its_key(server) -> None:
+    key = server.key("predict", domains=["letters"])
+    answer = server.call("POST", "/infill", key, json=EDITOR)
+    assert answer.json()["model"] == "tiny+letters"
+    refused = server.call("POST", "/infill", key, json={**EDITOR, "model": "tiny+news"})
+    assert refused.status_code == 404
 
 
 def test_what_is_far_from_the_cursor_is_left_out(server) -> None:
@@ -221,7 +236,7 @@ def test_what_is_far_from_the_cursor_is_left_out(server) -> None:
         ({"stream": True}, "stream"),
         ({"grammar": "root ::= a"}, "grammar"),
         ({"n_predict": 10_000}, "n_predict"),
-        ({"prompt": "a" * 100_000}, "prompt"),
+        ({"prompt": "a" * 100_000}, "prompt"),  # by its length: it is not tokenized
         ({"knn": {"sources": 1}}, "knn.sources"),
         ({"input_prefix": 1}, "input_prefix"),
         ({"weird": 1}, "weird"),
@@ -231,7 +246,9 @@ def test_what_is_far_from_the_cursor_is_left_out(server) -> None:
 def test_what_an_editor_cannot_have_is_refused_by_name(server, changes, param) -> None:
     answer = server.call("POST", "/infill", json={**EDITOR, **changes})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "tokens, but the prompt has" not in error["message"]
 
 
 def test_a_model_that_was_not_trained_for_it_is_named(inside, home) -> None:
