@@ -173,6 +173,10 @@ class FencedError(CatalogError):
     """Another writer has taken over the store, so this writer cannot commit any more."""
 
 
+class PlanError(KnnstoreError):
+    """The folder of a plan cannot be used; see `knnstore.distributed`."""
+
+
 class CorruptWeightsError(KnnstoreError):
     """A file of fitted weights is missing or damaged."""
 

@@ -53,6 +53,7 @@ from knnstore.catalog.tables import (
     ChecksumRow,
     DocumentRow,
     DomainRow,
+    LeaseRow,
     SettingRow,
     StoreRow,
     TagRow,
@@ -63,6 +64,7 @@ from knnstore.catalog.types import (
     Domain,
     Engine,
     Identity,
+    Lease,
     PlacedDocument,
     Snapshot,
     StoredVersion,
@@ -469,7 +471,7 @@ class Catalog:
             tags = read_tags(session, [row.id for row in rows])
             return {
                 row.external_id: StoredVersion(
-                    row.id, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
+                    row.id, row.start, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
                 )
                 for row in rows
             }
@@ -503,6 +505,14 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             rows = session.scalars(statement)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
+
+    def leases(self) -> list[Lease]:
+        """Return the leases of the store, the newest first; see `CatalogWriter.lease`."""
+        with run_read_transaction(self.sql) as session:
+            rows = session.scalars(select(LeaseRow).order_by(LeaseRow.start.desc()))
+            return [
+                Lease(row.id, row.start, row.stop, row.folder, row.committed_at is not None) for row in rows
+            ]
 
     def problems(self) -> list[str]:
         """Check the database for damage, and return messages about the problems.

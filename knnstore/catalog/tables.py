@@ -176,6 +176,21 @@ class TokensRow(Base):
     """Digest (checksum) of the tokens; see `knnstore.catalog.digests`."""
 
 
+class LeaseRow(Base):
+    """Table of leases: positions that are reserved for documents whose keys other processes compute."""
+
+    __tablename__ = "knnstore_leases"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    start: Mapped[int] = mapped_column(BigInteger)
+    stop: Mapped[int] = mapped_column(BigInteger)
+    folder: Mapped[str] = mapped_column(String)
+    """Absolute path of the folder of the plan, on the machine that made the plan."""
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_get_current_time)
+    committed_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    """Time when the documents became live; None before."""
+
+
 class ChecksumRow(Base):
     """Table of the checksum of each document's vector keys.
 

@@ -82,6 +82,22 @@ class NewDocument:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """Positions that are reserved for documents whose keys other processes compute."""
+
+    id: str
+    """Random id of the lease."""
+    start: int
+    """First reserved position. A position is the number of a token in the store."""
+    stop: int
+    """Last reserved position plus one."""
+    folder: str
+    """Absolute path of the folder of the plan, on the machine that made the plan."""
+    is_committed: bool
+    """True if the documents were added already."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedDocument:
     """A document that is being added or removed, with the positions in the store that its tokens have.
 
@@ -104,6 +120,8 @@ class StoredVersion:
 
     row: int
     """Primary key of the document in the catalog's database."""
+    start: int
+    """Position of the document's first token in the store. It identifies this version of the document."""
     content_hash: str
     """SHA-256 of the text, hexadecimal."""
     metadata: Mapping[str, Any]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -45,12 +45,13 @@ from knnstore.catalog.tables import (
     ChecksumRow,
     DocumentRow,
     DomainRow,
+    LeaseRow,
     SettingRow,
     StoreRow,
     TagRow,
     TokensRow,
 )
-from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
+from knnstore.catalog.types import Engine, Lease, NewDocument, PlacedDocument
 from knnstore.catalog.vacuum import check_room, vacuum
 from knnstore.checks import check_json, check_name
 from knnstore.datastore import POSITION_LIMIT
@@ -86,7 +87,38 @@ class CatalogWriter:
     def _sql(self) -> SqlEngine:
         return self.catalog.sql
 
-    def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
+    def lease(self, id: str, count: int, folder: str) -> Lease:
+        """Reserve positions for documents that will be added later. Returns the new lease.
+
+        A position is the number of a token in the store, used only once. Positions of a lease that is
+        released stay unused.
+
+        Args:
+            id: id of the lease, 32 characters; no other lease has it.
+            count: number of positions to reserve.
+            folder: absolute path of the folder of the plan.
+
+        Raises:
+            CatalogError: the positions are used up; nothing is reserved.
+        """
+        with self._run_transaction("lease") as session:
+            stop = _allocate_positions(session, count)
+            session.add(LeaseRow(id=id, start=stop - count, stop=stop, folder=folder))
+        return Lease(id, stop - count, stop, folder, is_committed=False)
+
+    def release(self, ids: Iterable[str]) -> None:
+        """Delete leases. Documents that were added with a lease stay; unknown ids are ignored.
+
+        Args:
+            ids: ids of the leases.
+        """
+        with self._run_transaction("release") as session:
+            for chunk in split_into_chunks(list(ids)):
+                session.execute(delete(LeaseRow).where(LeaseRow.id.in_(chunk)))
+
+    def begin(
+        self, documents: Sequence[NewDocument], starts: Sequence[int] | None = None
+    ) -> list[PlacedDocument]:
         """Insert documents in the state "pending", invisible to readers, and allocate their positions.
 
         A position is the number of a token in the store, used only once. Missing domains are created.
@@ -94,6 +126,7 @@ class CatalogWriter:
         Args:
             documents: documents to store. If a stored document has the same domain and id as one of them, the
                 stored document is replaced later, when `publish` is called.
+            starts: position of each document's first token, from a lease; None allocates new positions.
 
         Returns:
             Primary key, domain and positions of each document, in the order of `documents`.
@@ -106,23 +139,21 @@ class CatalogWriter:
             _check_document(document)
         with self._run_transaction("begin") as session:
             groups = self._get_or_create_domain_ids(session, {document.domain for document in documents})
-            total = sum(len(document.tokens) for document in documents)
-            allocated = update(StoreRow).values(next_position=StoreRow.next_position + total)
-            end = session.scalars(allocated.returning(StoreRow.next_position)).one()
-            if end > POSITION_LIMIT:
-                raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
-            stops = accumulate((len(document.tokens) for document in documents), initial=end - total)
+            lengths = [len(document.tokens) for document in documents]
+            if starts is None:
+                total = sum(lengths)
+                starts = list(accumulate(lengths, initial=_allocate_positions(session, total) - total))[:-1]
             rows = [
                 DocumentRow(
                     domain_id=groups[document.domain],
                     external_id=document.id,
                     state=PENDING,
                     start=start,
-                    stop=stop,
+                    stop=start + length,
                     content_hash=document.content_hash,
                     attributes=dict(document.metadata),
                 )
-                for document, (start, stop) in zip(documents, pairwise(stops), strict=True)
+                for document, start, length in zip(documents, starts, lengths, strict=True)
             ]
             session.add_all(rows)
             session.flush()
@@ -134,7 +165,13 @@ class CatalogWriter:
                 session.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
-    def publish(self, rows: Sequence[int], checksums: Mapping[int, str] = MappingProxyType({})) -> None:
+    def publish(
+        self,
+        rows: Sequence[int],
+        checksums: Mapping[int, str] = MappingProxyType({}),
+        *,
+        lease: str | None = None,
+    ) -> None:
         """Make pending documents live, so that readers see them.
 
         If another live document has the same domain and id, it is replaced: the state of the older document
@@ -144,10 +181,12 @@ class CatalogWriter:
             rows: primary keys of the documents.
             checksums: checksums of the documents' vector keys, by primary key of the document. Documents for
                 which no checksum is known are left out.
+            lease: id of the lease whose positions the documents have; it becomes committed. None if the
+                documents have no lease.
 
         Raises:
-            CatalogError: a document is not pending, or two of the documents have the same domain and id; no
-                document is published.
+            CatalogError: a document is not pending, two of the documents have the same domain and id, or the
+                lease was released or committed meanwhile; no document is published.
         """
         fresh_rows = set(rows)
         with self._run_transaction("publish") as session:
@@ -175,6 +214,11 @@ class CatalogWriter:
                 )
                 session.execute(update(DocumentRow).where(DocumentRow.id.in_(chunk)).values(state=LIVE))
             _add_checksums(session, checksums)
+            if lease is not None:
+                open_lease = update(LeaseRow).where(LeaseRow.id == lease, LeaseRow.committed_at.is_(None))
+                statement = open_lease.values(committed_at=datetime.now(UTC)).returning(LeaseRow.id)
+                if session.scalars(statement).one_or_none() is None:
+                    raise CatalogError("the lease of the documents was released or committed meanwhile")
             if rows:
                 _increment_revision(session)
 
@@ -483,6 +527,23 @@ def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[in
     statement = select(DocumentRow, DomainRow.name, TokensRow.digest).join(DomainRow).join(TokensRow)
     for row, domain, tokens in select_among(session, statement, DocumentRow.id, rows):
         yield row.id, compute_document_digest(row, domain, tags.get(row.id, ()), tokens)
+
+
+def _allocate_positions(session: Session, count: int) -> int:
+    """Allocate positions that were never used; return the last one plus one.
+
+    Args:
+        session: session of the transaction.
+        count: number of positions.
+
+    Raises:
+        CatalogError: the positions are used up.
+    """
+    allocated = update(StoreRow).values(next_position=StoreRow.next_position + count)
+    stop = session.scalars(allocated.returning(StoreRow.next_position)).one()
+    if stop > POSITION_LIMIT:
+        raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
+    return stop
 
 
 def _increment_revision(session: Session) -> None:

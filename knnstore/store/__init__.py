@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         Domain,
         Engine,
         Identity,
+        Lease,
         NewDocument,
         StoredVersion,
         classify_change,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from knnstore.store.erasing import Erased
     from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
     from knnstore.store.home import Home, check_new
-    from knnstore.store.ingest import Ingest
+    from knnstore.store.ingest import Ingest, LeasedIngest
     from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
     from knnstore.store.ngrams import (
         KNOWN,
@@ -55,6 +56,8 @@ __all__ = [
     "Identity",
     "Ingest",
     "KNNStore",
+    "Lease",
+    "LeasedIngest",
     "Letters",
     "Lineage",
     "Matches",

@@ -17,7 +17,7 @@ disk without room for the log: then its documents are removed in several transac
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +104,7 @@ def _group_by_tokens(documents: Sequence[PlacedDocument]) -> Iterator[list[Place
 
 
 class Ingest:
-    """New documents that are added together: readers see either all of them or none.
+    """New documents whose records are added to the datastore, invisible to readers until `commit`.
 
     `KNNStore.ingest` creates the object, and calls `commit` or `abandon`. The caller of `KNNStore.ingest`
     calls `add`. The constructor saves the documents in the catalog in the state "pending", invisible to
@@ -114,14 +114,19 @@ class Ingest:
         catalog: writer of the catalog.
         datastore: datastore for the records, open for writing.
         documents: the new documents.
+        starts: position of each document's first token, from a lease; None allocates new positions.
     """
 
     def __init__(
-        self, catalog: CatalogWriter, datastore: Datastore, documents: Sequence[NewDocument]
+        self,
+        catalog: CatalogWriter,
+        datastore: Datastore,
+        documents: Sequence[NewDocument],
+        starts: Sequence[int] | None = None,
     ) -> None:
         self._catalog = catalog
         self._datastore = datastore
-        self._placed = catalog.begin(documents)
+        self._placed = catalog.begin(documents, starts)
         self._starts = np.array([placed.start for placed in self._placed], np.int64)
         self._groups = np.array([placed.group for placed in self._placed], np.int32)
         self._precision = get_checksum_precision(datastore.capabilities)
@@ -153,21 +158,25 @@ class Ingest:
                 self._sums[document][positions[is_of_document]] = sums[is_of_document]
         failpoint("ingest.added")
 
+    def flush(self) -> dict[int, str | None]:
+        """Make the records durable. Returns the checksum of each document's keys, by its primary key.
+
+        The checksums are None if the datastore checks its keys itself.
+        """
+        self._datastore.flush()
+        failpoint("ingest.flushed")
+        return {
+            placed.row: checksum(sums, self._precision) if self._precision else None
+            for placed, sums in zip(self._placed, self._sums, strict=True)
+        }
+
     def commit(self) -> None:
         """Make the records durable, then make the new documents visible to readers.
 
         Afterwards the documents that the new documents replace are deleted, and so are all other documents
         that were half added or removed.
         """
-        self._datastore.flush()
-        failpoint("ingest.flushed")
-        checksums = {
-            placed.row: checksum(sums, self._precision)
-            for placed, sums in zip(self._placed, self._sums, strict=True)
-            if self._precision
-        }
-        self._catalog.publish([placed.row for placed in self._placed], checksums)
-        purge(self._catalog, self._datastore, self._catalog.unsettled())
+        publish_documents(self._catalog, self._datastore, self.flush())
 
     def abandon(self) -> None:
         """Delete the new documents, unless they have become live.
@@ -180,3 +189,72 @@ class Ingest:
             live = self._catalog.catalog.labels(placed.row for placed in self._placed)
             dead = [placed for placed in self._placed if placed.row not in live]
             purge(self._catalog, self._datastore, dead)
+
+
+class LeasedIngest:
+    """Documents with leased positions, added part by part, that become visible to readers together.
+
+    `KNNStore.ingest_leased` creates the object, and calls `commit` or `abandon`.
+
+    Args:
+        catalog: writer of the catalog.
+        datastore: datastore for the records, open for writing.
+        lease: id of the lease.
+    """
+
+    def __init__(self, catalog: CatalogWriter, datastore: Datastore, lease: str) -> None:
+        self._catalog = catalog
+        self._datastore = datastore
+        self._lease = lease
+        self._parts: list[Ingest] = []
+        self._checksums: dict[int, str | None] = {}
+
+    @contextlib.contextmanager
+    def add_part(self, documents: Sequence[NewDocument], starts: Sequence[int]) -> Iterator[Ingest]:
+        """Add some of the documents in a ``with`` block, in which the caller passes the key of every token.
+
+        At the end of the block the records are durable.
+
+        Args:
+            documents: the documents of this part.
+            starts: position of each document's first token.
+        """
+        part = Ingest(self._catalog, self._datastore, documents, starts)
+        self._parts.append(part)
+        yield part
+        self._checksums |= part.flush()
+
+    def commit(self) -> None:
+        """Make the documents of all parts visible to readers in one transaction.
+
+        Afterwards the documents that they replace are deleted.
+        """
+        publish_documents(self._catalog, self._datastore, self._checksums, lease=self._lease)
+
+    def abandon(self) -> None:
+        """Delete the documents of all parts, unless they have become live; see `Ingest.abandon`."""
+        for part in self._parts:
+            part.abandon()
+
+
+def publish_documents(
+    catalog: CatalogWriter,
+    datastore: Datastore,
+    checksums: Mapping[int, str | None],
+    *,
+    lease: str | None = None,
+) -> None:
+    """Make documents visible to readers in one transaction, then delete the documents that they replace.
+
+    All other documents that were half added or removed are deleted too.
+
+    Args:
+        catalog: writer of the catalog.
+        datastore: datastore with the records of the documents, which are durable.
+        checksums: checksum of each document's keys by its primary key; None if the datastore checks its keys
+            itself.
+        lease: id of the lease whose positions the documents have, or None.
+    """
+    known = {row: text for row, text in checksums.items() if text is not None}
+    catalog.publish(list(checksums), known, lease=lease)
+    purge(catalog, datastore, catalog.unsettled())

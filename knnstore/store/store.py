@@ -11,14 +11,14 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
+from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, Lease, NewDocument
 from knnstore.errors import ConfigError, KnnstoreError, ReadOnlyError
 from knnstore.progress import Progress
 from knnstore.store.current import Current, Mode, check_mode
 from knnstore.store.erasing import Erased, erase
 from knnstore.store.fitted import SavedSettings, Weights
 from knnstore.store.home import Home, make_store
-from knnstore.store.ingest import Ingest
+from knnstore.store.ingest import Ingest, LeasedIngest
 from knnstore.store.relocation import Moved, Relocation
 from knnstore.store.selection import Selection
 from knnstore.store.store_info import describe_store
@@ -184,6 +184,42 @@ class KNNStore(StoreReader):
         """
         with self._lock_for_writing() as writer, writer.ingest(documents) as group:
             yield group
+
+    def lease(self, id: str, tokens: int, folder: Path) -> Lease:
+        """Reserve positions for tokens of documents whose keys other processes compute.
+
+        Other leases of this folder that are not committed are released.
+
+        Args:
+            id: id of the lease, 32 characters.
+            tokens: number of tokens.
+            folder: folder of the plan.
+        """
+        with self._lock_for_writing() as writer:
+            place = str(folder.absolute())
+            abandoned = [of.id for of in self.leases() if of.folder == place and not of.is_committed]
+            writer.writer.release(abandoned)
+            return writer.writer.lease(id, tokens, place)
+
+    def release(self, id: str) -> None:
+        """Delete a lease. Documents that were added with it stay; an unknown id is ignored."""
+        with self._lock_for_writing() as writer:
+            writer.writer.release([id])
+
+    @contextmanager
+    def ingest_leased(self, lease: str, tokens: int) -> Iterator[LeasedIngest]:
+        """Add documents with leased positions, part by part, in a ``with`` block.
+
+        The block receives a `LeasedIngest`, whose method `add_part` takes documents with their keys. When the
+        block ends without an error, all documents become visible to readers in one transaction, and the lease
+        is committed. After an error, no document is added, and the lease stays open.
+
+        Args:
+            lease: id of the lease.
+            tokens: number of tokens of all documents.
+        """
+        with self._lock_for_writing() as writer, writer.ingest_leased(lease, tokens) as documents:
+            yield documents
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Replace the metadata and tags of documents in one transaction. Texts and keys do not change.

@@ -6,7 +6,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog, Difference, Document, Domain, Identity, StoredVersion, find_other_ids
+from knnstore.catalog import (
+    Catalog,
+    Difference,
+    Document,
+    Domain,
+    Identity,
+    Lease,
+    StoredVersion,
+    find_other_ids,
+)
 from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
 from knnstore.documents import TextDocument
 from knnstore.errors import (
@@ -318,6 +327,10 @@ class StoreReader:
     def id(self) -> str:
         """Random id that the store got when it was created; a copy of its folder has the same id."""
         return self._catalog.store_id
+
+    def leases(self) -> list[Lease]:
+        """Return the leases of the store, the newest first: the positions of planned documents."""
+        return self._catalog.leases()
 
     def revision(self) -> int:
         """Return the store's revision, a number that grows with every change that readers can see."""

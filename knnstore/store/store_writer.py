@@ -23,7 +23,7 @@ from knnstore.store.fitted import (
     save_weights,
 )
 from knnstore.store.home import Home
-from knnstore.store.ingest import Ingest, change_in_batches_if_full, purge
+from knnstore.store.ingest import Ingest, LeasedIngest, change_in_batches_if_full, purge
 from knnstore.store.soundness import (
     abandon_unneeded,
     get_checksum_precision,
@@ -118,7 +118,7 @@ class StoreChanges:
         Raises:
             DiskFullError: if the disk has no room for the documents.
         """
-        self._check_space(documents)
+        self._check_space(sum(len(document.tokens) for document in documents))
         group = Ingest(self.writer, self.current.datastore, documents)
         try:
             yield group
@@ -128,6 +128,31 @@ class StoreChanges:
             raise
         self._remove_unused_weights()
         self._home.reserve.keep()  # an earlier removal may have used it
+
+    @contextmanager
+    def ingest_leased(self, lease: str, tokens: int) -> Iterator[LeasedIngest]:
+        """Add documents with leased positions, part by part, in a ``with`` block.
+
+        At the end of the block, all documents become visible to readers in one transaction, and the lease is
+        committed. After an error in the block, no document is added, and the lease stays open.
+
+        Args:
+            lease: id of the lease.
+            tokens: number of tokens of all documents.
+
+        Raises:
+            DiskFullError: if the disk has no room for the documents.
+        """
+        self._check_space(tokens)
+        documents = LeasedIngest(self.writer, self.current.datastore, lease)
+        try:
+            yield documents
+            documents.commit()
+        except BaseException:
+            documents.abandon()
+            raise
+        self._remove_unused_weights()
+        self._home.reserve.keep()
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Replace the metadata and tags of documents in one transaction.
@@ -259,15 +284,14 @@ class StoreChanges:
         if isinstance(self.current.datastore, SupportsOptimize):
             self.current.datastore.optimize()
 
-    def _check_space(self, documents: Sequence[NewDocument]) -> None:
+    def _check_space(self, tokens: int) -> None:
         """Raise DiskFullError if the disks have too little room for new documents.
 
         A catalog or datastore on a server is not checked.
 
         Args:
-            documents: the documents that will be added.
+            tokens: number of tokens that will be added.
         """
-        tokens = sum(len(document.tokens) for document in documents)
         operation = f"adding {tokens:,} tokens"
         if self._home.has_catalog:
             check_space(self._home.path, _CATALOG_BYTES_PER_TOKEN * tokens, operation)

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
         model_precision,
     )
     from knnstore.lm.keys.key_places import AUTO, FINAL_PLACES, LAYER_PLACES, layer_count, locate
-    from knnstore.lm.keys.key_vectors import Joining, Projection, described, fit_projection
+    from knnstore.lm.keys.key_vectors import (
+        Joining,
+        KeyDescription,
+        Projection,
+        described,
+        fit_projection,
+    )
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
@@ -32,6 +38,7 @@ __all__ = [
     "LAYER_PLACES",
     "Joining",
     "KeyCapture",
+    "KeyDescription",
     "KeyLocation",
     "Projection",
     "compute_fingerprint",

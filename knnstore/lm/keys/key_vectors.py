@@ -20,7 +20,7 @@ to as many dimensions as the keys have preserves all distances.
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from knnstore.datastore import Keys, Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.store import Identity, Reader, Weights
+from knnstore.store import Identity, Weights
 
 _FIRST_DISCOUNT, _DISCOUNT_RATIO = 0.5, 0.7  # 0.5 and 0.35 were the best first two discounts in tests
 
@@ -143,6 +143,17 @@ class Joining:
         return keys
 
 
+class KeyDescription(Protocol):
+    """An object that says how keys are computed: a store, or the folder of a plan."""
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the store."""
+
+    def load_weights(self, name: str) -> Weights:
+        """Read fitted weights; see `KNNStore.load_weights`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Projection:
     """A linear map (PCA) of keys to fewer dimensions."""
@@ -174,7 +185,7 @@ class Projection:
         return Weights({"mean": self.mean.numpy(), "matrix": self.matrix.numpy()}, metadata)
 
     @classmethod
-    def load(cls, store: Reader) -> Self | None:
+    def load(cls, store: KeyDescription) -> Self | None:
         """Load the projection of a store's keys; return None if the store does not project its keys.
 
         Raises:

@@ -2,7 +2,14 @@
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.checkpoints import check_checkpoint
-from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits, vocabulary_size
+from knnstore.lm.reading.encoder import (
+    Encoded,
+    Encoder,
+    LogProbs,
+    check_logits,
+    create_not_finite_error,
+    vocabulary_size,
+)
 from knnstore.lm.reading.model_cache import (
     CACHE_NAMES,
     DummyLayer,
@@ -24,6 +31,7 @@ from knnstore.lm.reading.models import (
     loaded,
     warn_of_unknown_tokens,
 )
+from knnstore.lm.reading.new_documents import NewDocuments
 from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, tokenized, usable_documents
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.token_text import (
@@ -35,7 +43,7 @@ from knnstore.lm.reading.token_text import (
     named_panics,
     split_text,
 )
-from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch, prefix_of
+from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch, pack, prefix_of
 
 __all__ = [
     "BATCH_TOKENS",
@@ -46,6 +54,7 @@ __all__ = [
     "Encoded",
     "Encoder",
     "LogProbs",
+    "NewDocuments",
     "Synced",
     "TextReader",
     "TokenPiece",
@@ -61,6 +70,7 @@ __all__ = [
     "check_tokenizer",
     "check_tokens",
     "choose_window",
+    "create_not_finite_error",
     "decode_tokens",
     "find_cache",
     "get_cache_argument_name",
@@ -74,6 +84,7 @@ __all__ = [
     "load_text_parts",
     "loaded",
     "named_panics",
+    "pack",
     "prefix_of",
     "sample_keys",
     "sample_tokens",

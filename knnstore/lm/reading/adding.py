@@ -6,12 +6,11 @@ tokens and keys.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.checks import check_name, distinct_names
@@ -24,16 +23,11 @@ from knnstore.errors import (
     UnusableDocumentError,
 )
 from knnstore.lm.reading.encoder import create_not_finite_error
-from knnstore.lm.reading.reader import (
-    TextReader,
-    check_tokens,
-    in_chunks,
-    tokenized,
-    unusable_document_error,
-)
+from knnstore.lm.reading.new_documents import NewDocuments
+from knnstore.lm.reading.reader import TextReader
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
-from knnstore.store import Ingest, KNNStore, NewDocument, Selection, classify_change
+from knnstore.store import Ingest, KNNStore, NewDocument, Selection
 
 _logger = logging.getLogger(__name__)
 
@@ -157,9 +151,8 @@ def add(
     check_name(domain, "the domain's name")
     given = distinct_names(tags, "tag")
     pace = _GroupSize(reader, commit_tokens, commit_seconds)
-    counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()
-    tokens_read, bytes_read = 0, 0  # for the estimate of the remaining time
+    tokens_stored = 0
     shown.start(f"adding to {domain}")
 
     group: list[NewDocument] = []
@@ -167,79 +160,34 @@ def add(
 
     def store_group() -> None:
         """Compute the keys of the documents in `group`, commit these documents, and empty `group`."""
-        nonlocal group, waiting
+        nonlocal group, waiting, tokens_stored
         documents, group, waiting = group, [], 0
-        began, before = time.perf_counter(), counts["tokens"]
+        began, before = time.perf_counter(), tokens_stored
         with store.ingest(documents) as ingest:
             texts = [document.tokens for document in documents]
             for count in map(len, texts) if reader is None else _store_keys(reader, documents, ingest):
-                counts["tokens"] += count
+                tokens_stored += count
                 shown.advance(count)
-        pace.record_speed(counts["tokens"] - before, time.perf_counter() - began)
+        pace.record_speed(tokens_stored - before, time.perf_counter() - began)
 
-    new_ids: dict[str, str] = {}  # id of each new document, by content hash
-    refused: InputError | None = None
-    chunks = in_chunks(documents_of(documents, on_bad=on_bad))
-    while refused is None:
-        try:
-            chunk = next(chunks, None)
-        except InputError as error:
-            refused = error
-            break
-        if chunk is None:
-            break
-        # 1) Compare a chunk of documents with the stored versions. If only metadata or tags changed, update
-        #    these without the model.
-        versions = store.versions(domain, [document.id for document in chunk])
-        fresh: list[TextDocument] = []
-        changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
-        for document in chunk:
-            version = versions.get(document.id)
-            change = classify_change(document, version, given)
-            if version is None or change == "replaced":
-                fresh.append(document)
-                continue
-            counts[change] += 1
-            if total_bytes is not None:
-                total_bytes -= len(document.text.encode())
-            if change == "described":
-                changes[document.id] = document.metadata, version.tags | given
-        if changes:
-            store.describe(domain, changes)
-        # 2) Tokenize the new and the changed documents; commit the group each time it is large enough.
-        texts = tokenized(tokenizer, [document.text for document in fresh])
-        for document, tokens in zip(fresh, texts, strict=True):
-            version = versions.get(document.id)
-            problem = _find_problem(document, tokens, vocabulary, tokenizer)
-            if problem is not None:
-                try:
-                    if on_bad is None:
-                        raise problem
-                    on_bad(problem)
-                except InputError as error:  # raised after the usable documents are committed
-                    refused = refused or error
-                continue
-            counts["added" if version is None else "replaced"] += 1
-            if version is None:
-                new_ids[document.content_hash] = document.id
-            kept = version.tags if version else frozenset[str]()
-            new = NewDocument(
-                document.id, domain, document.content_hash, tokens, document.metadata, given | kept
-            )
-            tokens_read += len(tokens)
-            bytes_read += len(document.text.encode())
-            if total_bytes is not None and bytes_read:
-                shown.expect(round(total_bytes * tokens_read / bytes_read))
-            group.append(new)
-            waiting += len(tokens)
-            if waiting >= pace.group_tokens:
-                store_group()
-    # 3) Commit the last group. Index the store, also if an interrupted run has left that undone.
+    # 1) Find the new and the changed documents; commit the group each time it is large enough.
+    incoming = NewDocuments(
+        store, tokenizer, documents, domain=domain, tags=given, vocabulary=vocabulary, on_bad=on_bad
+    )
+    for new in incoming:
+        if total_bytes is not None and incoming.bytes_tokenized:
+            remaining_bytes = total_bytes - incoming.bytes_unchanged
+            shown.expect(round(remaining_bytes * incoming.tokens / incoming.bytes_tokenized))
+        group.append(new.document)
+        waiting += len(new.document.tokens)
+        if waiting >= pace.group_tokens:
+            store_group()
+    # 2) Commit the last group. Index the store, also if an interrupted run has left that undone.
     if group:
         store_group()
-    if refused is not None:
-        raise refused
-    if any(counts.values()):
+    if incoming.refused is not None:
+        raise incoming.refused
+    if any(incoming.counts.values()):
         try:
             store.optimize()
         except DiskFullError as error:
@@ -247,9 +195,9 @@ def add(
                 "the documents are there, indexing them is left to `knnstore optimize`: %s", error
             )
         lm.after_adding()
-    _warn_of_other_ids(store, domain, new_ids)
+    incoming.warn_of_other_ids()
     shown.finish()
-    return Added(**counts, seconds=time.perf_counter() - started)
+    return Added(**incoming.counts, tokens=tokens_stored, seconds=time.perf_counter() - started)
 
 
 def sync(
@@ -313,29 +261,6 @@ def sync(
     return Synced(added, removed)
 
 
-def _find_problem(
-    document: TextDocument,
-    tokens: NDArray[np.uint32],
-    vocabulary: int,
-    tokenizer: PreTrainedTokenizerBase,
-) -> UnusableDocumentError | None:
-    """Return the error of a document that has no tokens, or a token that the model lacks; else None.
-
-    Args:
-        document: the document.
-        tokens: token ids of the document.
-        vocabulary: number of tokens that the model has.
-        tokenizer: the tokenizer, for the message.
-    """
-    try:
-        if not len(tokens):
-            raise InputError("the tokenizer makes no token of the text")
-        check_tokens(tokens, vocabulary, tokenizer)
-    except InputError as error:
-        return unusable_document_error(document, error)
-    return None
-
-
 def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
     """Compute and store the keys of documents, batch by batch; yield the number of keys of each batch.
 
@@ -392,23 +317,3 @@ class _GroupSize:
         """
         if tokens and seconds:
             self.group_tokens = max(1, min(self._max_tokens, round(tokens * self._seconds / seconds)))
-
-
-def _warn_of_other_ids(store: KNNStore, domain: str, ids: Mapping[str, str]) -> None:
-    """Log a warning if a new text is stored in the domain under another id too, e.g. of a renamed file.
-
-    Args:
-        store: the store.
-        domain: the domain's name.
-        ids: id of each new document, by content hash.
-    """
-    twice = store.other_ids(domain, ids) if ids else {}
-    for id, other in list(twice.items())[:1]:
-        _logger.warning(
-            "%s of these texts are in %s under another id too, %r as %r: they count twice; `knnstore sync` "
-            "removes what its folder does not have",
-            f"{len(twice):,}",
-            domain,
-            id,
-            other,
-        )

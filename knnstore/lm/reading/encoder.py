@@ -15,6 +15,7 @@ from knnstore.errors import ModelOutputError
 from knnstore.lm.keys import (
     Joining,
     KeyCapture,
+    KeyDescription,
     KeyLocation,
     Projection,
     hidden_forward,
@@ -23,7 +24,6 @@ from knnstore.lm.keys import (
     model_precision,
 )
 from knnstore.lm.reading.model_cache import as_cache_argument
-from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
 """Number of logits that are in memory at once on a GPU: 64 MiB of float32."""
@@ -96,12 +96,12 @@ class Encoder:
         return vocabulary_size(self.model)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, store: Reader) -> Self:
+    def of(cls, model: PreTrainedModel, store: KeyDescription) -> Self:
         """Create the encoder that computes keys as a store has them: same place, joining and projection.
 
         Args:
             model: the causal language model.
-            store: the store.
+            store: the store, or another object that describes its keys.
 
         Raises:
             ConfigError: the model does not have the place of the keys.

@@ -1,0 +1,194 @@
+"""Committing a plan: adding the documents of all its shards to the store in one transaction."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, Shard
+from knnstore.errors import DiskFullError, PlanError
+from knnstore.failpoints import failpoint
+from knnstore.lm import save_default_settings
+from knnstore.progress import Progress
+from knnstore.store import Ingest, KNNStore, Lease, StoredVersion
+
+_BLOCK_RECORDS = 1 << 14  # records that are added at once
+_MAX_LISTED = 5
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Result of `commit_plan`."""
+
+    documents: int
+    """Number of documents that were added; 0 if the plan was committed before."""
+    tokens: int
+    """Number of tokens that were added."""
+    skipped: tuple[str, ...]
+    """Ids of documents that were not added, because the store has a newer version, or the version that they
+    would replace was removed after the plan was made."""
+    was_committed: bool
+    """True if the plan was committed before; then nothing is changed."""
+
+
+def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | None = None) -> Committed:
+    """Check the keys of all shards, and add the documents to the store in one transaction.
+
+    Readers see all of the documents or none. Documents and keys are removed from the folder afterwards. A
+    second call changes nothing. If the call is interrupted, the folder stays complete: call it again.
+
+    Args:
+        store: the store of the plan, opened for writing.
+        folder: folder of the plan.
+        progress: progress display, which receives numbers of records.
+
+    Raises:
+        PlanError: a shard is not encoded or is damaged (the message names the shards), the plan was dropped,
+            or it is a plan of another store.
+        ReadOnlyError: the store was opened for reading.
+    """
+    shown, plan = progress or Progress(), folder.plan
+    lease = _find_lease(store, plan, folder)
+    if lease.is_committed:
+        folder.remove_data()
+        return Committed(0, 0, (), was_committed=True)
+    # 1) Check the keys of all shards before anything is written.
+    problems = []
+    shown.start("checking", total=plan.tokens)
+    for shard in plan.shards:
+        records = int(folder.count_records(folder.read_documents(shard)).sum())
+        try:
+            folder.open_keys(shard, records)
+        except PlanError as error:
+            problems.append(str(error))
+        shown.advance(shard.tokens)
+    if problems:
+        more = f" and {len(problems) - _MAX_LISTED:,} more" if len(problems) > _MAX_LISTED else ""
+        listed = ", ".join(problems[:_MAX_LISTED])
+        raise PlanError(f"{listed}{more}: run `knnstore encode {folder.path}`, then commit again")
+    # 2) Add shard by shard; readers see nothing of it.
+    added, tokens, skipped = 0, 0, list[str]()
+    shown.start("adding", total=plan.tokens)
+    with store.ingest_leased(plan.id, plan.tokens) as ingest:
+        for shard in plan.shards:
+            documents = folder.read_documents(shard)
+            by_id = {of.document.id: of for of in documents}
+            versions = store.versions(documents[0].document.domain, by_id)
+            is_current = [is_addable(of, versions.get(of.document.id)) for of in documents]
+            skipped += [of.document.id for of, keep in zip(documents, is_current, strict=True) if not keep]
+            chosen = np.flatnonzero(is_current)
+            starts = _compute_starts(plan, shard, documents)
+            with ingest.add_part(
+                [documents[at].document for at in chosen], [int(starts[at]) for at in chosen]
+            ) as part:
+                _add_keys(part, folder, shard, documents, is_current)
+            added += len(chosen)
+            tokens += sum(len(documents[at].document.tokens) for at in chosen)
+            shown.advance(shard.tokens)
+            failpoint("commit.shard")
+        failpoint("commit.before")
+    failpoint("commit.after")
+    # 3) Index the store, and empty the folder.
+    try:
+        store.optimize()
+    except DiskFullError as error:
+        _logger.warning("the documents are added; `knnstore optimize` has to index them later: %s", error)
+    save_default_settings(store)
+    folder.remove_data()
+    shown.finish()
+    return Committed(added, tokens, tuple(skipped), was_committed=False)
+
+
+def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
+    """Give up a plan: delete its lease in the store, and its files.
+
+    Nothing of the plan was visible, so no document changes. Documents of a committed plan stay.
+
+    Args:
+        store: the store of the plan, opened for writing.
+        folder: folder of the plan.
+
+    Raises:
+        PlanError: the folder has a plan of another store.
+    """
+    place = str(folder.path.absolute())
+    if folder.exists:
+        try:
+            plan = folder.plan
+        except PlanError:  # damaged: the lease is found by the folder
+            plan = None
+        if plan is not None:
+            if plan.store != store.id:
+                raise PlanError(f"{folder.path} has a plan of another store")
+            store.release(plan.id)
+    for lease in store.leases():
+        if lease.folder == place:
+            store.release(lease.id)
+    failpoint("plan.released")
+    folder.remove()
+
+
+def is_addable(planned: PlannedDocument, version: StoredVersion | None) -> bool:
+    """Check whether the store still has the version of a document that was there when the plan was made.
+
+    Args:
+        planned: the planned document.
+        version: the version that is stored now; None if there is none.
+    """
+    return planned.replaces == (None if version is None else version.start)
+
+
+def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:
+    """Return the lease of a plan.
+
+    Raises:
+        PlanError: the plan is of another store or another identity, or it was dropped.
+    """
+    if plan.store != store.id or plan.identity != store.identity:
+        raise PlanError(f"{folder.path} has a plan of another store: --home chooses the store")
+    for lease in store.leases():
+        if lease.id == plan.id:
+            return lease
+    raise PlanError(f"the plan in {folder.path} was dropped: make it again")
+
+
+def _compute_starts(plan: Plan, shard: Shard, documents: Sequence[PlannedDocument]) -> list[int]:
+    """Return the position of the first token of each document of a shard."""
+    lengths = np.array([len(of.document.tokens) for of in documents], np.int64)
+    starts: list[int] = (plan.start + shard.start + np.cumsum(lengths) - lengths).tolist()
+    return starts
+
+
+def _add_keys(
+    part: Ingest,
+    folder: PlanFolder,
+    shard: Shard,
+    documents: Sequence[PlannedDocument],
+    is_current: Sequence[bool],
+) -> None:
+    """Add the keys of a shard, some thousands at a time.
+
+    Args:
+        part: the open part of the commit, with the chosen documents of the shard.
+        folder: folder of the plan.
+        shard: the shard.
+        documents: all documents of the shard.
+        is_current: True for each document that is chosen.
+    """
+    counts = folder.count_records(list(documents))
+    keys = folder.open_keys(shard, int(counts.sum()))
+    first = 0 if folder.plan.prefix is not None else 1
+    owner = np.repeat(np.arange(len(documents)), counts)  # document of each record
+    positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first
+    tokens = np.concatenate([of.document.tokens[first:] for of in documents]).astype(np.int64)
+    chosen = np.asarray(is_current, bool)
+    number_among_chosen = np.cumsum(chosen) - 1
+    rows = np.flatnonzero(chosen[owner])
+    for begin in range(0, len(rows), _BLOCK_RECORDS):
+        at = rows[begin : begin + _BLOCK_RECORDS]
+        part.add(
+            number_among_chosen[owner[at]], positions[at], tokens[at], keys[at].astype(np.float32, copy=False)
+        )

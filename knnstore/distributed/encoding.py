@@ -1,0 +1,128 @@
+"""Computing the keys of a plan's shards. It needs the folder of the plan and the model, but no database."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument
+from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError, PlanError
+from knnstore.lm import Encoder, check_matches, create_not_finite_error, load_model, pack
+from knnstore.progress import Progress
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Result of `encode_shards`."""
+
+    encoded: tuple[int, ...]
+    """Numbers of the shards that were encoded."""
+    complete: tuple[int, ...]
+    """Numbers of the shards that were complete already."""
+    tokens: int
+    """Number of tokens of the shards that were encoded."""
+
+
+def encode_shards(
+    folder: PlanFolder,
+    *,
+    worker: int = 0,
+    workers: int = 1,
+    model: str | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> Encoding:
+    """Compute the keys of the shards of one worker, and write them into the folder of the plan.
+
+    Worker i of n encodes the shards i, i + n, i + 2n, and so on. Shards whose keys are complete and undamaged
+    are skipped, so a second call continues an interrupted one. The same shard gives the same bytes again.
+
+    Args:
+        folder: folder of the plan.
+        worker: number of this worker, from 0.
+        workers: number of workers.
+        model: folder or hub id of the model; default is the name with which the store was made.
+        device: device of the model; default is the GPU if torch finds one, else the CPU.
+        dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
+        progress: progress display, which receives the number of tokens of each batch.
+
+    Raises:
+        ConfigError: `worker` is not between 0 and `workers` - 1; or the model cannot be loaded.
+        PlanError: the folder has no plan, or a file of it is damaged.
+        FingerprintMismatchError: the model is not the model of the store.
+        ModelOutputError: a key is NaN or infinite; the message names the document. Earlier shards stay.
+    """
+    if not 0 <= worker < workers:
+        raise ConfigError(f"the number of the worker must be between 0 and {workers - 1}, got {worker}")
+    shown, plan = progress or Progress(), folder.plan
+    # 1) Find the shards that are left.
+    shards = plan.shards[worker::workers]
+    complete = []
+    for shard in shards:
+        records = int(folder.count_records(folder.read_documents(shard)).sum())
+        try:
+            folder.open_keys(shard, records)
+        except PlanError:
+            continue
+        complete.append(shard.number)
+    left = [shard for shard in shards if shard.number not in complete]
+    if not left:
+        return Encoding((), tuple(complete), 0)
+    # 2) Encode them.
+    base = load_model(model or plan.identity.model, device=device, dtype=dtype).model
+    check_matches(base, None, plan.identity)
+    encoder = Encoder.of(base, folder)
+    shown.start("encoding", total=sum(shard.tokens for shard in left))
+    for shard in left:
+        folder.write_keys(shard, _encode(encoder, folder, folder.read_documents(shard), shown))
+    shown.finish()
+    return Encoding(
+        tuple(shard.number for shard in left), tuple(complete), sum(shard.tokens for shard in left)
+    )
+
+
+def _encode(
+    encoder: Encoder, folder: PlanFolder, documents: list[PlannedDocument], shown: Progress
+) -> NDArray[Any]:
+    """Compute the keys of documents.
+
+    Args:
+        encoder: the object that runs the model.
+        folder: folder of the plan.
+        documents: documents of one shard.
+        shown: progress display.
+
+    Returns:
+        Keys in the plan's dtype, shape (n, dim): document by document, token by token.
+    """
+    plan = folder.plan
+    counts = folder.count_records(documents)
+    first = 0 if plan.prefix is not None else 1
+    origins = np.cumsum(counts) - counts - first  # row of token 0 of each document
+    keys = np.empty((int(counts.sum()), plan.identity.dim), plan.dtype)
+    batches = pack(
+        [of.document.tokens for of in documents],
+        prefix=plan.prefix,
+        max_length=plan.identity.max_length,
+        stride=plan.identity.stride,
+        batch_tokens=plan.batch_tokens,
+    )
+    for batch in batches:
+        computed = encoder.keys(batch.input_ids, batch.at).cpu().numpy()
+        encoder.check_once(batch.input_ids)
+        with np.errstate(over="ignore"):
+            rounded = computed.astype(plan.dtype)
+        is_finite = np.isfinite(rounded).all(1)
+        if not is_finite.all():
+            row = int(np.argmin(is_finite))
+            id = documents[int(batch.documents[row])].document.id
+            if np.isfinite(computed[row]).all():
+                raise InvalidVectorError(f"document {id!r}: a key is out of the range of {plan.dtype}")
+            error = create_not_finite_error(encoder.model, "states")
+            raise ModelOutputError(f"document {id!r}: {error}")
+        keys[origins[batch.documents] + batch.positions] = rounded
+        shown.advance(len(batch.at))
+    return keys

@@ -1,0 +1,363 @@
+"""The folder of a plan: its documents in shards, and the keys of the shards that are encoded.
+
+    DIR/plan/plan.json        the plan; a plan exists as soon as this folder has its name
+    DIR/plan/00000.jsonl      documents of shard 0: id, hash, metadata, tags, number of tokens
+    DIR/plan/00000.tokens     token ids of these documents, uint32, little-endian
+    DIR/plan/<hash>.safetensors   the projection of the keys, if the store has one
+    DIR/keys/00000.keys       keys of shard 0, float16 or float32, little-endian, shape (n, dim)
+    DIR/keys/00000.json       size and SHA-256 of the keys; written last
+
+Each file has a SHA-256, in `plan.json` or beside the keys. The folder may be on a network file system if
+renaming a file is atomic there and fsync is durable.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.durable import open_file, publish, read_file, sync_directory
+from knnstore.errors import PlanError
+from knnstore.failpoints import failpoint
+from knnstore.store import Identity, NewDocument, Weights, load_weights
+
+_FORMAT = 1
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a plan's documents, which one process encodes."""
+
+    number: int
+    """Number of the shard, from 0."""
+    documents: int
+    """Number of documents, >= 1."""
+    tokens: int
+    """Number of tokens."""
+    start: int
+    """Position of the first token, counted from the first position of the plan's lease."""
+    sha256: str
+    """SHA-256 of the file of documents followed by the file of tokens, hexadecimal."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A description of documents that will be added to a store together."""
+
+    id: str
+    """Random id of the plan and of its lease in the store's catalog."""
+    store: str
+    """Id of the store."""
+    identity: Identity
+    """Identity of the store: its model, and how keys are computed."""
+    dtype: str
+    """Dtype of the keys in the folder, ``float16`` or ``float32``."""
+    prefix: int | None
+    """The token that precedes every document; None for no prefix."""
+    batch_tokens: int
+    """Number of tokens in one forward pass, padding included."""
+    start: int
+    """First position of the lease."""
+    added: int
+    """Number of documents whose ids were new in the domain when the plan was made."""
+    replaced: int
+    """Number of documents that replace a stored version."""
+    content: str
+    """SHA-256 over domain, ids, texts, metadata and tags of the documents, hexadecimal."""
+    shards: tuple[Shard, ...]
+    """The shards; document for document in the order in which they were given."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all documents."""
+        return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class PlannedDocument:
+    """A document of a shard."""
+
+    document: NewDocument
+    """The document with its tokens."""
+    replaces: int | None
+    """Position of the stored version that the document replaces; None for a new document."""
+
+
+class PlanFolder:
+    """Reads and writes the folder of a plan.
+
+    Args:
+        path: the folder; it need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.plan_files = self.path / "plan"
+        self.key_files = self.path / "keys"
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: the folder has no plan, or its file is damaged.
+        """
+        file = self.plan_files / "plan.json"
+        try:
+            text = read_file(file)
+        except OSError as error:
+            raise PlanError(
+                f"{self.path} has no plan: `knnstore add FILES --domain NAME --plan {self.path}` makes one"
+            ) from error
+        try:
+            content = json.loads(text)
+            values = json.loads(content["plan"])
+            is_sound = hashlib.sha256(content["plan"].encode()).hexdigest() == content["sha256"]
+            if content["format"] != _FORMAT or not is_sound:
+                raise ValueError("another format or hash")
+            values["identity"] = Identity(**values["identity"])
+            values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+            return Plan(**values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"{file} is damaged or of another version of knnstore: drop the plan and make it again"
+            ) from error
+
+    @property
+    def exists(self) -> bool:
+        """True if the folder has a plan."""
+        return self.plan_files.exists()
+
+    def load_weights(self, name: str) -> Weights:
+        """Read the projection of the keys; see `KNNStore.load_weights`."""
+        return load_weights(self.plan_files, name)
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the plan's store."""
+        return self.plan.identity
+
+    def read_documents(self, shard: Shard) -> list[PlannedDocument]:
+        """Read the documents of a shard.
+
+        Raises:
+            PlanError: a file of the shard is missing or damaged.
+        """
+        rows_file, tokens_file = self._list_document_files(self.plan_files, shard.number)
+        try:
+            rows, token_bytes = read_file(rows_file), read_file(tokens_file)
+        except OSError as error:
+            raise PlanError(f"a file of the plan cannot be read: {error}; {_AGAIN}") from error
+        if hashlib.sha256(rows + token_bytes).hexdigest() != shard.sha256:
+            raise PlanError(f"{rows_file} or {tokens_file.name} is damaged; {_AGAIN}")
+        tokens, position, documents = np.frombuffer(token_bytes, "<u4"), 0, []
+        for row in map(json.loads, rows.splitlines()):
+            part = tokens[position : position + row.pop("tokens")]
+            position += len(part)
+            replaces, tags = row.pop("replaces"), frozenset(row.pop("tags"))
+            documents.append(PlannedDocument(NewDocument(**row, tokens=part, tags=tags), replaces))
+        return documents
+
+    def count_records(self, documents: list[PlannedDocument]) -> NDArray[np.int64]:
+        """Return the number of records (tokens with a key) of each document, int64, shape (n,)."""
+        first = 0 if self.plan.prefix is not None else 1
+        return np.array([len(of.document.tokens) - first for of in documents], np.int64)
+
+    def write_keys(self, shard: Shard, keys: NDArray[Any]) -> None:
+        """Write the keys of a shard, durably. Several processes may write the same shard.
+
+        Args:
+            shard: the shard.
+            keys: keys in the plan's dtype, shape (n, dim), in the order of the tokens.
+        """
+        self.key_files.mkdir(parents=True, exist_ok=True)
+        data, description = self._list_key_files(shard)
+        content = np.ascontiguousarray(keys, np.dtype(self.plan.dtype).newbyteorder("<"))
+        temporary = data.with_name(f"{data.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(content.data.cast("B"))
+                file.flush()
+                os.fsync(file.fileno())
+            failpoint("plan.keys.written")
+            os.replace(temporary, data)
+        finally:
+            temporary.unlink(missing_ok=True)
+        found = {"records": len(keys), "sha256": hashlib.sha256(content.data.cast("B")).hexdigest()}
+        failpoint("plan.keys.renamed")
+        publish(description, json.dumps({"plan": self.plan.id, **found}).encode(), "plan")
+        failpoint("plan.keys.published")
+
+    def open_keys(self, shard: Shard, records: int) -> NDArray[Any]:
+        """Map the keys of a shard into memory, after a check of size and SHA-256.
+
+        Args:
+            shard: the shard.
+            records: number of keys that the shard must have.
+
+        Returns:
+            Keys in the plan's dtype, read-only, shape (records, dim).
+
+        Raises:
+            PlanError: the shard is not encoded, or its keys are damaged.
+        """
+        data, description = self._list_key_files(shard)
+        dtype, dim = np.dtype(self.plan.dtype).newbyteorder("<"), self.identity.dim
+        name = f"shard {shard.number} of {len(self.plan.shards)}"
+        try:
+            found = json.loads(read_file(description))
+            size = data.stat().st_size
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{name} is not encoded") from error
+        if found != {"plan": self.plan.id, "records": records, "sha256": _hash_file(data)}:
+            raise PlanError(f"{name} is damaged: {data}")
+        if size != records * dim * dtype.itemsize:
+            raise PlanError(f"{name} has {size:,} bytes for {records:,} keys of {dim} components: {data}")
+        if not records:
+            return np.zeros((0, dim), dtype)
+        return np.memmap(data, dtype, "r", shape=(records, dim))
+
+    def remove_data(self) -> None:
+        """Remove documents and keys; `plan.json` stays, so that a second commit finds the plan."""
+        shutil.rmtree(self.key_files, ignore_errors=True)
+        for file in self.plan_files.glob("*"):
+            if file.name != "plan.json":
+                file.unlink(missing_ok=True)
+
+    def remove_plan(self) -> None:
+        """Remove the plan with its keys, so that the folder can take another plan."""
+        self.__dict__.pop("plan", None)
+        shutil.rmtree(self.plan_files, ignore_errors=True)
+        shutil.rmtree(self.key_files, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the plan with its keys. Other files of the folder stay; an empty folder is removed."""
+        self.remove_plan()
+        for folder in self.path.glob(".making-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def _list_key_files(self, shard: Shard) -> tuple[Path, Path]:
+        """Return the paths of a shard's keys, and of their description."""
+        return self.key_files / f"{shard.number:05}.keys", self.key_files / f"{shard.number:05}.json"
+
+    @staticmethod
+    def _list_document_files(folder: Path, number: int) -> tuple[Path, Path]:
+        """Return the paths of a shard's documents, and of their tokens."""
+        return folder / f"{number:05}.jsonl", folder / f"{number:05}.tokens"
+
+
+_AGAIN = "drop the plan, and make it again"
+
+
+class ShardWriter:
+    """Writes the documents of a new plan, shard by shard, into a folder that nobody reads yet.
+
+    Args:
+        folder: folder of the plan.
+        store: id of the store.
+    """
+
+    def __init__(self, folder: PlanFolder, store: str) -> None:
+        self._folder = folder
+        self._making = folder.path / f".making-{store}"
+        shutil.rmtree(self._making, ignore_errors=True)
+        self._making.mkdir(parents=True)
+        self.shards: list[Shard] = []
+        """The shards that were written."""
+        self._content = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        shutil.rmtree(self._making, ignore_errors=True)
+        with suppress(OSError):
+            self._folder.path.rmdir()
+
+    @property
+    def content(self) -> str:
+        """SHA-256 over the documents so far, hexadecimal. It does not depend on the division into shards."""
+        return self._content.hexdigest()
+
+    def write_shard(self, documents: list[PlannedDocument]) -> None:
+        """Write the next shard.
+
+        Args:
+            documents: its documents, at least one.
+        """
+        number = len(self.shards)
+        rows_file, tokens_file = PlanFolder._list_document_files(self._making, number)
+        lines = list(_describe_documents(documents))
+        rows = "".join(f"{line}\n" for line in lines).encode()
+        tokens = b"".join(of.document.tokens.astype("<u4").tobytes() for of in documents)
+        for file, content in ((rows_file, rows), (tokens_file, tokens)):
+            _write_durably(file, content)
+        self._content.update(rows)
+        start = sum(shard.tokens for shard in self.shards)
+        digest = hashlib.sha256(rows + tokens).hexdigest()
+        self.shards.append(Shard(number, len(documents), len(tokens) // 4, start, digest))
+
+    def finish(self, plan: Plan, weights: Path | None) -> None:
+        """Write the plan, and give the folder its name.
+
+        Args:
+            plan: the plan of the shards that were written.
+            weights: file with the projection of the keys; None if keys are not projected.
+        """
+        if weights is not None:
+            _write_durably(self._making / weights.name, read_file(weights))
+        text = json.dumps(asdict(plan))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        content = json.dumps({"format": _FORMAT, "sha256": digest, "plan": text})
+        _write_durably(self._making / "plan.json", content.encode())
+        sync_directory(self._making)
+        failpoint("plan.written")
+        os.replace(self._making, self._folder.plan_files)
+        failpoint("plan.renamed")
+        sync_directory(self._folder.path)
+
+
+def _describe_documents(documents: list[PlannedDocument]) -> Iterator[str]:
+    """Yield each document as one line of JSON, with the number of its tokens but without the tokens."""
+    for of in documents:
+        document = of.document
+        values = {
+            "id": document.id,
+            "domain": document.domain,
+            "content_hash": document.content_hash,
+            "metadata": dict(document.metadata),
+            "tags": sorted(document.tags),
+            "tokens": len(document.tokens),
+            "replaces": of.replaces,
+        }
+        yield json.dumps(values)
+
+
+def _write_durably(file: Path, content: bytes) -> None:
+    """Write a file and make its content durable."""
+    with file.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,136 @@
+"""Making a plan: dividing new documents into shards, and reserving their positions in the store."""
+
+from collections.abc import Iterable
+from uuid import uuid4
+
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.checks import check_name, distinct_names
+from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, ShardWriter
+from knnstore.documents import OnBad
+from knnstore.errors import ConfigError, PlanError
+from knnstore.failpoints import failpoint
+from knnstore.lm import BATCH_TOKENS, NewDocuments, check_tokenizer, prefix_of
+from knnstore.progress import Progress
+from knnstore.store import KNNStore
+
+SHARD_TOKENS = 100_000
+"""Number of tokens at which a shard ends; its last document may exceed it."""
+
+
+def make_plan(
+    store: KNNStore,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[object],
+    folder: PlanFolder,
+    *,
+    domain: str,
+    tags: Iterable[str] = (),
+    shard_tokens: int = SHARD_TOKENS,
+    batch_tokens: int = BATCH_TOKENS,
+    on_bad: OnBad | None = None,
+    progress: Progress | None = None,
+) -> Plan | None:
+    """Divide the new and the changed documents into shards, and reserve their positions in the store.
+
+    Documents that are stored with the same text are not planned; their metadata and tags are updated at once.
+    A second call with the same documents, before the commit, changes nothing and returns the same plan.
+
+    Args:
+        store: the store, opened for writing. It keeps keys.
+        tokenizer: the tokenizer of the store's model.
+        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids.
+        folder: folder of the plan, new, empty, or with an earlier plan of the same documents.
+        domain: the domain's name; it is created when the plan is committed.
+        tags: tags that are added to every document; tags that a stored document has are kept.
+        shard_tokens: number of tokens at which a shard ends. A document is never divided.
+        batch_tokens: number of tokens in one forward pass, padding included.
+        on_bad: called with the error of each document that cannot be used; the document is skipped. None
+            raises the first error, and nothing is planned.
+        progress: progress display, which receives the number of tokens of each document.
+
+    Returns:
+        The plan; None if all documents are stored already. Then nothing is written.
+
+    Raises:
+        InputError: a name is not valid, or a document cannot be used and `on_bad` is None.
+        PlanError: the folder has a plan of other documents or of another store, which is not committed.
+        ConfigError: the store keeps no keys.
+        FingerprintMismatchError: the store was made with another tokenizer.
+        ReadOnlyError: the store was opened for reading.
+    """
+    shown = progress or Progress()
+    if store.is_keyless:
+        raise ConfigError("a store without keys needs no plan: adding documents takes no pass of the model")
+    check_tokenizer(tokenizer, store.identity)
+    check_name(domain, "the domain's name")
+    names = distinct_names(tags, "tag")
+    earlier = _find_earlier_plan(store, folder)
+    shown.start(f"planning for {domain}")
+    with ShardWriter(folder, store.id) as writer:
+        # 1) Write the documents, shard by shard. Nothing is reserved yet.
+        incoming = NewDocuments(
+            store, tokenizer, documents, domain=domain, tags=names,
+            vocabulary=store.identity.vocab_size, on_bad=on_bad,
+        )  # fmt: skip
+        waiting: list[PlannedDocument] = []
+        waiting_tokens = 0
+        for new in incoming:
+            waiting.append(PlannedDocument(new.document, new.version.start if new.version else None))
+            waiting_tokens += len(new.document.tokens)
+            shown.advance(len(new.document.tokens))
+            if waiting_tokens >= shard_tokens:
+                writer.write_shard(waiting)
+                waiting, waiting_tokens = [], 0
+        if waiting:
+            writer.write_shard(waiting)
+        if incoming.refused is not None:
+            raise incoming.refused
+        shown.finish()
+        # 2) The same documents again: the earlier plan stays as it is.
+        if earlier is not None:
+            if earlier.content != writer.content:
+                raise PlanError(
+                    f"{folder.path} has a plan of other documents: commit it with `knnstore commit`, drop it "
+                    "with `knnstore plan --drop`, or choose another folder"
+                )
+            return earlier
+        if not writer.shards:
+            return None
+        # 3) Reserve the positions, and publish the plan.
+        folder.remove_plan()
+        tokens = sum(shard.tokens for shard in writer.shards)
+        lease = store.lease(uuid4().hex, tokens, folder.path)
+        failpoint("plan.leased")
+        identity = store.identity
+        plan = Plan(
+            id=lease.id,
+            store=store.id,
+            identity=identity,
+            dtype="float32" if store.datastore.capabilities.exact_keys else "float16",
+            prefix=prefix_of(tokenizer),
+            batch_tokens=batch_tokens,
+            start=lease.start,
+            added=incoming.counts["added"],
+            replaced=incoming.counts["replaced"],
+            content=writer.content,
+            shards=tuple(writer.shards),
+        )
+        writer.finish(plan, store.home.weights / identity.projection if identity.projection else None)
+    incoming.warn_of_other_ids()
+    return plan
+
+
+def _find_earlier_plan(store: KNNStore, folder: PlanFolder) -> Plan | None:
+    """Return the plan that a folder has, unless it is committed or was dropped.
+
+    Raises:
+        PlanError: the plan is of another store, or damaged.
+    """
+    if not folder.exists:
+        return None
+    plan = folder.plan
+    if plan.store != store.id:
+        raise PlanError(f"{folder.path} has a plan of another store: choose another folder")
+    lease = next((lease for lease in store.leases() if lease.id == plan.id), None)
+    return plan if lease is not None and not lease.is_committed else None

@@ -1,0 +1,173 @@
+"""Comparing documents with their stored versions, and tokenizing the new and the changed ones."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import OnBad, TextDocument, documents_of
+from knnstore.errors import InputError, UnusableDocumentError
+from knnstore.lm.reading.reader import check_tokens, in_chunks, tokenized, unusable_document_error
+from knnstore.store import KNNStore, NewDocument, StoredVersion, classify_change
+
+_logger = logging.getLogger(__name__)
+
+
+class TokenizedDocument(NamedTuple):
+    """A document that must be stored, because it is new or its text has changed."""
+
+    document: NewDocument
+    """The document with its tokens, at least one."""
+    version: StoredVersion | None
+    """The stored version that the document replaces; None for a new document."""
+
+
+class NewDocuments:
+    """Iterates over the documents that must be stored in a domain, with their tokens.
+
+    A document that is stored with the same text is left out. If its metadata or tags differ, they are updated
+    in the store meanwhile. Iterate only once.
+
+    Args:
+        store: the store, opened for writing.
+        tokenizer: the tokenizer of the store's model.
+        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids.
+        domain: the domain's name.
+        tags: tags that are added to every document; tags that a stored document has are kept.
+        vocabulary: number of tokens that the model has.
+        on_bad: called with the error of each document that cannot be used, which is skipped. None ends the
+            iteration after the usable documents of the same chunk, and sets `refused`.
+    """
+
+    def __init__(
+        self,
+        store: KNNStore,
+        tokenizer: PreTrainedTokenizerBase,
+        documents: Iterable[object],
+        *,
+        domain: str,
+        tags: frozenset[str],
+        vocabulary: int,
+        on_bad: OnBad | None,
+    ) -> None:
+        self.counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0}
+        """Number of documents of each kind so far; see `Added`."""
+        self.tokens = 0
+        """Number of tokens of the documents that were tokenized so far."""
+        self.bytes_tokenized = 0
+        """Size of the texts that were tokenized so far, in UTF-8."""
+        self.bytes_unchanged = 0
+        """Size of the texts that were stored already, in UTF-8."""
+        self.refused: InputError | None = None
+        """The error of the document that ended the iteration; None if all documents were read."""
+        self._store = store
+        self._tokenizer = tokenizer
+        self._documents = documents
+        self._domain = domain
+        self._tags = tags
+        self._vocabulary = vocabulary
+        self._on_bad = on_bad
+        self._new_ids: dict[str, str] = {}  # id of each new document, by content hash
+
+    def __iter__(self) -> Iterator[TokenizedDocument]:
+        chunks = in_chunks(documents_of(self._documents, on_bad=self._on_bad))
+        while self.refused is None:
+            try:
+                chunk = next(chunks, None)
+            except InputError as error:
+                self.refused = error
+                return
+            if chunk is None:
+                return
+            versions = self._store.versions(self._domain, [document.id for document in chunk])
+            yield from self._tokenize(self._select_changed(chunk, versions), versions)
+
+    def warn_of_other_ids(self) -> None:
+        """Log a warning if a new text has another id in the domain too, as after renaming a file."""
+        twice = self._store.other_ids(self._domain, self._new_ids) if self._new_ids else {}
+        for id, other in list(twice.items())[:1]:
+            _logger.warning(
+                "%s of these texts are in %s under another id too, %r as %r: they count twice; "
+                "`knnstore sync` removes what its folder does not have",
+                f"{len(twice):,}",
+                self._domain,
+                id,
+                other,
+            )
+
+    def _select_changed(
+        self, chunk: list[TextDocument], versions: Mapping[str, StoredVersion]
+    ) -> list[TextDocument]:
+        """Return the documents that are new or have another text; update the others' metadata and tags.
+
+        Args:
+            chunk: documents to compare.
+            versions: the stored versions, by id.
+        """
+        fresh: list[TextDocument] = []
+        changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
+        for document in chunk:
+            version = versions.get(document.id)
+            change = classify_change(document, version, self._tags)
+            if version is None or change == "replaced":
+                fresh.append(document)
+                continue
+            self.counts[change] += 1
+            self.bytes_unchanged += len(document.text.encode())
+            if change == "described":
+                changes[document.id] = document.metadata, version.tags | self._tags
+        if changes:
+            self._store.describe(self._domain, changes)
+        return fresh
+
+    def _tokenize(
+        self, documents: list[TextDocument], versions: Mapping[str, StoredVersion]
+    ) -> Iterator[TokenizedDocument]:
+        """Yield the usable documents with their tokens; set `refused` at the first other one, or skip it.
+
+        Args:
+            documents: the new and the changed documents of a chunk.
+            versions: the stored versions, by id.
+        """
+        texts = tokenized(self._tokenizer, [document.text for document in documents])
+        for document, tokens in zip(documents, texts, strict=True):
+            problem = self._find_problem(document, tokens)
+            if problem is not None:
+                try:
+                    if self._on_bad is None:
+                        raise problem
+                    self._on_bad(problem)
+                except InputError as error:
+                    self.refused = self.refused or error
+                continue
+            version = versions.get(document.id)
+            self.counts["added" if version is None else "replaced"] += 1
+            if version is None:
+                self._new_ids[document.content_hash] = document.id
+            self.tokens += len(tokens)
+            self.bytes_tokenized += len(document.text.encode())
+            tags = self._tags | (version.tags if version else frozenset[str]())
+            new = NewDocument(
+                document.id, self._domain, document.content_hash, tokens, document.metadata, tags
+            )
+            yield TokenizedDocument(new, version)
+
+    def _find_problem(
+        self, document: TextDocument, tokens: NDArray[np.uint32]
+    ) -> UnusableDocumentError | None:
+        """Return the error of a document that has no tokens, or a token that the model lacks; else None.
+
+        Args:
+            document: the document.
+            tokens: token ids of the document.
+        """
+        try:
+            if not len(tokens):
+                raise InputError("the tokenizer makes no token of the text")
+            check_tokens(tokens, self._vocabulary, self._tokenizer)
+        except InputError as error:
+            return unusable_document_error(document, error)
+        return None

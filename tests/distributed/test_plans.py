@@ -1,0 +1,329 @@
+"""Plan, encode, commit: the same store as one process makes, whatever dies or changes in between."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import knnstore
+from knnstore import failpoints
+from knnstore.distributed import Plan, PlanFolder, commit_plan, drop_plan, encode_shards, make_plan
+from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, PlanError
+from knnstore.lm import find_saved_settings
+from knnstore.store import KNNStore
+
+MODEL = str(Path(__file__).parents[2] / "examples" / "tiny-lm")
+WORDS = "the council voted to repair harbour wall before winter storms and two boats".split()  # noqa: SIM905
+
+
+def write_documents(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(seed)
+    return [
+        {"id": f"d{at}", "text": " ".join(draw.choice(WORDS, int(draw.integers(3, 60)))), "year": at}
+        for at in range(count)
+    ]
+
+
+DOCUMENTS = write_documents(40)
+
+
+class Workshop:
+    """A store in a folder, and the three calls with short names."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.home, self.folder = path / "home", PlanFolder(path / "plan")
+        made = knnstore.create(self.home, MODEL, max_length=32, **options)
+        self.tokenizer = made.tokenizer
+        made.store.close()
+
+    def plan(
+        self, documents: Sequence[object] = DOCUMENTS, folder: Path | None = None, **options: Any
+    ) -> Plan | None:
+        place = self.folder if folder is None else PlanFolder(folder)
+        options = {"domain": "news", "tags": ["fresh"], "shard_tokens": 300, **options}
+        with KNNStore.open(self.home, "a") as store:
+            assert self.tokenizer is not None
+            return make_plan(store, self.tokenizer, documents, place, **options)
+
+    def encode(self, workers: int = 1) -> None:
+        for worker in range(workers):
+            encode_shards(PlanFolder(self.folder.path), worker=worker, workers=workers)
+
+    def commit(self, folder: Path | None = None) -> Any:
+        with KNNStore.open(self.home, "a") as store:
+            return commit_plan(store, PlanFolder(folder or self.folder.path))
+
+    def drop(self) -> None:
+        with KNNStore.open(self.home, "a") as store:
+            drop_plan(store, PlanFolder(self.folder.path))
+
+    def add(self, documents: Sequence[object], domain: str = "news") -> None:
+        with knnstore.load(self.home, "a") as lm:
+            lm.add(documents, domain=domain, tags=["fresh"])
+
+    def remove(self, id: str) -> None:
+        with KNNStore.open(self.home, "a") as store:
+            store.remove_document(id)
+
+    def ids(self) -> set[str]:
+        with KNNStore.open(self.home) as store:
+            return {document.id for document in store.documents()}
+
+    def problems(self) -> list[str]:
+        with KNNStore.open(self.home) as store:
+            return store.verify()
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path)
+
+
+def read_store(home: Path) -> tuple[Any, ...]:
+    """Everything that a store has but for times and its id; keys apart."""
+    with KNNStore.open(home) as store:
+        documents = [
+            (of.id, of.domain, of.tags, dict(of.metadata), of.content_hash, store.tokens(of.id).tolist())
+            for of in store.documents()
+        ]
+        ids, keys, groups = zip(*store.datastore.iterate(), strict=True)
+        settings = find_saved_settings(store)
+        return (documents, np.concatenate(ids), np.concatenate(groups), settings), np.concatenate(keys)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"store": "hnswlib", "states": 1},
+        {"store": "faiss", "dim": 4, "sample": DOCUMENTS},
+        pytest.param({"params": {"codes": "int8"}}, id="codes"),
+    ],
+    ids=lambda options: options.get("store", "cells"),
+)
+def test_the_same_store_as_one_process_makes(tmp_path: Path, options: dict[str, Any]) -> None:
+    one, many = Workshop(tmp_path / "one", **options), Workshop(tmp_path / "many", **options)
+    for shop in (one, many):
+        shop.add(DOCUMENTS[:5])
+    changed = [{**DOCUMENTS[0], "text": "the wall"}, *DOCUMENTS[1:]]
+    one.add(changed)
+    plan = many.plan(changed)
+    assert plan is not None
+    assert len(plan.shards) > 3
+    assert (plan.added, plan.replaced) == (35, 1)
+    many.encode(workers=2)
+    committed = many.commit()
+    assert (committed.documents, committed.tokens, committed.skipped) == (36, plan.tokens, ())
+    (found, keys), (expected, expected_keys) = read_store(many.home), read_store(one.home)
+    for value, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(value, wanted) if isinstance(value, np.ndarray) else None
+        assert isinstance(value, np.ndarray) or value == wanted
+    np.testing.assert_allclose(keys, expected_keys, rtol=2e-3, atol=2e-3)
+    assert many.problems() == []
+    assert not list(many.folder.path.rglob("*.keys"))
+
+
+def test_nothing_is_visible_before_the_commit_and_each_call_may_be_repeated(workshop: Workshop) -> None:
+    workshop.add(DOCUMENTS[:1])
+    plan = workshop.plan()
+    assert workshop.plan() == plan  # the same documents again
+    workshop.encode()
+    files = {file: file.read_bytes() for file in workshop.folder.key_files.iterdir()}
+    workshop.folder.key_files.joinpath("00001.keys").unlink()
+    workshop.encode()  # encodes what is missing, to the same bytes
+    assert {file: file.read_bytes() for file in workshop.folder.key_files.iterdir()} == files
+    assert workshop.ids() == {"d0"}
+    assert workshop.problems() == []
+    assert workshop.commit().documents == 39
+    before = read_store(workshop.home)
+    again = workshop.commit()
+    assert (again.was_committed, again.documents) == (True, 0)
+    assert str(read_store(workshop.home)) == str(before)
+    assert workshop.plan() is None  # everything is stored
+    workshop.remove("d3")
+    assert workshop.commit().was_committed  # a second commit does not bring back what was removed
+    assert "d3" not in workshop.ids()
+
+
+def test_missing_and_damaged_shards_are_named_and_can_be_encoded_again(workshop: Workshop) -> None:
+    workshop.plan()
+    with pytest.raises(PlanError, match=r"shard 0 of \d+ is not encoded, .*: run `knnstore encode"):
+        workshop.commit()
+    workshop.encode()
+    keys = workshop.folder.key_files / "00002.keys"
+    content = bytearray(keys.read_bytes())
+    content[len(content) // 2] ^= 1
+    keys.write_bytes(content)
+    with pytest.raises(PlanError, match=r"^shard 2 of \d+ is damaged"):
+        workshop.commit()
+    keys.write_bytes(content[:-4])
+    with pytest.raises(PlanError, match=r"^shard 2 of \d+ is damaged"):
+        workshop.commit()
+    assert workshop.ids() == set()
+    workshop.encode()
+    assert workshop.commit().documents == len(DOCUMENTS)
+    assert workshop.problems() == []
+
+
+def test_a_damaged_plan_is_refused(workshop: Workshop) -> None:
+    workshop.plan()
+    workshop.encode()
+    rows = workshop.folder.plan_files / "00001.jsonl"
+    rows.write_bytes(rows.read_bytes().replace(b'"d', b'"e', 1))
+    with pytest.raises(PlanError, match=r"00001.jsonl or 00001.tokens is damaged"):
+        workshop.commit()
+    plan = workshop.folder.plan_files / "plan.json"
+    plan.write_bytes(plan.read_bytes().replace(b"float16", b"float32"))
+    for call in (workshop.commit, workshop.encode, workshop.plan):
+        with pytest.raises(PlanError, match="damaged"):
+            call()
+    workshop.drop()
+    assert not workshop.folder.path.exists()
+    with KNNStore.open(workshop.home) as store:
+        assert store.leases() == []
+
+
+def test_changes_between_plan_and_commit_win(workshop: Workshop) -> None:
+    """A document that was removed does not come back, and a newer version is not replaced."""
+    workshop.add(DOCUMENTS[:4])
+    changed = [{**document, "text": f"{document['text']} again"} for document in DOCUMENTS[:4]]
+    workshop.plan([*changed, *DOCUMENTS[4:8]])
+    workshop.encode()
+    workshop.remove("d1")
+    newer = {**DOCUMENTS[2], "text": "a newer text"}
+    workshop.add([newer, {**DOCUMENTS[5], "text": "came meanwhile"}])
+    committed = workshop.commit()
+    assert set(committed.skipped) == {"d1", "d2", "d5"}
+    assert committed.documents == 5
+    with knnstore.load(workshop.home) as lm:
+        texts = {of.id: lm.reader.text(lm.store.tokens(of.id).tolist()) for of in lm.store.documents()}
+    assert texts.keys() == {"d0", "d2", "d3", "d4", "d5", "d6", "d7"}
+    assert texts["d2"].strip() == "a newer text"
+    assert texts["d0"].strip() == changed[0]["text"]
+    assert workshop.problems() == []
+
+
+def test_two_plans_do_not_disturb_each_other(workshop: Workshop, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    workshop.plan(DOCUMENTS[:20])
+    workshop.plan(DOCUMENTS[20:], folder=other, domain="more")
+    encode_shards(PlanFolder(other))
+    assert workshop.commit(other).documents == 20
+    workshop.encode()
+    with KNNStore.open(workshop.home) as reader:
+        assert len(reader.ngrams().text.positions) == 20
+        assert workshop.commit().documents == 20  # its positions are lower than those of stored documents
+        counted = reader.ngrams().text
+    assert workshop.problems() == []
+    one = Workshop(tmp_path / "one")
+    one.add(DOCUMENTS[:20])
+    one.add(DOCUMENTS[20:], "more")
+    np.testing.assert_array_equal(read_store(workshop.home)[0][1], read_store(one.home)[0][1])
+    with KNNStore.open(one.home) as expected:
+        np.testing.assert_array_equal(counted.symbols, expected.ngrams().text.symbols)
+
+
+def test_dropping_a_plan_leaves_nothing(workshop: Workshop) -> None:
+    workshop.add(DOCUMENTS[:1])
+    before = str(read_store(workshop.home))
+    workshop.plan()
+    workshop.encode()
+    workshop.drop()
+    assert not workshop.folder.path.exists()
+    assert str(read_store(workshop.home)) == before
+    with pytest.raises(PlanError, match="has no plan"):
+        workshop.commit()
+    workshop.plan()  # positions of the dropped plan stay unused
+    workshop.encode()
+    assert workshop.commit().documents == 39
+
+
+def test_a_plan_that_was_dropped_or_is_of_another_store_is_refused(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    workshop.plan()
+    workshop.encode()
+    other = Workshop(tmp_path / "second")
+    with pytest.raises(PlanError, match="another store"):
+        other.commit(workshop.folder.path)
+    with pytest.raises(PlanError, match="another store"):
+        other.plan(folder=workshop.folder.path)
+    with KNNStore.open(workshop.home, "a") as store:
+        store.release(store.leases()[0].id)
+    with pytest.raises(PlanError, match="was dropped"):
+        workshop.commit()
+
+
+def test_other_documents_other_models_and_bad_input_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        workshop.plan([*DOCUMENTS, {"id": "empty", "text": ""}])
+    with pytest.raises(InputError):
+        workshop.plan(domain="")
+    assert not workshop.folder.path.exists()
+    workshop.plan()
+    with pytest.raises(PlanError, match="other documents"):
+        workshop.plan(DOCUMENTS[1:])
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        encode_shards(workshop.folder, worker=2, workers=2)
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    stranger = shutil.copytree(MODEL, tmp_path / "stranger")
+    weights = load_file(stranger / "model.safetensors")
+    save_file(
+        {name: torch.clone(of) + 1 for name, of in weights.items()},
+        stranger / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(FingerprintMismatchError):
+        encode_shards(workshop.folder, model=str(stranger))
+    assert not workshop.folder.key_files.exists()
+
+
+PLACES = [
+    "plan.leased",
+    "plan.written",
+    "plan.renamed",
+    "plan.keys.written",
+    "plan.keys.renamed",
+    "plan.keys.published",
+    "commit.shard",
+    "commit.before",
+    "ingest.flushed",
+    "catalog.publish.inside",
+    "catalog.publish.after",
+    "commit.after",
+]
+
+
+@pytest.fixture
+def fail_at() -> Iterator[Callable[[str], None]]:
+    yield lambda place: failpoints.arm(f"{place}=eio")
+    failpoints.arm(None)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_step_may_fail_and_is_then_repeated(
+    workshop: Workshop, fail_at: Callable[[str], None], place: str
+) -> None:
+    workshop.add(DOCUMENTS[:1])
+    fail_at(place)
+    with pytest.raises((OSError, knnstore.errors.KnnstoreError)):
+        workshop.plan()
+        workshop.encode()
+        workshop.commit()
+    failpoints.arm(None)
+    assert workshop.problems() == []
+    assert workshop.ids() in ({"d0"}, {of["id"] for of in DOCUMENTS})
+    if workshop.ids() == {"d0"}:
+        workshop.plan()
+        workshop.encode()
+    workshop.commit()
+    assert workshop.ids() == {of["id"] for of in DOCUMENTS}
+    assert workshop.problems() == []
+    with KNNStore.open(workshop.home) as store:
+        assert [lease.is_committed for lease in store.leases()] == [True]
