@@ -9,6 +9,7 @@ from knnstore.distributed.committing import Committed, commit_plan, drop_plan
 from knnstore.distributed.encoding import Encoding, encode_shards
 from knnstore.distributed.plan_folder import Plan, PlanFolder, Shard
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
+from knnstore.distributed.worker_processes import encode_with_processes
 
 __all__ = [
     "SHARD_TOKENS",
@@ -20,5 +21,6 @@ __all__ = [
     "commit_plan",
     "drop_plan",
     "encode_shards",
+    "encode_with_processes",
     "make_plan",
 ]

@@ -29,6 +29,7 @@ def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:
         catalog.engine(),
         catalog.checksums(),
         writer.unsettled(),
+        catalog.leases(),
     )
 
 
@@ -40,6 +41,8 @@ ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
     "begin": lambda writer, rows, make: writer.begin([make("new", "new", tags=("t",)), make("live")]),
     "publish": lambda writer, rows, make: writer.publish([rows["pending"], rows["replacement"]]),
     "checksums": lambda writer, rows, make: writer.note_checksums({rows["live"]: "float32:" + "0" * 64}),
+    "lease": lambda writer, rows, make: writer.lease("b" * 32, 10, "/plan"),
+    "release": lambda writer, rows, make: writer.release(["a" * 32]),
     "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
     "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
     "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),
@@ -68,6 +71,7 @@ def test_killed_while_writing(
     writer.publish([rows["live"]])
     rows["replacement"] = writer.begin([replacement])[0].row
     writer.save_settings([], {"k": 1})
+    writer.lease("a" * 32, 10, "/plan")
     before = state(catalog, writer)
     catalog.close()
 

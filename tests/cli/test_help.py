@@ -16,6 +16,7 @@ COMMANDS = {
     if name not in ("knnstore", "knnstore db", "knnstore key")
 }
 OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke", "knnstore sync --git")
+OWN_TESTS += ("knnstore encode", "knnstore commit", "knnstore plan")
 EXAMPLES = [
     line.strip()
     for text in COMMANDS.values()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from knnstore.cli.commands.building import add, init, sync
 from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
+from knnstore.cli.commands.distributing import commit, encode, plan
 from knnstore.cli.commands.evaluating import evaluate
 from knnstore.cli.commands.generating import explain, generate, search
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
@@ -34,6 +35,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "optimize": optimize,
     "verify": verify,
     "repair": repair,
+    "encode": encode,
+    "commit": commit,
+    "plan": plan,
     "adapters": adapters,
     "demo": demo,
 }

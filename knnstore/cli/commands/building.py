@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,13 @@ import typer
 from knnstore.checks import printable
 from knnstore.cli.inputs import Documents, ParamsOption, SyncDocuments, read_params
 from knnstore.cli.logs import LOG
-from knnstore.cli.models import Runtime, StoreRuntime, quiet_transformers
+from knnstore.cli.models import (
+    Runtime,
+    StoreRuntime,
+    load_tokenizer,
+    quiet_transformers,
+    resolve_model_location,
+)
 from knnstore.cli.options import (
     DEFAULT_HOME,
     HomeOption,
@@ -214,6 +221,29 @@ def add(
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
     ] = None,
     documents: Documents,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Only divide the documents into shards, and write these to a new folder. `knnstore encode` "
+            "then computes keys, also on other machines, and `knnstore commit` adds the documents.",
+        ),
+    ] = None,
+    shard_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", show_default="100,000", help="With --plan: number of tokens of a shard."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Compute the keys with N processes, which share the cores and the GPUs. Nothing is added "
+            "before all keys are computed.",
+        ),
+    ] = None,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
@@ -226,8 +256,15 @@ def add(
     Examples:
       knnstore add letters news.jsonl --domain letters --tag final
       cat news.jsonl | knnstore add - --domain news --skip-bad
+      knnstore add letters --domain letters --workers 2
+      knnstore add letters --domain letters --plan plan
     """
     documents.check_files()
+    if plan is not None or workers is not None:
+        _add_planned(domain, tags or (), documents, plan, shard_tokens, workers, runtime, as_json=as_json)
+        return
+    if shard_tokens is not None:
+        raise ConfigError("--shard-tokens needs --plan")
     with Bar() as bar, runtime.open_for_adding() as lm:
         suggests_eval = not lm.store.domains() and not lm.store.is_keyless
         total_bytes = size_of(documents.files)
@@ -246,6 +283,78 @@ def add(
         raise InputError("no document could be used")
     if suggests_eval and not as_json:
         print_message("next: `knnstore eval FILE` measures the gain on text that is not stored")
+
+
+def _add_planned(
+    domain: str,
+    tags: Sequence[str],
+    documents: Documents,
+    plan: Path | None,
+    shard_tokens: int | None,
+    workers: int | None,
+    runtime: StoreRuntime,
+    *,
+    as_json: bool,
+) -> None:
+    """Make a plan for documents; with `workers`, encode and commit it too.
+
+    Args:
+        domain: domain of the documents.
+        tags: tags of every document.
+        documents: the documents.
+        plan: folder of the plan; None with `workers`, which use a folder in the store's.
+        shard_tokens: number of tokens of a shard; None for the default.
+        workers: number of processes; None only makes the plan.
+        runtime: options of the model, and folder of the store.
+        as_json: True prints the result as JSON.
+    """
+    if plan is not None and workers is not None:
+        raise ConfigError("choose one of --plan and --workers")
+    from knnstore.store import KNNStore
+
+    with Bar() as bar:
+        with KNNStore.open(runtime.home, "a") as store:
+            model = resolve_model_location(store, runtime.model_at)
+            with show_activity("loading the tokenizer"):
+                tokenizer = load_tokenizer(model)
+                from knnstore.distributed import (
+                    SHARD_TOKENS,
+                    PlanFolder,
+                    commit_plan,
+                    drop_plan,
+                    encode_with_processes,
+                    make_plan,
+                )
+
+            folder = PlanFolder(plan or store.home.path / "plan")
+            made = make_plan(
+                store,
+                tokenizer,
+                documents.read_documents(bar),
+                folder,
+                domain=domain,
+                tags=tags,
+                shard_tokens=shard_tokens or SHARD_TOKENS,
+                on_bad=documents.make_skip_function(bar),
+                progress=bar,
+            )
+        documents.report()
+        result: dict[str, Any] = {"added": 0, "replaced": 0, "tokens": 0, "shards": 0, **documents.left_out}
+        if made is not None:
+            result |= {"added": made.added, "replaced": made.replaced, "tokens": made.tokens}
+            result["shards"] = len(made.shards)
+        if made is not None and workers is not None:
+            encode_with_processes(
+                folder, workers, model=model, device=runtime.device, dtype=runtime.dtype, progress=bar
+            )
+            with KNNStore.open(runtime.home, "a") as store:
+                commit_plan(store, folder, progress=bar)
+                drop_plan(store, folder)
+    print_result(result, format_pairs(_drop_left_out_names(result)), as_json=as_json)
+    if made is None:
+        print_message("every document is stored already: there is nothing to encode")
+    elif plan is not None and not as_json:
+        print_message(f"next: `knnstore encode {plan}`, on one or several machines")
 
 
 def sync(

@@ -1,0 +1,152 @@
+"""Encoding the shards of a plan with several processes on one machine."""
+
+import multiprocessing
+import os
+import signal
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from knnstore.distributed.encoding import encode_shards
+from knnstore.distributed.plan_folder import PlanFolder
+from knnstore.errors import ConfigError, KnnstoreError, PlanError
+from knnstore.progress import Progress
+
+_SECONDS_BETWEEN_CHECKS = 1.0
+
+
+class _Report(Progress):
+    """Sends the numbers of encoded tokens to the parent process.
+
+    Args:
+        messages: queue of messages: a number of tokens, or the text of an error.
+    """
+
+    def __init__(self, messages: Any) -> None:
+        self._messages = messages
+
+    def advance(self, amount: int) -> None:
+        self._messages.put(amount)
+
+
+def encode_with_processes(
+    folder: PlanFolder,
+    workers: int,
+    *,
+    model: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Encode all shards of a plan with several processes, and wait for them.
+
+    The processes share the processor's cores. Without `device`, they share the GPUs, if torch finds some.
+
+    Args:
+        folder: folder of the plan.
+        workers: number of processes, >= 1.
+        model: folder or hub id of the model; default is the name with which the store was made.
+        device: device of all models; default is one GPU for each process in turn, or the CPU.
+        dtype: dtype of the weights; see `encode_shards`.
+        progress: progress display, which receives the number of tokens of each batch.
+
+    Raises:
+        ConfigError: `workers` is below 1.
+        PlanError: a process failed or was killed; the message says why. Complete shards stay.
+    """
+    if workers < 1:
+        raise ConfigError(f"workers must be at least 1, got {workers}")
+    shown, plan = progress or Progress(), folder.plan
+    shown.start("encoding", total=plan.tokens)
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    messages = context.Queue()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // workers)
+    gpus = torch.cuda.device_count() if device is None else 0
+    processes: list[BaseProcess] = [
+        context.Process(
+            target=_encode_in_child,
+            args=(
+                folder.path, worker, workers, threads, messages, model,
+                f"cuda:{worker % gpus}" if gpus else device, dtype,
+            ),
+        )
+        for worker in range(workers)
+    ]  # fmt: skip
+    problems: list[str] = []
+    try:
+        for process in processes:
+            process.start()
+        while True:
+            is_running = any(process.is_alive() for process in processes)
+            try:
+                message = messages.get(timeout=_SECONDS_BETWEEN_CHECKS if is_running else 0.01)
+            except Empty:
+                if not is_running:
+                    break
+                continue
+            if isinstance(message, int):
+                shown.advance(message)
+            else:
+                problems.append(message)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+    killed = [f"a process ended with {_name_status(of.exitcode)}" for of in processes if of.exitcode]
+    if problems or killed:
+        raise PlanError(f"{(problems or killed)[0]}; the same command continues")
+    shown.finish()
+
+
+def _name_status(status: int | None) -> str:
+    """Return a name for the exit status of a process: its signal, or its number."""
+    if status is not None and status < 0:
+        with suppress(ValueError):
+            return signal.Signals(-status).name
+    return f"status {status}"
+
+
+def _encode_in_child(
+    path: Path,
+    worker: int,
+    workers: int,
+    threads: int,
+    messages: Any,
+    model: str | None,
+    device: str | None,
+    dtype: str | None,
+) -> None:
+    """Encode the shards of one worker; runs in a process of its own.
+
+    Args:
+        path: folder of the plan.
+        worker: number of the worker, from 0.
+        workers: number of workers.
+        threads: number of threads that torch uses.
+        messages: queue of messages to the parent process; see `_Report`.
+        model: see `encode_shards`.
+        device: see `encode_shards`.
+        dtype: see `encode_shards`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its processes
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        encode_shards(
+            PlanFolder(path),
+            worker=worker,
+            workers=workers,
+            model=model,
+            device=device,
+            dtype=dtype,
+            progress=_Report(messages),
+        )
+    except (KnnstoreError, OSError, RuntimeError) as error:
+        messages.put(f"{error}".partition("\n")[0] or type(error).__name__)
