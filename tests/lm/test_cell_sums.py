@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from knnstore.lm.mixing import CellSums, ProbedCells
+from knnstore.lm.mixing import CellSums, ProbedCells, group_into_halving_chains
 
 RNG = np.random.default_rng(9)
 QUERIES, TOKENS = 12, 5
@@ -96,3 +96,8 @@ def test_each_token_has_what_its_records_weigh() -> None:
         powers = np.exp(-distances / float(temperatures[query]))
         wanted = np.bincount(tokens.astype(int), powers, TOKENS + 2)
         assert found[query].numpy() == pytest.approx(wanted / max(powers.sum(), 1e-30), abs=1e-6)
+
+
+def test_only_halves_share_a_chain() -> None:
+    assert group_into_halving_chains([1.0, 6.0, 2.0, 4.0, 3.0, 5.0]) == [[6, 3], [5], [4, 2, 1]]
+    assert group_into_halving_chains([]) == []

@@ -14,12 +14,14 @@ from knnstore.lm.calibration.fits.gate import fit_gate
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.mixing import (
+    MAX_LAMBDA,
     Evidence,
     GateLambda,
     NeighborSums,
     Network,
     compute_gate_features,
     count_distinct_tokens,
+    decode_gate,
     fit_network,
 )
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
@@ -273,3 +275,10 @@ def test_calibration_tries_the_gate(lm) -> None:
     assert (found.settings.gate is not None) == (found.comparison.best.name == "gate over all")
     without = lm.calibrate(held_out, max_k=K, networks=False, ngrams=False)
     assert all(one.settings.gate is None for one in without.comparison.candidates)
+
+
+def test_the_first_output_is_the_weight_and_the_second_the_temperature() -> None:
+    outputs = torch.tensor([[0.0, 1.0], [50.0, -2.0], [-50.0, 0.0]])
+    chosen = decode_gate(outputs, temperature=3.0)
+    np.testing.assert_allclose(chosen.lam, [0.5 * MAX_LAMBDA, MAX_LAMBDA, 0], atol=1e-6)
+    np.testing.assert_allclose(chosen.temperature, [6, 0.75, 3], rtol=1e-6)

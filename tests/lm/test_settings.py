@@ -80,6 +80,14 @@ def test_what_was_not_saved_by_settings_is_refused(values, message):
         settings_from_dict(values)
 
 
+def test_probes_decide_k_and_k_decides_probes():
+    unset = {"k", "probes"}
+    assert KNNSettings().unset >= unset
+    assert not KNNSettings(probes=4).unset & unset
+    assert not KNNSettings(k=4).unset & unset
+    assert KNNSettings(probes=None).unset & unset == {"k"}
+
+
 def test_lam_is_short_for_a_fixed_mixer():
     assert KNNSettings(lam=0.5) == KNNSettings(mixer=FixedLambda(0.5))
     assert dataclasses.replace(KNNSettings(lam=0.5), k=3).mixer == FixedLambda(0.5)
