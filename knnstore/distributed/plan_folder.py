@@ -128,6 +128,8 @@ class PlanFolder:
                 raise ValueError("another format or hash")
             values["identity"] = Identity(**values["identity"])
             values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+            if [shard.number for shard in values["shards"]] != [*range(len(values["shards"]))]:
+                raise ValueError("shards are missing")  # their numbers are parts of file names
             return Plan(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(

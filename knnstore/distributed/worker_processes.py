@@ -57,7 +57,8 @@ def encode_with_processes(
 
     Raises:
         ConfigError: `workers` is below 1.
-        PlanError: a process failed or was killed; the message says why. Complete shards stay.
+        PlanError: a process failed or was killed; the message says why, and the others are ended. Complete
+            shards stay.
     """
     if workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}")
@@ -79,11 +80,14 @@ def encode_with_processes(
         for worker in range(workers)
     ]  # fmt: skip
     problems: list[str] = []
+    killed: list[str] = []
     try:
         for process in processes:
             process.start()
         while True:
             is_running = any(process.is_alive() for process in processes)
+            if any(process.exitcode for process in processes):
+                break  # a process that was killed may hold a lock for which the others would wait
             try:
                 message = messages.get(timeout=_SECONDS_BETWEEN_CHECKS if is_running else 0.01)
             except Empty:
@@ -94,12 +98,12 @@ def encode_with_processes(
                 shown.advance(message)
             else:
                 problems.append(message)
+        killed = [f"a process ended with {_name_status(of.exitcode)}" for of in processes if of.exitcode]
     finally:
         for process in processes:
             if process.pid is not None:
                 process.terminate()
                 process.join()
-    killed = [f"a process ended with {_name_status(of.exitcode)}" for of in processes if of.exitcode]
     if problems or killed:
         raise PlanError(f"{(problems or killed)[0]}; the same command continues")
     shown.finish()
