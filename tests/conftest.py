@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -238,6 +239,8 @@ def killed_at(record_property: Callable[[str, object], None]) -> Callable[[str, 
                 failpoints.arm(failpoint)
                 work()
                 os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         status = os.waitpid(child, 0)[1]

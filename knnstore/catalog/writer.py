@@ -133,14 +133,17 @@ class CatalogWriter:
 
         Raises:
             InputError: an id, domain, tag or metadata is not valid; nothing is stored.
-            CatalogError: the positions are used up; nothing is stored.
+            CatalogError: the positions are used up, or positions of `starts` belong to another document;
+                nothing is stored.
         """
         for document in documents:
             _check_document(document)
         with self._run_transaction("begin") as session:
             groups = self._get_or_create_domain_ids(session, {document.domain for document in documents})
             lengths = [len(document.tokens) for document in documents]
-            if starts is None:
+            if starts is not None:
+                _check_unused(session, starts, lengths)
+            else:
                 total = sum(lengths)
                 starts = list(accumulate(lengths, initial=_allocate_positions(session, total) - total))[:-1]
             rows = [
@@ -544,6 +547,25 @@ def _allocate_positions(session: Session, count: int) -> int:
     if stop > POSITION_LIMIT:
         raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
     return stop
+
+
+def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int]) -> None:
+    """Check that no document in the catalog has a position in a range of positions.
+
+    Args:
+        session: session of the transaction.
+        starts: first positions of new documents, which stand next to each other.
+        lengths: number of tokens of each new document.
+
+    Raises:
+        CatalogError: a document has such a position, or a position was never allocated.
+    """
+    if not starts:
+        return
+    stop = max(start + length for start, length in zip(starts, lengths, strict=True))
+    overlaps = exists().where(DocumentRow.start < stop, DocumentRow.stop > min(starts))
+    if session.scalar(select(overlaps)) or stop > session.scalars(select(StoreRow.next_position)).one():
+        raise CatalogError("positions of these documents belong to other documents: nothing is added")
 
 
 def _increment_revision(session: Session) -> None:

@@ -1,8 +1,8 @@
 """Committing a plan: adding the documents of all its shards to the store in one transaction."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from knnstore.errors import DiskFullError, PlanError
 from knnstore.failpoints import failpoint
 from knnstore.lm import save_default_settings
 from knnstore.progress import Progress
-from knnstore.store import Ingest, KNNStore, Lease, StoredVersion
+from knnstore.store import Ingest, KNNStore, Lease, NewDocument, StoredVersion
 
 _BLOCK_RECORDS = 1 << 14  # records that are added at once
 _MAX_LISTED = 5
@@ -28,8 +28,8 @@ class Committed:
     tokens: int
     """Number of tokens that were added."""
     skipped: tuple[str, ...]
-    """Ids of documents that were not added, because the store has a newer version, or the version that they
-    would replace was removed after the plan was made."""
+    """Ids of documents that were not added, because the version that was stored when the plan was made was
+    removed or replaced since, or another version was stored."""
     was_committed: bool
     """True if the plan was committed before; then nothing is changed."""
 
@@ -52,16 +52,16 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
     """
     shown, plan = progress or Progress(), folder.plan
     lease = _find_lease(store, plan, folder)
-    if lease.is_committed:
-        folder.remove_data()
+    if lease.is_committed:  # the first commit may have been interrupted before its last step
+        _finish(store, folder)
         return Committed(0, 0, (), was_committed=True)
     # 1) Check the keys of all shards before anything is written.
     problems = []
     shown.start("checking", total=plan.tokens)
     for shard in plan.shards:
-        records = int(folder.count_records(folder.read_documents(shard)).sum())
+        folder.read_documents(shard)
         try:
-            folder.open_keys(shard, records)
+            folder.open_keys(shard)
         except PlanError as error:
             problems.append(str(error))
         shown.advance(shard.tokens)
@@ -72,17 +72,17 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
     # 2) Add shard by shard; readers see nothing of it.
     added, tokens, skipped = 0, 0, list[str]()
     shown.start("adding", total=plan.tokens)
-    with store.ingest_leased(plan.id, plan.tokens) as ingest:
+    with store.ingest_leased(lease) as ingest:
         for shard in plan.shards:
             documents = folder.read_documents(shard)
-            by_id = {of.document.id: of for of in documents}
-            versions = store.versions(documents[0].document.domain, by_id)
+            versions = store.versions(plan.domain, [of.document.id for of in documents])
             is_current = [is_addable(of, versions.get(of.document.id)) for of in documents]
             skipped += [of.document.id for of, keep in zip(documents, is_current, strict=True) if not keep]
             chosen = np.flatnonzero(is_current)
-            starts = _compute_starts(plan, shard, documents)
+            starts = _compute_starts(lease, shard, documents)
             with ingest.add_part(
-                [documents[at].document for at in chosen], [int(starts[at]) for at in chosen]
+                [_keep_tags(documents[at].document, versions) for at in chosen],
+                [starts[at] for at in chosen],
             ) as part:
                 _add_keys(part, folder, shard, documents, is_current)
             added += len(chosen)
@@ -92,14 +92,30 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         failpoint("commit.before")
     failpoint("commit.after")
     # 3) Index the store, and empty the folder.
+    _finish(store, folder)
+    shown.finish()
+    return Committed(added, tokens, tuple(skipped), was_committed=False)
+
+
+def _finish(store: KNNStore, folder: PlanFolder) -> None:
+    """Index the store, save its default settings, and remove documents and keys from the folder."""
     try:
         store.optimize()
     except DiskFullError as error:
         _logger.warning("the documents are added; `knnstore optimize` has to index them later: %s", error)
     save_default_settings(store)
     folder.remove_data()
-    shown.finish()
-    return Committed(added, tokens, tuple(skipped), was_committed=False)
+
+
+def _keep_tags(document: NewDocument, versions: Mapping[str, StoredVersion]) -> NewDocument:
+    """Return the document with the tags that its stored version has now.
+
+    Args:
+        document: the planned document, with the tags that the plan gives it.
+        versions: the stored versions, by id.
+    """
+    version = versions.get(document.id)
+    return document if version is None else replace(document, tags=document.tags | version.tags)
 
 
 def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
@@ -151,14 +167,16 @@ def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:
         raise PlanError(f"{folder.path} has a plan of another store: --home chooses the store")
     for lease in store.leases():
         if lease.id == plan.id:
+            if lease.stop - lease.start != plan.tokens:
+                raise PlanError(f"the plan in {folder.path} has another number of tokens than its lease")
             return lease
     raise PlanError(f"the plan in {folder.path} was dropped: make it again")
 
 
-def _compute_starts(plan: Plan, shard: Shard, documents: Sequence[PlannedDocument]) -> list[int]:
+def _compute_starts(lease: Lease, shard: Shard, documents: Sequence[PlannedDocument]) -> list[int]:
     """Return the position of the first token of each document of a shard."""
     lengths = np.array([len(of.document.tokens) for of in documents], np.int64)
-    starts: list[int] = (plan.start + shard.start + np.cumsum(lengths) - lengths).tolist()
+    starts: list[int] = (lease.start + shard.start + np.cumsum(lengths) - lengths).tolist()
     return starts
 
 
@@ -178,9 +196,8 @@ def _add_keys(
         documents: all documents of the shard.
         is_current: True for each document that is chosen.
     """
-    counts = folder.count_records(list(documents))
-    keys = folder.open_keys(shard, int(counts.sum()))
-    first = 0 if folder.plan.prefix is not None else 1
+    counts = folder.count_records(documents)
+    keys, first = folder.open_keys(shard), folder.plan.first
     owner = np.repeat(np.arange(len(documents)), counts)  # document of each record
     positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first
     tokens = np.concatenate([of.document.tokens[first:] for of in documents]).astype(np.int64)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument
-from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError, PlanError
+from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError
 from knnstore.lm import Encoder, check_matches, create_not_finite_error, load_model, pack
 from knnstore.progress import Progress
 
@@ -38,7 +38,8 @@ def encode_shards(
     """Compute the keys of the shards of one worker, and write them into the folder of the plan.
 
     Worker i of n encodes the shards i, i + n, i + 2n, and so on. Shards whose keys are complete and undamaged
-    are skipped, so a second call continues an interrupted one. The same shard gives the same bytes again.
+    are skipped, so a second call continues an interrupted one. On the same device, with the same number of
+    threads, a shard gives the same bytes again.
 
     Args:
         folder: folder of the plan.
@@ -51,7 +52,7 @@ def encode_shards(
 
     Raises:
         ConfigError: `worker` is not between 0 and `workers` - 1; or the model cannot be loaded.
-        PlanError: the folder has no plan, or a file of it is damaged.
+        PlanError: the folder has no plan, a file of it is damaged, or the plan was committed or dropped.
         FingerprintMismatchError: the model is not the model of the store.
         ModelOutputError: a key is NaN or infinite; the message names the document. Earlier shards stay.
     """
@@ -60,28 +61,20 @@ def encode_shards(
     shown, plan = progress or Progress(), folder.plan
     # 1) Find the shards that are left.
     shards = plan.shards[worker::workers]
-    complete = []
-    for shard in shards:
-        records = int(folder.count_records(folder.read_documents(shard)).sum())
-        try:
-            folder.open_keys(shard, records)
-        except PlanError:
-            continue
-        complete.append(shard.number)
+    complete = folder.find_complete_shards(shards)
     left = [shard for shard in shards if shard.number not in complete]
     if not left:
-        return Encoding((), tuple(complete), 0)
+        return Encoding((), tuple(sorted(complete)), 0)
     # 2) Encode them.
     base = load_model(model or plan.identity.model, device=device, dtype=dtype).model
     check_matches(base, None, plan.identity)
     encoder = Encoder.of(base, folder)
-    shown.start("encoding", total=sum(shard.tokens for shard in left))
+    shown.start("encoding", total=sum(shard.records for shard in left))
     for shard in left:
         folder.write_keys(shard, _encode(encoder, folder, folder.read_documents(shard), shown))
     shown.finish()
-    return Encoding(
-        tuple(shard.number for shard in left), tuple(complete), sum(shard.tokens for shard in left)
-    )
+    numbers = tuple(shard.number for shard in left)
+    return Encoding(numbers, tuple(sorted(complete)), sum(shard.tokens for shard in left))
 
 
 def _encode(
@@ -100,8 +93,7 @@ def _encode(
     """
     plan = folder.plan
     counts = folder.count_records(documents)
-    first = 0 if plan.prefix is not None else 1
-    origins = np.cumsum(counts) - counts - first  # row of token 0 of each document
+    origins = np.cumsum(counts) - counts - plan.first  # row of token 0 of each document
     keys = np.empty((int(counts.sum()), plan.identity.dim), plan.dtype)
     batches = pack(
         [of.document.tokens for of in documents],

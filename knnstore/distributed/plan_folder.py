@@ -4,8 +4,8 @@
     DIR/plan/00000.jsonl      documents of shard 0: id, hash, metadata, tags, number of tokens
     DIR/plan/00000.tokens     token ids of these documents, uint32, little-endian
     DIR/plan/<hash>.safetensors   the projection of the keys, if the store has one
-    DIR/keys/00000.keys       keys of shard 0, float16 or float32, little-endian, shape (n, dim)
-    DIR/keys/00000.json       size and SHA-256 of the keys; written last
+    DIR/keys/00000-<hash>.keys    keys of shard 0, float16 or float32, little-endian, shape (n, dim)
+    DIR/keys/00000.json       number and SHA-256 of the keys; written last
 
 Each file has a SHA-256, in `plan.json` or beside the keys. The folder may be on a network file system if
 renaming a file is atomic there and fsync is durable.
@@ -14,25 +14,29 @@ renaming a file is atomic there and fsync is durable.
 import hashlib
 import json
 import os
+import re
 import shutil
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.durable import open_file, publish, read_file, sync_directory
+from knnstore.durable import open_file, read_file, sync_directory
 from knnstore.errors import PlanError
 from knnstore.failpoints import failpoint
 from knnstore.store import Identity, NewDocument, Weights, load_weights
 
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
+_DIGEST = re.compile("[0-9a-f]{64}")
+_BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors that reading a damaged JSON file causes."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Shard:
     """Number of documents, >= 1."""
     tokens: int
     """Number of tokens."""
+    records: int
+    """Number of records (tokens with a key)."""
     start: int
     """Position of the first token, counted from the first position of the plan's lease."""
     sha256: str
@@ -59,6 +65,8 @@ class Plan:
     """Random id of the plan and of its lease in the store's catalog."""
     store: str
     """Id of the store."""
+    domain: str
+    """Domain of all documents."""
     identity: Identity
     """Identity of the store: its model, and how keys are computed."""
     dtype: str
@@ -67,8 +75,6 @@ class Plan:
     """The token that precedes every document; None for no prefix."""
     batch_tokens: int
     """Number of tokens in one forward pass, padding included."""
-    start: int
-    """First position of the lease."""
     added: int
     """Number of documents whose ids were new in the domain when the plan was made."""
     replaced: int
@@ -83,13 +89,18 @@ class Plan:
         """Number of tokens of all documents."""
         return sum(shard.tokens for shard in self.shards)
 
+    @property
+    def first(self) -> int:
+        """Position in a document of the first token with a record: 1 without a prefix, else 0."""
+        return 0 if self.prefix is not None else 1
+
 
 @dataclass(frozen=True)
 class PlannedDocument:
     """A document of a shard."""
 
     document: NewDocument
-    """The document with its tokens."""
+    """The document with its tokens. Tags of the stored version are added at the commit."""
     replaces: int | None
     """Position of the stored version that the document replaces; None for a new document."""
 
@@ -121,17 +132,8 @@ class PlanFolder:
                 f"{self.path} has no plan: `knnstore add FILES --domain NAME --plan {self.path}` makes one"
             ) from error
         try:
-            content = json.loads(text)
-            values = json.loads(content["plan"])
-            is_sound = hashlib.sha256(content["plan"].encode()).hexdigest() == content["sha256"]
-            if content["format"] != _FORMAT or not is_sound:
-                raise ValueError("another format or hash")
-            values["identity"] = Identity(**values["identity"])
-            values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
-            if [shard.number for shard in values["shards"]] != [*range(len(values["shards"]))]:
-                raise ValueError("shards are missing")  # their numbers are parts of file names
-            return Plan(**values)
-        except (ValueError, KeyError, TypeError) as error:
+            return _parse_plan(text)
+        except _BAD_CONTENT as error:
             raise PlanError(
                 f"{file} is damaged or of another version of knnstore: drop the plan and make it again"
             ) from error
@@ -163,50 +165,58 @@ class PlanFolder:
             raise PlanError(f"a file of the plan cannot be read: {error}; {_AGAIN}") from error
         if hashlib.sha256(rows + token_bytes).hexdigest() != shard.sha256:
             raise PlanError(f"{rows_file} or {tokens_file.name} is damaged; {_AGAIN}")
-        tokens, position, documents = np.frombuffer(token_bytes, "<u4"), 0, []
-        for row in map(json.loads, rows.splitlines()):
-            part = tokens[position : position + row.pop("tokens")]
-            position += len(part)
-            replaces, tags = row.pop("replaces"), frozenset(row.pop("tags"))
-            documents.append(PlannedDocument(NewDocument(**row, tokens=part, tags=tags), replaces))
-        return documents
+        try:
+            return _parse_documents(rows, np.frombuffer(token_bytes, "<u4"), shard, self.plan.domain)
+        except _BAD_CONTENT as error:
+            raise PlanError(f"{rows_file} is damaged; {_AGAIN}") from error
 
-    def count_records(self, documents: list[PlannedDocument]) -> NDArray[np.int64]:
+    def count_records(self, documents: Sequence[PlannedDocument]) -> NDArray[np.int64]:
         """Return the number of records (tokens with a key) of each document, int64, shape (n,)."""
-        first = 0 if self.plan.prefix is not None else 1
-        return np.array([len(of.document.tokens) - first for of in documents], np.int64)
+        return np.array([len(of.document.tokens) - self.plan.first for of in documents], np.int64)
 
     def write_keys(self, shard: Shard, keys: NDArray[Any]) -> None:
-        """Write the keys of a shard, durably. Several processes may write the same shard.
+        """Write the keys of a shard, durably. If several processes write the same shard, the last one counts.
 
         Args:
             shard: the shard.
             keys: keys in the plan's dtype, shape (n, dim), in the order of the tokens.
+
+        Raises:
+            PlanError: the plan was committed or dropped meanwhile; nothing is written.
         """
-        self.key_files.mkdir(parents=True, exist_ok=True)
-        data, description = self._list_key_files(shard)
-        content = np.ascontiguousarray(keys, np.dtype(self.plan.dtype).newbyteorder("<"))
-        temporary = data.with_name(f"{data.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content.data.cast("B"))
-                file.flush()
-                os.fsync(file.fileno())
-            failpoint("plan.keys.written")
-            os.replace(temporary, data)
-        finally:
-            temporary.unlink(missing_ok=True)
-        found = {"records": len(keys), "sha256": hashlib.sha256(content.data.cast("B")).hexdigest()}
+        if not self.has_documents():
+            raise PlanError(f"the plan in {self.path} was committed or dropped meanwhile")
+        self.key_files.mkdir(exist_ok=True)
+        content = np.ascontiguousarray(keys, np.dtype(self.plan.dtype).newbyteorder("<")).data.cast("B")
+        digest = hashlib.sha256(content).hexdigest()
+        description = {"plan": self.plan.id, "records": len(keys), "sha256": digest}
+        self._replace(self._name_keys(shard, digest), content)
         failpoint("plan.keys.renamed")
-        publish(description, json.dumps({"plan": self.plan.id, **found}).encode(), "plan")
+        self._replace(f"{shard.number:05}.json", json.dumps(description).encode())
         failpoint("plan.keys.published")
 
-    def open_keys(self, shard: Shard, records: int) -> NDArray[Any]:
+    def has_documents(self) -> bool:
+        """Check whether the folder still has this plan with its documents: not committed, not dropped."""
+        try:
+            is_same = PlanFolder(self.path).plan.id == self.plan.id
+        except PlanError:
+            return False
+        return is_same and self._list_document_files(self.plan_files, 0)[0].exists()
+
+    def find_complete_shards(self, shards: Iterable[Shard]) -> set[int]:
+        """Return the numbers of the shards whose keys are complete and undamaged. The keys are read."""
+        complete = set[int]()
+        for shard in shards:
+            with suppress(PlanError):
+                self.open_keys(shard)
+                complete.add(shard.number)
+        return complete
+
+    def open_keys(self, shard: Shard) -> NDArray[Any]:
         """Map the keys of a shard into memory, after a check of size and SHA-256.
 
         Args:
             shard: the shard.
-            records: number of keys that the shard must have.
 
         Returns:
             Keys in the plan's dtype, read-only, shape (records, dim).
@@ -214,21 +224,26 @@ class PlanFolder:
         Raises:
             PlanError: the shard is not encoded, or its keys are damaged.
         """
-        data, description = self._list_key_files(shard)
         dtype, dim = np.dtype(self.plan.dtype).newbyteorder("<"), self.identity.dim
         name = f"shard {shard.number} of {len(self.plan.shards)}"
         try:
-            found = json.loads(read_file(description))
-            size = data.stat().st_size
-        except (OSError, ValueError) as error:
+            found = json.loads(read_file(self.key_files / f"{shard.number:05}.json"))
+            digest = str(found["sha256"]) if found["plan"] == self.plan.id else ""
+        except (OSError, *_BAD_CONTENT) as error:
             raise PlanError(f"{name} is not encoded") from error
-        if found != {"plan": self.plan.id, "records": records, "sha256": _hash_file(data)}:
+        if not _is_digest(digest):
+            raise PlanError(f"{name} is not encoded")
+        data = self.key_files / self._name_keys(shard, digest)
+        try:
+            is_sound = data.stat().st_size == shard.records * dim * dtype.itemsize
+            is_sound = is_sound and _hash_file(data) == digest
+        except OSError:
+            is_sound = False
+        if not is_sound:
             raise PlanError(f"{name} is damaged: {data}")
-        if size != records * dim * dtype.itemsize:
-            raise PlanError(f"{name} has {size:,} bytes for {records:,} keys of {dim} components: {data}")
-        if not records:
+        if not shard.records:
             return np.zeros((0, dim), dtype)
-        return np.memmap(data, dtype, "r", shape=(records, dim))
+        return np.memmap(data, dtype, "r", shape=(shard.records, dim))
 
     def remove_data(self) -> None:
         """Remove documents and keys; `plan.json` stays, so that a second commit finds the plan."""
@@ -251,9 +266,26 @@ class PlanFolder:
         with suppress(OSError):
             self.path.rmdir()
 
-    def _list_key_files(self, shard: Shard) -> tuple[Path, Path]:
-        """Return the paths of a shard's keys, and of their description."""
-        return self.key_files / f"{shard.number:05}.keys", self.key_files / f"{shard.number:05}.json"
+    def _replace(self, name: str, content: bytes | memoryview) -> None:
+        """Create or replace a file of the keys, atomically and durably, also beside other processes.
+
+        Args:
+            name: name of the file.
+            content: its whole content.
+        """
+        temporary = self.key_files / f"{name}.{uuid4().hex}.tmp"
+        try:
+            _write_durably(temporary, content)
+            failpoint("plan.keys.written")
+            os.replace(temporary, self.key_files / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(self.key_files)
+
+    @staticmethod
+    def _name_keys(shard: Shard, digest: str) -> str:
+        """Return the file name of a shard's keys, which contains their SHA-256, so that both always agree."""
+        return f"{shard.number:05}-{digest}.keys"
 
     @staticmethod
     def _list_document_files(folder: Path, number: int) -> tuple[Path, Path]:
@@ -270,15 +302,18 @@ class ShardWriter:
     Args:
         folder: folder of the plan.
         store: id of the store.
+        first: position in a document of the first token with a record, see `Plan.first`.
     """
 
-    def __init__(self, folder: PlanFolder, store: str) -> None:
+    def __init__(self, folder: PlanFolder, store: str, first: int) -> None:
         self._folder = folder
+        self._first = first
         self._making = folder.path / f".making-{store}"
         shutil.rmtree(self._making, ignore_errors=True)
         self._making.mkdir(parents=True)
         self.shards: list[Shard] = []
         """The shards that were written."""
+        self._tokens = 0
         self._content = hashlib.sha256()
 
     def __enter__(self) -> Self:
@@ -308,9 +343,10 @@ class ShardWriter:
         for file, content in ((rows_file, rows), (tokens_file, tokens)):
             _write_durably(file, content)
         self._content.update(rows)
-        start = sum(shard.tokens for shard in self.shards)
-        digest = hashlib.sha256(rows + tokens).hexdigest()
-        self.shards.append(Shard(number, len(documents), len(tokens) // 4, start, digest))
+        digest, count = hashlib.sha256(rows + tokens).hexdigest(), len(tokens) // 4
+        records = count - self._first * len(documents)
+        self.shards.append(Shard(number, len(documents), count, records, self._tokens, digest))
+        self._tokens += count
 
     def finish(self, plan: Plan, weights: Path | None) -> None:
         """Write the plan, and give the folder its name.
@@ -338,7 +374,6 @@ def _describe_documents(documents: list[PlannedDocument]) -> Iterator[str]:
         document = of.document
         values = {
             "id": document.id,
-            "domain": document.domain,
             "content_hash": document.content_hash,
             "metadata": dict(document.metadata),
             "tags": sorted(document.tags),
@@ -348,7 +383,70 @@ def _describe_documents(documents: list[PlannedDocument]) -> Iterator[str]:
         yield json.dumps(values)
 
 
-def _write_durably(file: Path, content: bytes) -> None:
+def _parse_plan(text: bytes) -> Plan:
+    """Return the plan of a file `plan.json`.
+
+    Raises one of `_BAD_CONTENT` if the file is damaged, of another format, or has impossible values.
+    """
+    content = json.loads(text)
+    if content["format"] != _FORMAT:
+        raise ValueError("another format")
+    if hashlib.sha256(content["plan"].encode()).hexdigest() != content["sha256"]:
+        raise ValueError("another hash")
+    values = json.loads(content["plan"])
+    values["identity"] = Identity(**values["identity"])
+    values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+    plan = Plan(**values)
+    integers = [plan.batch_tokens, plan.added, plan.replaced, plan.prefix or 0, plan.identity.dim]
+    start = 0
+    for number, shard in enumerate(plan.shards):  # their numbers are parts of file names
+        sizes = [shard.number, shard.documents, shard.tokens, shard.records, shard.start]
+        integers += sizes
+        if sizes[0] != number or shard.start != start or not _is_digest(shard.sha256):
+            raise ValueError("wrong shards")
+        if shard.records != shard.tokens - plan.first * shard.documents:
+            raise ValueError("wrong numbers")
+        start += shard.tokens
+    names = [plan.id, plan.store, plan.domain, plan.content]
+    if any(type(value) is not int or value < 0 for value in integers) or not plan.shards:
+        raise ValueError("a number is none")
+    if not all(isinstance(name, str) for name in names) or plan.dtype not in ("float16", "float32"):
+        raise ValueError("a name is none")
+    return plan
+
+
+def _parse_documents(
+    rows: bytes, tokens: NDArray[np.uint32], shard: Shard, domain: str
+) -> list[PlannedDocument]:
+    """Return the documents of a shard.
+
+    Raises one of `_BAD_CONTENT` if a row has missing or other fields, or the numbers do not match the shard.
+
+    Args:
+        rows: one line of JSON for each document.
+        tokens: token ids of all documents, shape (n,).
+        shard: the shard.
+        domain: domain of the documents.
+    """
+    position, documents = 0, []
+    for row in map(json.loads, rows.splitlines()):
+        count, replaces, tags = row.pop("tokens"), row.pop("replaces"), frozenset(row.pop("tags"))
+        if type(count) is not int or count < 1 or not (replaces is None or type(replaces) is int):
+            raise ValueError("a number is none")
+        part = tokens[position : position + count]
+        position += count
+        documents.append(PlannedDocument(NewDocument(**row, domain=domain, tokens=part, tags=tags), replaces))
+    if (len(documents), position, len(tokens)) != (shard.documents, shard.tokens, shard.tokens):
+        raise ValueError("another number of documents or tokens")
+    return documents
+
+
+def _is_digest(value: object) -> bool:
+    """Check whether a value is a SHA-256 in hexadecimal digits."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _write_durably(file: Path, content: bytes | memoryview) -> None:
     """Write a file and make its content durable."""
     with file.open("wb") as opened:
         opened.write(content)

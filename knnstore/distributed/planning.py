@@ -1,6 +1,7 @@
 """Making a plan: dividing new documents into shards, and reserving their positions in the store."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
@@ -65,9 +66,9 @@ def make_plan(
     check_tokenizer(tokenizer, store.identity)
     check_name(domain, "the domain's name")
     names = distinct_names(tags, "tag")
-    earlier = _find_earlier_plan(store, folder)
+    earlier, prefix = _find_earlier_plan(store, folder), prefix_of(tokenizer)
     shown.start(f"planning for {domain}")
-    with ShardWriter(folder, store.id) as writer:
+    with ShardWriter(folder, store.id, 0 if prefix is not None else 1) as writer:
         # 1) Write the documents, shard by shard. Nothing is reserved yet.
         incoming = NewDocuments(
             store, tokenizer, documents, domain=domain, tags=names,
@@ -76,7 +77,8 @@ def make_plan(
         waiting: list[PlannedDocument] = []
         waiting_tokens = 0
         for new in incoming:
-            waiting.append(PlannedDocument(new.document, new.version.start if new.version else None))
+            document = replace(new.document, tags=names)
+            waiting.append(PlannedDocument(document, new.version.start if new.version else None))
             waiting_tokens += len(new.document.tokens)
             shown.advance(len(new.document.tokens))
             if waiting_tokens >= shard_tokens:
@@ -106,11 +108,11 @@ def make_plan(
         plan = Plan(
             id=lease.id,
             store=store.id,
+            domain=domain,
             identity=identity,
             dtype="float32" if store.datastore.capabilities.exact_keys else "float16",
-            prefix=prefix_of(tokenizer),
+            prefix=prefix,
             batch_tokens=batch_tokens,
-            start=lease.start,
             added=incoming.counts["added"],
             replaced=incoming.counts["replaced"],
             content=writer.content,

@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import Empty
@@ -63,7 +65,12 @@ def encode_with_processes(
     if workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}")
     shown, plan = progress or Progress(), folder.plan
-    shown.start("encoding", total=plan.tokens)
+    complete = folder.find_complete_shards(plan.shards)
+    left = [shard for shard in plan.shards if shard.number not in complete]
+    if not left:
+        return
+    shown.start("encoding", total=sum(shard.records for shard in left))
+    # 1) Start the processes.
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     messages = context.Queue()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -76,37 +83,65 @@ def encode_with_processes(
                 folder.path, worker, workers, threads, messages, model,
                 f"cuda:{worker % gpus}" if gpus else device, dtype,
             ),
+            daemon=True,
         )
         for worker in range(workers)
     ]  # fmt: skip
-    problems: list[str] = []
-    killed: list[str] = []
+    problem: str | None = None
     try:
-        for process in processes:
-            process.start()
-        while True:
+        with _ignoring_interrupts():  # Ctrl-C reaches this process, which ends the others
+            for process in processes:
+                process.start()
+        # 2) Show their progress until all have ended, or one has failed.
+        while problem is None:
             is_running = any(process.is_alive() for process in processes)
-            if any(process.exitcode for process in processes):
-                break  # a process that was killed may hold a lock for which the others would wait
+            statuses = [process.exitcode for process in processes if process.exitcode]
             try:
                 message = messages.get(timeout=_SECONDS_BETWEEN_CHECKS if is_running else 0.01)
             except Empty:
-                if not is_running:
+                if statuses:  # a process that was killed may hold a lock for which the others would wait
+                    problem = f"a process ended with {_name_status(statuses[0])}"
+                elif not is_running:
                     break
                 continue
             if isinstance(message, int):
                 shown.advance(message)
             else:
-                problems.append(message)
-        killed = [f"a process ended with {_name_status(of.exitcode)}" for of in processes if of.exitcode]
+                problem = message
     finally:
         for process in processes:
             if process.pid is not None:
                 process.terminate()
+        for process in processes:
+            if process.pid is not None:
                 process.join()
-    if problems or killed:
-        raise PlanError(f"{(problems or killed)[0]}; the same command continues")
+    if problem is not None:
+        raise PlanError(f"{problem}; the same command continues")
     shown.finish()
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore SIGINT in the ``with`` block, and in the processes that are started in it.
+
+    Does nothing in another thread than the main thread, which alone may set handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent process, then end this process at once."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _name_status(status: int | None) -> str:
@@ -139,7 +174,7 @@ def _encode_in_child(
         device: see `encode_shards`.
         dtype: see `encode_shards`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its processes
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -60,6 +60,11 @@ def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> 
     if "://" in engine.location:
         unreached.append(f"snapshots and backups that the server at {engine.location} keeps")
     unreached += changes.writer.vacuum()
+    unreached += [
+        f"the folder of a plan, {lease.folder}, with documents that are not yet added"
+        for lease in changes.writer.catalog.leases()
+        if not lease.is_committed
+    ]
     if changes.writer.catalog.identity.projection is not None:
         unreached.append("the projection of the keys, a summary of the text that it was fitted on")
     records = changes.current.datastore.count()

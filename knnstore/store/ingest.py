@@ -185,10 +185,12 @@ class Ingest:
         commit may have succeeded although its answer was lost. The method also works if another writer has
         deleted the documents already.
         """
-        with contextlib.suppress(KnnstoreError, OSError):
-            live = self._catalog.catalog.labels(placed.row for placed in self._placed)
-            dead = [placed for placed in self._placed if placed.row not in live]
-            purge(self._catalog, self._datastore, dead)
+        _abandon(self._catalog, self._datastore, self._placed)
+
+    @property
+    def placed(self) -> list[PlacedDocument]:
+        """The new documents with their positions."""
+        return self._placed
 
 
 class LeasedIngest:
@@ -206,7 +208,7 @@ class LeasedIngest:
         self._catalog = catalog
         self._datastore = datastore
         self._lease = lease
-        self._parts: list[Ingest] = []
+        self._placed: list[PlacedDocument] = []
         self._checksums: dict[int, str | None] = {}
 
     @contextlib.contextmanager
@@ -220,7 +222,7 @@ class LeasedIngest:
             starts: position of each document's first token.
         """
         part = Ingest(self._catalog, self._datastore, documents, starts)
-        self._parts.append(part)
+        self._placed += part.placed
         yield part
         self._checksums |= part.flush()
 
@@ -233,8 +235,14 @@ class LeasedIngest:
 
     def abandon(self) -> None:
         """Delete the documents of all parts, unless they have become live; see `Ingest.abandon`."""
-        for part in self._parts:
-            part.abandon()
+        _abandon(self._catalog, self._datastore, self._placed)
+
+
+def _abandon(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
+    """Delete documents unless they have become live, and ignore errors; see `Ingest.abandon`."""
+    with contextlib.suppress(KnnstoreError, OSError):
+        live = catalog.catalog.labels(placed.row for placed in documents)
+        purge(catalog, datastore, [placed for placed in documents if placed.row not in live])
 
 
 def publish_documents(

@@ -188,7 +188,7 @@ class KNNStore(StoreReader):
     def lease(self, id: str, tokens: int, folder: Path) -> Lease:
         """Reserve positions for tokens of documents whose keys other processes compute.
 
-        Other leases of this folder that are not committed are released.
+        Other leases of this folder are released.
 
         Args:
             id: id of the lease, 32 characters.
@@ -197,8 +197,7 @@ class KNNStore(StoreReader):
         """
         with self._lock_for_writing() as writer:
             place = str(folder.absolute())
-            abandoned = [of.id for of in self.leases() if of.folder == place and not of.is_committed]
-            writer.writer.release(abandoned)
+            writer.writer.release(of.id for of in self.leases() if of.folder == place)
             return writer.writer.lease(id, tokens, place)
 
     def release(self, id: str) -> None:
@@ -207,7 +206,7 @@ class KNNStore(StoreReader):
             writer.writer.release([id])
 
     @contextmanager
-    def ingest_leased(self, lease: str, tokens: int) -> Iterator[LeasedIngest]:
+    def ingest_leased(self, lease: Lease) -> Iterator[LeasedIngest]:
         """Add documents with leased positions, part by part, in a ``with`` block.
 
         The block receives a `LeasedIngest`, whose method `add_part` takes documents with their keys. When the
@@ -215,10 +214,9 @@ class KNNStore(StoreReader):
         is committed. After an error, no document is added, and the lease stays open.
 
         Args:
-            lease: id of the lease.
-            tokens: number of tokens of all documents.
+            lease: the lease.
         """
-        with self._lock_for_writing() as writer, writer.ingest_leased(lease, tokens) as documents:
+        with self._lock_for_writing() as writer, writer.ingest_leased(lease) as documents:
             yield documents
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:

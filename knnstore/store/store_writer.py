@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from knnstore.catalog import CatalogWriter, NewDocument
+from knnstore.catalog import CatalogWriter, Lease, NewDocument
 from knnstore.checks import distinct_names
 from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
 from knnstore.errors import CatalogError, DiskFullError, DocumentNotFoundError, KnnstoreError
@@ -130,21 +130,24 @@ class StoreChanges:
         self._home.reserve.keep()  # an earlier removal may have used it
 
     @contextmanager
-    def ingest_leased(self, lease: str, tokens: int) -> Iterator[LeasedIngest]:
+    def ingest_leased(self, lease: Lease) -> Iterator[LeasedIngest]:
         """Add documents with leased positions, part by part, in a ``with`` block.
 
         At the end of the block, all documents become visible to readers in one transaction, and the lease is
         committed. After an error in the block, no document is added, and the lease stays open.
 
         Args:
-            lease: id of the lease.
-            tokens: number of tokens of all documents.
+            lease: the lease.
 
         Raises:
-            DiskFullError: if the disk has no room for the documents.
+            DiskFullError: if the disk has no room for the documents, or for removing what an earlier attempt
+                has left.
         """
-        self._check_space(tokens)
-        documents = LeasedIngest(self.writer, self.current.datastore, lease)
+        self._check_space(lease.stop - lease.start)
+        # An earlier attempt may have left documents at the same positions. Removing them later would remove
+        # the new records too.
+        self.purge()
+        documents = LeasedIngest(self.writer, self.current.datastore, lease.id)
         try:
             yield documents
             documents.commit()

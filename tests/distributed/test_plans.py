@@ -1,7 +1,9 @@
 """Plan, encode, commit: the same store as one process makes, whatever dies or changes in between."""
 
+import hashlib
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,16 @@ from safetensors.torch import load_file, save_file
 
 import knnstore
 from knnstore.distributed import Plan, PlanFolder, commit_plan, drop_plan, encode_shards, make_plan
-from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, PlanError
+from knnstore.errors import (
+    CatalogError,
+    ConfigError,
+    DiskFullError,
+    FingerprintMismatchError,
+    InputError,
+    PlanError,
+)
 from knnstore.lm import find_saved_settings
-from knnstore.store import KNNStore
+from knnstore.store import KNNStore, Lease, NewDocument
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "tiny-lm")
 WORDS = "the council voted to repair harbour wall before winter storms and two boats".split()  # noqa: SIM905
@@ -137,7 +146,7 @@ def test_nothing_is_visible_before_the_commit_and_each_call_may_be_repeated(work
     assert workshop.plan() == plan  # the same documents again
     workshop.encode()
     files = {file: file.read_bytes() for file in workshop.folder.key_files.iterdir()}
-    workshop.folder.key_files.joinpath("00001.keys").unlink()
+    next(workshop.folder.key_files.glob("00001-*.keys")).unlink()
     workshop.encode()  # encodes what is missing, to the same bytes
     assert {file: file.read_bytes() for file in workshop.folder.key_files.iterdir()} == files
     assert workshop.ids() == {"d0"}
@@ -158,7 +167,7 @@ def test_missing_and_damaged_shards_are_named_and_can_be_encoded_again(workshop:
     with pytest.raises(PlanError, match=r"shard 0 of \d+ is not encoded, .*: run `knnstore encode"):
         workshop.commit()
     workshop.encode()
-    keys = workshop.folder.key_files / "00002.keys"
+    keys = next(workshop.folder.key_files.glob("00002-*.keys"))
     content = bytearray(keys.read_bytes())
     content[len(content) // 2] ^= 1
     keys.write_bytes(content)
@@ -208,6 +217,99 @@ def test_changes_between_plan_and_commit_win(workshop: Workshop) -> None:
     assert texts.keys() == {"d0", "d2", "d3", "d4", "d5", "d6", "d7"}
     assert texts["d2"].strip() == "a newer text"
     assert texts["d0"].strip() == changed[0]["text"]
+    assert workshop.problems() == []
+
+
+def test_tags_that_were_set_after_the_plan_are_kept(workshop: Workshop) -> None:
+    workshop.add(DOCUMENTS[:2])
+    workshop.plan([{**document, "text": "changed"} for document in DOCUMENTS[:2]])
+    workshop.encode()
+    with KNNStore.open(workshop.home, "a") as store:
+        store.retag("d0", add=["private"], remove=["fresh"])
+    workshop.commit()
+    with KNNStore.open(workshop.home) as store:
+        assert {of.id: of.tags for of in store.documents()} == {"d0": ("fresh", "private"), "d1": ("fresh",)}
+
+
+def test_what_a_failed_commit_has_left_does_not_harm_the_next(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documents of the first attempt have the positions of the second."""
+    workshop.plan()
+    workshop.encode()
+    with KNNStore.open(workshop.home, "a") as store:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> None:
+                raise DiskFullError("no room")
+
+            patch.setattr("knnstore.store.ingest.publish_documents", fail)
+            patch.setattr("knnstore.store.ingest.purge", fail)
+            with pytest.raises(DiskFullError):
+                commit_plan(store, PlanFolder(workshop.folder.path))
+        assert commit_plan(store, PlanFolder(workshop.folder.path)).documents == len(DOCUMENTS)
+    assert workshop.ids() == {of["id"] for of in DOCUMENTS}
+    assert workshop.problems() == []
+
+
+def test_a_worker_that_comes_too_late_writes_nothing(workshop: Workshop) -> None:
+    plan = workshop.plan()
+    assert plan is not None
+    late = PlanFolder(workshop.folder.path)
+    keys = np.zeros((plan.shards[0].records, plan.identity.dim), plan.dtype)
+    late.write_keys(plan.shards[0], keys)
+    workshop.encode()  # complete shards are left out
+    workshop.commit()
+    with pytest.raises(PlanError, match="committed or dropped meanwhile"):
+        late.write_keys(plan.shards[0], keys)
+    workshop.drop()
+    with pytest.raises(PlanError, match="committed or dropped meanwhile"):
+        late.write_keys(plan.shards[0], keys)
+    assert not workshop.folder.path.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan["shards"][0].update(number="../../evil/x"),
+        lambda plan: plan["shards"][1].update(start=0),
+        lambda plan: plan["shards"][0].update(tokens="x"),
+        lambda plan: plan.update(batch_tokens="x"),
+        lambda plan: plan.update(dtype="object"),
+        lambda plan: plan.update(shards=[]),
+        lambda plan: plan["identity"].update(other=1),
+        lambda plan: plan.pop("domain"),
+    ],
+    ids=["path", "start", "tokens", "batch", "dtype", "shards", "identity", "domain"],
+)
+def test_a_plan_with_impossible_values_is_refused(
+    workshop: Workshop, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """Also with a right hash, as a stranger can compute it."""
+    workshop.plan()
+    file = workshop.folder.plan_files / "plan.json"
+    content = json.loads(file.read_text())
+    values = json.loads(content["plan"])
+    change(values)
+    text = json.dumps(values)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    file.write_text(json.dumps({**content, "plan": text, "sha256": digest}))
+    for call in (workshop.encode, workshop.commit):
+        with pytest.raises(PlanError, match=r"plan\.json is damaged"):
+            call()
+
+
+def test_positions_of_other_documents_are_refused(workshop: Workshop) -> None:
+    workshop.add(DOCUMENTS[:3])
+    new = NewDocument("new", "news", "0" * 64, np.arange(5, dtype=np.uint32))
+    for lease in (Lease("a" * 32, 0, 5, "", False), Lease("a" * 32, 1 << 30, (1 << 30) + 5, "", False)):
+        with (
+            KNNStore.open(workshop.home, "a") as store,
+            pytest.raises(CatalogError, match="belong to other documents"),
+            store.ingest_leased(lease) as ingest,
+            ingest.add_part([new], [lease.start]),
+        ):
+            pass
     assert workshop.problems() == []
 
 
@@ -301,15 +403,6 @@ PLACES = [
 ]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A forked child has no threads but its own, so torch must not wait for others."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -319,18 +412,28 @@ def one_thread() -> Iterator[None]:
         for place in PLACES
     ],
 )
-@pytest.mark.usefixtures("one_thread")
 def test_every_step_may_be_killed_and_is_then_repeated(
     tmp_path: Path, killed_at: Callable[[str, Callable[[], None]], bool], place: str
 ) -> None:
     workshop = Workshop(tmp_path)
     workshop.add(DOCUMENTS[:1])
 
-    def work() -> None:
-        workshop.plan()
-        workshop.encode()
-        workshop.commit()
+    def write_keys() -> None:
+        """Write the keys of a shard, as `encode_shards` does after the model has run."""
+        PlanFolder(workshop.folder.path).write_keys(shard, keys)
 
+    work: Callable[[], object] = workshop.plan
+    if not place.startswith("plan.") or place.startswith("plan.keys."):
+        plan = workshop.plan()
+        assert plan is not None
+        workshop.encode()
+        work = workshop.commit
+    if place.startswith("plan.keys."):
+        shard = plan.shards[1]
+        keys = np.array(workshop.folder.open_keys(shard))
+        for file in workshop.folder.key_files.glob("00001*"):
+            file.unlink()
+        work = write_keys
     assert killed_at(place, work)
     assert all("half added" in problem for problem in workshop.problems())
     is_published = place in ("catalog.publish.after", "commit.after")

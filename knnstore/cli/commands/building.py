@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from knnstore.checks import printable
+from knnstore.cli.commands.distributing import describe_skipped
 from knnstore.cli.inputs import Documents, ParamsOption, SyncDocuments, read_params
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import (
@@ -343,13 +344,17 @@ def _add_planned(
         if made is not None:
             result |= {"added": made.added, "replaced": made.replaced, "tokens": made.tokens}
             result["shards"] = len(made.shards)
-        if made is not None and workers is not None:
-            encode_with_processes(
-                folder, workers, model=model, device=runtime.device, dtype=runtime.dtype, progress=bar
-            )
+        skipped: tuple[str, ...] = ()
+        if workers is not None and folder.exists:  # also if an earlier commit was interrupted at its end
+            if made is not None:
+                encode_with_processes(
+                    folder, workers, model=model, device=runtime.device, dtype=runtime.dtype, progress=bar
+                )
             with KNNStore.open(runtime.home, "a") as store:
-                commit_plan(store, folder, progress=bar)
+                skipped = commit_plan(store, folder, progress=bar).skipped
                 drop_plan(store, folder)
+        if skipped:
+            print_message(describe_skipped(skipped))
     print_result(result, format_pairs(_drop_left_out_names(result)), as_json=as_json)
     if made is None:
         print_message("every document is stored already: there is nothing to encode")

@@ -1,12 +1,14 @@
 """Commands that add documents with several processes or machines: `encode`, `commit` and `plan`."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption, ModelAtOption
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
@@ -79,8 +81,8 @@ def encode(
 def commit(folder: PlanArgument, *, home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Add the documents of a plan to the store, in one transaction, when all of its shards are encoded.
 
-    Until then nobody sees any of them. A document that was removed or replaced after the plan was made is
-    left out. A second commit changes nothing.
+    Until then nobody sees any of them. A document whose stored version was removed or replaced after the plan
+    was made is left out. A second commit changes nothing.
 
     Examples:
       knnstore commit plan
@@ -93,10 +95,7 @@ def commit(folder: PlanArgument, *, home: HomeOption = DEFAULT_HOME, as_json: Js
     with Bar() as bar, KNNStore.open(home, "a") as store:
         committed = commit_plan(store, PlanFolder(folder), progress=bar)
     if committed.skipped:
-        print_message(
-            f"{len(committed.skipped):,} documents were left out, because they were removed or replaced "
-            f"after the plan was made: {', '.join(committed.skipped[:5])}"
-        )
+        print_message(describe_skipped(committed.skipped))
     if committed.was_committed:
         print_message("this plan was committed before: nothing is changed")
     result = {**asdict(committed), "skipped": len(committed.skipped)}
@@ -153,6 +152,18 @@ def plan(
     print_result(result, format_pairs(result), as_json=as_json)
 
 
+def describe_skipped(ids: Sequence[str]) -> str:
+    """Return a message about documents that a commit has left out.
+
+    Args:
+        ids: ids of the documents, at least one.
+    """
+    return (
+        f"{len(ids):,} documents were left out, because they were removed or replaced after the plan was "
+        f"made: {printable(', '.join(ids[:5]))}"
+    )
+
+
 def describe_plan(folder: Any) -> dict[str, Any]:
     """Return a description of a plan, JSON values by name.
 
@@ -168,7 +179,8 @@ def describe_plan(folder: Any) -> dict[str, Any]:
         "replaced": content.replaced,
         "tokens": content.tokens,
         "shards": len(content.shards),
-        "encoded": len(list(folder.key_files.glob("*.json"))),
+        "encoded": len(folder.find_complete_shards(content.shards)),
+        "state": "open" if folder.has_documents() else "committed",
         "model": content.identity.model,
     }
 
