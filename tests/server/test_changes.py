@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from knnstore.lm.reading import adding
+from knnstore.lm.reading import new_documents
 from knnstore.server import document_changes
 from knnstore.store import Selection
 from tests.server.conftest import Inside
@@ -44,7 +44,7 @@ def change(server, method: str, path: str, **options):
 def test_texts_go_on_while_the_store_is_changed(server, monkeypatch, kind):
     store = server.serving.lm.store
     target, name = {
-        "tokenizing": (adding, "tokenized"),
+        "tokenizing": (new_documents, "tokenized"),
         "adding": (store, "ingest"),
         "removing": (store, "remove_document"),
         "removing a domain": (store, "remove_domain"),
