@@ -43,7 +43,7 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
     Args:
         store: the store of the plan, opened for writing.
         folder: folder of the plan.
-        progress: progress display, which receives numbers of records.
+        progress: progress display, which receives numbers of tokens.
 
     Raises:
         PlanError: a shard is not encoded or is damaged (the message names the shards), the plan was dropped,
@@ -76,7 +76,7 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         for shard in plan.shards:
             documents = folder.read_documents(shard)
             versions = store.versions(plan.domain, [of.document.id for of in documents])
-            is_current = [is_addable(of, versions.get(of.document.id)) for of in documents]
+            is_current = [_is_addable(of, versions.get(of.document.id)) for of in documents]
             skipped += [of.document.id for of, keep in zip(documents, is_current, strict=True) if not keep]
             chosen = np.flatnonzero(is_current)
             starts = _compute_starts(lease, shard, documents)
@@ -147,7 +147,7 @@ def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
     folder.remove()
 
 
-def is_addable(planned: PlannedDocument, version: StoredVersion | None) -> bool:
+def _is_addable(planned: PlannedDocument, version: StoredVersion | None) -> bool:
     """Check whether the store still has the version of a document that was there when the plan was made.
 
     Args:

@@ -94,7 +94,7 @@ def make_plan(
             if earlier.content != writer.content:
                 raise PlanError(
                     f"{folder.path} has a plan of other documents: commit it with `knnstore commit`, drop it "
-                    "with `knnstore plan --drop`, or choose another folder"
+                    f"with `knnstore plan {folder.path} --drop`, or choose another folder"
                 )
             return earlier
         if not writer.shards:

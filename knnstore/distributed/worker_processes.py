@@ -47,11 +47,12 @@ def encode_with_processes(
 ) -> None:
     """Encode all shards of a plan with several processes, and wait for them.
 
-    The processes share the processor's cores. Without `device`, they share the GPUs, if torch finds some.
+    The processes share the threads that torch would use in this one. Without `device`, they share the GPUs,
+    if torch finds some.
 
     Args:
         folder: folder of the plan.
-        workers: number of processes, >= 1.
+        workers: number of processes, >= 1; at most one for each shard is started.
         model: folder or hub id of the model; default is the name with which the store was made.
         device: device of all models; default is one GPU for each process in turn, or the CPU.
         dtype: dtype of the weights; see `encode_shards`.
@@ -71,10 +72,10 @@ def encode_with_processes(
         return
     shown.start("encoding", total=sum(shard.records for shard in left))
     # 1) Start the processes.
+    workers = min(workers, len(plan.shards))
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     messages = context.Queue()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // workers)
+    threads = max(1, torch.get_num_threads() // workers)
     gpus = torch.cuda.device_count() if device is None else 0
     processes: list[BaseProcess] = [
         context.Process(

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from knnstore import failpoints
+
 
 def count_documents(knnstore, home=".knnstore"):
     return {row["name"]: row["documents"] for row in knnstore(f"--home {home} domains --json").json}
@@ -44,6 +46,21 @@ def test_plan_encode_commit(knnstore, store, monkeypatch):
     assert not Path("plan").exists()
     assert knnstore("plan").out == "no plans\n"
     assert count_documents(knnstore)["articles"] == committed["documents"]
+
+
+def test_workers_clean_up_after_a_commit_that_was_interrupted_at_its_end(knnstore, store):
+    knnstore("add articles.jsonl --domain articles --plan .knnstore/plan")
+    knnstore("encode .knnstore/plan")
+    failpoints.arm("commit.after=eio")
+    try:
+        assert knnstore("commit .knnstore/plan").status == 1
+    finally:
+        failpoints.arm(None)
+    assert list(Path(".knnstore/plan").rglob("*.keys"))
+    done = knnstore("add articles.jsonl --domain articles --workers 2")
+    assert (done.status, "nothing to encode" in done.err) == (0, True)
+    assert not Path(".knnstore/plan").exists()
+    assert (knnstore("plan").out, knnstore("verify").status) == ("no plans\n", 0)
 
 
 @pytest.mark.parametrize(

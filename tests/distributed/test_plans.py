@@ -93,7 +93,7 @@ def workshop(tmp_path: Path) -> Workshop:
 
 
 def read_store(home: Path) -> tuple[Any, ...]:
-    """What a store has but for times and its id: documents, record ids, domains; keys; temperature."""
+    """Return the documents, record ids and domains of a store; its keys; its temperature."""
     with KNNStore.open(home) as store:
         documents = [
             (of.id, of.domain, of.tags, dict(of.metadata), of.content_hash, store.tokens(of.id).tolist())
@@ -338,7 +338,11 @@ def test_dropping_a_plan_leaves_nothing(workshop: Workshop) -> None:
     before = str(read_store(workshop.home))
     workshop.plan()
     workshop.encode()
+    with KNNStore.open(workshop.home, "a") as store:
+        assert any(str(workshop.folder.path) in place for place in store.erase().unreached)
     workshop.drop()
+    with KNNStore.open(workshop.home, "a") as store:
+        assert not any("plan" in place for place in store.erase().unreached)
     assert not workshop.folder.path.exists()
     assert str(read_store(workshop.home)) == before
     with pytest.raises(PlanError, match="has no plan"):
@@ -446,3 +450,4 @@ def test_every_step_may_be_killed_and_is_then_repeated(
     assert workshop.problems() == []
     with KNNStore.open(workshop.home) as store:
         assert [lease.is_committed for lease in store.leases()] == [True]
+    assert not list(workshop.folder.path.rglob("*.keys"))

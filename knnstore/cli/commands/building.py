@@ -209,6 +209,8 @@ def init(
         print_message("next: `knnstore add FOLDER --domain NAME` stores text")
 
 
+_WORKER_SHARD_TOKENS = 20_000
+"""Number of tokens of a shard for ``--workers``: small, so that all processes end at about the same time."""
 _MAX_LISTED_IDS = 10
 """Number of documents of each kind that `sync` lists without ``-v``."""
 
@@ -233,7 +235,10 @@ def add(
     shard_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", show_default="100,000", help="With --plan: number of tokens of a shard."
+            min=1,
+            metavar="N",
+            show_default="100,000; with --workers 20,000",
+            help="With --plan or --workers: number of tokens of a shard, which one process encodes.",
         ),
     ] = None,
     workers: Annotated[
@@ -265,7 +270,7 @@ def add(
         _add_planned(domain, tags or (), documents, plan, shard_tokens, workers, runtime, as_json=as_json)
         return
     if shard_tokens is not None:
-        raise ConfigError("--shard-tokens needs --plan")
+        raise ConfigError("--shard-tokens needs --plan or --workers")
     with Bar() as bar, runtime.open_for_adding() as lm:
         suggests_eval = not lm.store.domains() and not lm.store.is_keyless
         total_bytes = size_of(documents.files)
@@ -335,7 +340,7 @@ def _add_planned(
                 folder,
                 domain=domain,
                 tags=tags,
-                shard_tokens=shard_tokens or SHARD_TOKENS,
+                shard_tokens=shard_tokens or (SHARD_TOKENS if workers is None else _WORKER_SHARD_TOKENS),
                 on_bad=documents.make_skip_function(bar),
                 progress=bar,
             )
@@ -344,17 +349,17 @@ def _add_planned(
         if made is not None:
             result |= {"added": made.added, "replaced": made.replaced, "tokens": made.tokens}
             result["shards"] = len(made.shards)
-        skipped: tuple[str, ...] = ()
         if workers is not None and folder.exists:  # also if an earlier commit was interrupted at its end
             if made is not None:
                 encode_with_processes(
                     folder, workers, model=model, device=runtime.device, dtype=runtime.dtype, progress=bar
                 )
             with KNNStore.open(runtime.home, "a") as store:
-                skipped = commit_plan(store, folder, progress=bar).skipped
+                committed = commit_plan(store, folder, progress=bar)
                 drop_plan(store, folder)
-        if skipped:
-            print_message(describe_skipped(skipped))
+            result |= {"tokens": committed.tokens, "outdated": len(committed.skipped)}
+            if committed.skipped:
+                print_message(describe_skipped(committed.skipped))
     print_result(result, format_pairs(_drop_left_out_names(result)), as_json=as_json)
     if made is None:
         print_message("every document is stored already: there is nothing to encode")
