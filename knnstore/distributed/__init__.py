@@ -6,7 +6,7 @@ shards to the store in one transaction. Readers see nothing of a plan before tha
 """
 
 from knnstore.distributed.committing import Committed, commit_plan, drop_plan
-from knnstore.distributed.encoding import Encoding, encode_shards
+from knnstore.distributed.encoding import Encoding, ShardEncoder, encode_shards
 from knnstore.distributed.plan_folder import Plan, PlanFolder, Shard
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
 from knnstore.distributed.worker_processes import encode_with_processes
@@ -18,6 +18,7 @@ __all__ = [
     "Plan",
     "PlanFolder",
     "Shard",
+    "ShardEncoder",
     "commit_plan",
     "drop_plan",
     "encode_shards",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument
+from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument, Shard
 from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError
 from knnstore.lm import Encoder, check_matches, create_not_finite_error, load_model, pack
 from knnstore.progress import Progress
@@ -58,63 +58,101 @@ def encode_shards(
     """
     if not 0 <= worker < workers:
         raise ConfigError(f"the number of the worker must be between 0 and {workers - 1}, got {worker}")
-    shown, plan = progress or Progress(), folder.plan
+    shown = progress or Progress()
     # 1) Find the shards that are left.
-    shards = plan.shards[worker::workers]
+    shards = folder.plan.shards[worker::workers]
     complete = folder.find_complete_shards(shards)
     left = [shard for shard in shards if shard.number not in complete]
     if not left:
         return Encoding((), tuple(sorted(complete)), 0)
     # 2) Encode them.
-    base = load_model(model or plan.identity.model, device=device, dtype=dtype).model
-    check_matches(base, None, plan.identity)
-    encoder = Encoder.of(base, folder)
+    encoder = ShardEncoder(folder, model=model, device=device, dtype=dtype)
     shown.start("encoding", total=sum(shard.records for shard in left))
     for shard in left:
-        folder.write_keys(shard, _encode(encoder, folder, folder.read_documents(shard), shown))
+        encoder.encode(shard, shown)
     shown.finish()
     numbers = tuple(shard.number for shard in left)
     return Encoding(numbers, tuple(sorted(complete)), sum(shard.tokens for shard in left))
 
 
-def _encode(
-    encoder: Encoder, folder: PlanFolder, documents: list[PlannedDocument], shown: Progress
-) -> NDArray[Any]:
-    """Compute the keys of documents.
+class ShardEncoder:
+    """A loaded model that computes the keys of shards.
 
     Args:
-        encoder: the object that runs the model.
         folder: folder of the plan.
-        documents: documents of one shard.
-        shown: progress display.
+        model: see `encode_shards`.
+        device: see `encode_shards`.
+        dtype: see `encode_shards`.
 
-    Returns:
-        Keys in the plan's dtype, shape (n, dim): document by document, token by token.
+    Raises:
+        ConfigError: the model cannot be loaded.
+        PlanError: the folder has no plan, or its file is damaged.
+        FingerprintMismatchError: the model is not the model of the store.
     """
-    plan = folder.plan
-    counts = folder.count_records(documents)
-    origins = np.cumsum(counts) - counts - plan.first  # row of token 0 of each document
-    keys = np.empty((int(counts.sum()), plan.identity.dim), plan.dtype)
-    batches = pack(
-        [of.document.tokens for of in documents],
-        prefix=plan.prefix,
-        max_length=plan.identity.max_length,
-        stride=plan.identity.stride,
-        batch_tokens=plan.batch_tokens,
-    )
-    for batch in batches:
-        computed = encoder.keys(batch.input_ids, batch.at).cpu().numpy()
-        encoder.check_once(batch.input_ids)
-        with np.errstate(over="ignore"):
-            rounded = computed.astype(plan.dtype)
-        is_finite = np.isfinite(rounded).all(1)
-        if not is_finite.all():
-            row = int(np.argmin(is_finite))
-            id = documents[int(batch.documents[row])].document.id
-            if np.isfinite(computed[row]).all():
-                raise InvalidVectorError(f"document {id!r}: a key is out of the range of {plan.dtype}")
-            error = create_not_finite_error(encoder.model, "states")
-            raise ModelOutputError(f"document {id!r}: {error}")
-        keys[origins[batch.documents] + batch.positions] = rounded
-        shown.advance(len(batch.at))
-    return keys
+
+    def __init__(
+        self,
+        folder: PlanFolder,
+        *,
+        model: str | None = None,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        identity = folder.identity
+        base = load_model(model or identity.model, device=device, dtype=dtype).model
+        check_matches(base, None, identity)
+        self._encoder = Encoder.of(base, folder)
+        self._folder = folder
+
+    def encode(self, shard: Shard, progress: Progress) -> None:
+        """Compute the keys of a shard, and write them into the folder.
+
+        Args:
+            shard: the shard.
+            progress: progress display, which receives the number of tokens of each batch.
+
+        Raises:
+            PlanError: a file of the plan is damaged, or the plan was committed or dropped.
+            ModelOutputError: a key is NaN or infinite; the message names the document.
+            InvalidVectorError: a key does not fit into the plan's dtype; the message names the document.
+        """
+        documents = self._folder.read_documents(shard)
+        self._folder.write_keys(shard, self._compute_keys(documents, progress))
+
+    def _compute_keys(self, documents: list[PlannedDocument], progress: Progress) -> NDArray[Any]:
+        """Compute the keys of documents.
+
+        Args:
+            documents: documents of one shard.
+            progress: progress display.
+
+        Returns:
+            Keys in the plan's dtype, shape (n, dim): document by document, token by token.
+        """
+        plan = self._folder.plan
+        counts = self._folder.count_records(documents)
+        origins = np.cumsum(counts) - counts - plan.first  # row of token 0 of each document
+        keys = np.empty((int(counts.sum()), plan.identity.dim), plan.dtype)
+        batches = pack(
+            [of.document.tokens for of in documents],
+            prefix=plan.prefix,
+            max_length=plan.identity.max_length,
+            stride=plan.identity.stride,
+            batch_tokens=plan.batch_tokens,
+        )
+        for batch in batches:
+            computed = self._encoder.keys(batch.input_ids, batch.at).cpu().numpy()
+            self._encoder.check_once(batch.input_ids)
+            with np.errstate(over="ignore"):
+                rounded = computed.astype(plan.dtype)
+            is_finite = np.isfinite(rounded).all(1)
+            if not is_finite.all():
+                row = int(np.argmin(is_finite))
+                id = documents[int(batch.documents[row])].document.id
+                if np.isfinite(computed[row]).all():
+                    raise InvalidVectorError(f"document {id!r}: a key is out of the range of {plan.dtype}")
+                error = create_not_finite_error(self._encoder.model, "states")
+                raise ModelOutputError(f"document {id!r}: {error}")
+            keys[origins[batch.documents] + batch.positions] = rounded
+            progress.advance(len(batch.at))
+        return keys

@@ -260,11 +260,14 @@ def iterate_rows(table: Any) -> Iterable[object]:
     the column ``text``, where a missing value becomes None. The items of another iterable are not changed.
 
     Args:
-        table: table of pandas, polars or pyarrow, or another iterable.
+        table: table of pandas, polars or pyarrow, data set of Ray, or another iterable.
 
     Raises:
         InputError: two columns have the same name, or the argument is not iterable.
     """
+    if _find_library_name(table) == "ray":
+        batches = table.iter_batches(batch_format="pyarrow")
+        return (row for batch in batches for row in iterate_rows(batch))
     if hasattr(table, "iter_rows"):  # polars
         return (_drop_missing(row) for row in table.iter_rows(named=True))
     if hasattr(table, "to_batches") or (hasattr(table, "to_pylist") and hasattr(table, "schema")):  # pyarrow

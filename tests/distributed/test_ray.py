@@ -1,0 +1,134 @@
+"""A Ray cluster on this machine: the same store as one process makes, also if actors are killed."""
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+
+from knnstore.distributed.ray import add
+from knnstore.errors import ConfigError, InputError, PlanError
+from tests.distributed.test_plans import DOCUMENTS, MODEL, Workshop, read_store, write_documents
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\..*")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    """Start a Ray cluster with two CPUs."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def find_actors() -> list[int]:
+    """Return the process ids of the actors that encode."""
+    pids = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"MapBatches(_ActorEncoder)" in file.read_bytes():
+                pids.append(int(file.parent.name))
+        except OSError:  # the process has ended
+            continue
+    return pids
+
+
+def check_same_store(found: Path, expected: Path) -> None:
+    """Compare documents, ids, domains, keys and temperature of two stores."""
+    rows, keys, temperature = read_store(found)
+    expected_rows, expected_keys, expected_temperature = read_store(expected)
+    assert rows[0] == expected_rows[0]
+    for values, expected_values in zip(rows[1:], expected_rows[1:], strict=True):
+        np.testing.assert_array_equal(values, expected_values)
+    np.testing.assert_allclose(keys, expected_keys, rtol=2e-3, atol=2e-3)
+    assert temperature == pytest.approx(expected_temperature, rel=1e-3)
+
+
+def test_the_same_store_as_one_process_makes(tmp_path: Path) -> None:
+    one, many = Workshop(tmp_path / "one"), Workshop(tmp_path / "many")
+    rows = [{**document, "place": None if at % 2 else "Leith"} for at, document in enumerate(DOCUMENTS)]
+    dataset = ray.data.from_arrow(pyarrow.Table.from_pylist(rows))
+    one.add([{name: of for name, of in row.items() if of is not None} for row in rows])
+    added = add(dataset, many.home, domain="news", tags=["fresh"], workers=2, shard_tokens=100)
+    assert (added.documents, added.was_committed) == (40, False)
+    check_same_store(many.home, one.home)
+    again = add(dataset, many.home, domain="news", tags=["fresh"])
+    assert (again.documents, again.tokens) == (0, 0)
+    assert many.problems() == []
+    assert not (many.home / "plan").exists()
+
+
+def test_actors_that_are_killed_are_replaced(tmp_path: Path) -> None:
+    one, many = Workshop(tmp_path / "one"), Workshop(tmp_path / "many")
+    documents = write_documents(300, seed=1)
+    one.add(documents)
+    killed: list[int] = []
+
+    def kill_actors() -> None:
+        """Kill an actor after each of the first shards."""
+        while len(killed) < 3 and not is_done.wait(0.01):
+            if len(list((tmp_path / "plan/keys").glob("*.json"))) > len(killed):
+                for pid in set(find_actors()) - set(killed):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    break
+
+    is_done = threading.Event()
+    killer = threading.Thread(target=kill_actors)
+    killer.start()
+    try:
+        added = add(
+            ray.data.from_items(documents), many.home, domain="news", tags=["fresh"],
+            folder=tmp_path / "plan", shard_tokens=200, batch_tokens=256,
+        )  # fmt: skip
+    finally:
+        is_done.set()
+        killer.join()
+    assert len(killed) == 3
+    assert added.documents == 300
+    check_same_store(many.home, one.home)
+    assert many.problems() == []
+
+
+def test_an_error_is_one_line_and_the_same_call_continues(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path)
+    dataset = ray.data.from_items(DOCUMENTS)
+    stranger = shutil.copytree(MODEL, tmp_path / "stranger")
+    weights = load_file(stranger / "model.safetensors")
+    save_file(
+        {name: torch.clone(of) + 1 for name, of in weights.items()},
+        stranger / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(PlanError, match=r"^[^\n]+; the same call continues$"):
+        add(dataset, workshop.home, domain="news", model=str(stranger))
+    assert workshop.ids() == set()
+    assert add(dataset, workshop.home, domain="news").documents == len(DOCUMENTS)
+    assert workshop.problems() == []
+
+
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path)
+    with pytest.raises(InputError, match="text"):
+        add(ray.data.from_items([{"id": "a", "body": "x"}]), workshop.home, domain="news")
+    with pytest.raises(ConfigError, match="at least 1"):
+        add(ray.data.from_items(DOCUMENTS), workshop.home, domain="news", workers=0)
+    with pytest.raises(ConfigError, match="the Ray cluster has 2 CPUs, and a worker needs 3"):
+        add(ray.data.from_items(DOCUMENTS), workshop.home, domain="news", cpus_per_worker=3)
+    assert workshop.ids() == set()
+    skipped: list[str] = []
+    rows = [*DOCUMENTS, {"id": "empty", "text": "", "year": 0}]
+    added = add(
+        ray.data.from_items(rows), workshop.home, domain="other", folder=tmp_path / "second",
+        on_bad=lambda error: skipped.append(str(error)),
+    )  # fmt: skip
+    assert (added.documents, len(skipped)) == (40, 1)
