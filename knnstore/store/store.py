@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, Lease, NewDocument
 from knnstore.errors import ConfigError, KnnstoreError, ReadOnlyError
 from knnstore.progress import Progress
+from knnstore.store.counting import Counting
 from knnstore.store.current import Current, Mode, check_mode
 from knnstore.store.erasing import Erased, erase
 from knnstore.store.fitted import SavedSettings, Weights
@@ -67,6 +69,8 @@ class KNNStore(StoreReader):
                     self._changes.purge_what_fits()  # what a killed writer left
                     self._relocation.finish_or_warn()
             self._opened = opened.pop_all()
+        # A script may forget to close: then the store is closed with the object, or when Python exits.
+        weakref.finalize(self, _close, self._counting, self._opened, os.getpid())
 
     @classmethod
     def create(
@@ -154,8 +158,7 @@ class KNNStore(StoreReader):
 
     def close(self) -> None:
         """Close the datastore, the catalog and the writer's lock. A second call does nothing."""
-        self._counting.stop_background()
-        self._opened.close()
+        _close(self._counting, self._opened, os.getpid())
 
     def __repr__(self) -> str:
         return f"KNNStore({str(self.home.path)!r}, mode={self.mode!r})"
@@ -491,6 +494,19 @@ class _FolderState:
         path = folder.resolve()
         mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else None
         return cls(mode, tuple(parent for parent in path.parents if not parent.exists()))
+
+
+def _close(counting: Counting, opened: ExitStack, process: int) -> None:
+    """Close what a store has opened. A second call does nothing.
+
+    Args:
+        counting: counts of the store's n-grams.
+        opened: the open datastore, catalog and lock.
+        process: id of the process that opened them. A fork of it does nothing, because the lock is shared.
+    """
+    if os.getpid() == process:
+        counting.stop_background()
+        opened.close()
 
 
 def _remove_home(home: Home, before: _FolderState | None) -> None:

@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -301,6 +303,31 @@ def test_a_mode_of_files_is_refused_and_changes_nothing(store, home, mode) -> No
     with pytest.raises(ConfigError, match=re.escape(f"not {mode!r}")):
         KNNStore.open(home, mode)
     assert store.verify() == []
+
+
+_WITHOUT_CLOSING = """
+import atexit, sys
+from pathlib import Path
+reserve = Path(sys.argv[1]) / "reserve"  # a writer makes it when it is closed
+atexit.register(lambda: print(reserve.exists()))
+from knnstore.store import KNNStore
+store = KNNStore.open(sys.argv[1], "a")
+reserve.unlink()
+del store
+print(reserve.exists())
+store = KNNStore.open(sys.argv[1], "a")
+reserve.unlink()
+"""
+
+
+def test_a_script_may_forget_to_close_the_store(store, home) -> None:
+    store.close()
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_CLOSING, home], check=True, capture_output=True, text=True
+    )
+    assert (ended.stdout.split(), ended.stderr) == (["True", "True"], "")
+    with KNNStore.open(home, "a") as again:
+        assert again.verify() == []
 
 
 def test_a_store_is_whole_or_not_there(home, identity, tmp_path) -> None:
