@@ -58,18 +58,27 @@ def test_a_codec_of_one_key_gives_it_back() -> None:
     np.testing.assert_allclose(codec.decode(codec.encode(key)), key, atol=1e-2)
 
 
-def test_each_part_is_named_by_its_nearest_entry() -> None:
-    codec, keys = ProductCodec.fit(clustered(1000), 5), clustered(50, seed=1).astype(np.float64)
+@pytest.mark.parametrize(("dim", "parts", "count"), [(DIM, 5, 50), (DIM, 5, 3001), (200, 2, 9001)])
+def test_each_part_is_named_by_its_nearest_entry(dim: int, parts: int, count: int) -> None:
+    codec, keys = ProductCodec.fit(clustered(1000, dim), parts), clustered(count, dim, seed=1)
     rotation, centers, books = (array.astype(np.float64) for array in codec._stored)
-    turned = keys @ rotation
-    nearest = ((turned[:, None] - centers) ** 2).sum(2).argmin(1)
-    pieces = (turned - centers[nearest]).reshape(50, 5, -1)
-    expected = np.stack([((pieces[:, [at]] - books[at]) ** 2).sum(2).argmin(1) for at in range(5)], 1)
-    assert (codec.encode(keys.astype(np.float32)) == np.column_stack([nearest, expected])).mean() > 0.999
+    turned = keys.astype(np.float64) @ rotation
+    codes = codec.encode(keys)
+    pieces = (turned - centers[codes[:, 0]]).reshape(count, parts, -1)
+    check_nearest(turned, centers, codes[:, 0])
+    for part in range(parts):
+        check_nearest(pieces[:, part], books[part], codes[:, part + 1])
     used = np.flatnonzero(rotation.any(0))
-    np.testing.assert_allclose(rotation[:, used].T @ rotation[:, used], np.eye(DIM), atol=2e-3)
-    products = [np.log((pieces[:, at].var(0) + 1e-30)[pieces[:, at].any(0)]).sum() for at in range(5)]
+    np.testing.assert_allclose(rotation[:, used].T @ rotation[:, used], np.eye(dim), atol=2e-3)
+    products = [np.log((pieces[:, at].var(0) + 1e-30)[pieces[:, at].any(0)]).sum() for at in range(parts)]
     assert max(products) - min(products) < 4, "the components are not shared out evenly"
+
+
+def check_nearest(keys: np.ndarray, entries: np.ndarray, chosen: np.ndarray) -> None:
+    """No other entry is nearer than the chosen one, up to rounding."""
+    squares = (keys**2).sum(1)[:, None] + (entries**2).sum(1) - 2 * keys @ entries.T
+    excess = squares[np.arange(len(keys)), chosen] - squares.min(1)
+    assert excess.max() <= 1e-3 * ((keys**2).sum(1).mean() + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,6 +34,14 @@ _SAMPLE, _SAMPLE_VALUES = (
 )  # a sample has at most this many keys and this many components in all
 _CHUNK = 1 << 13
 _IN_CACHE = 1 << 9  # keys; their scores stay in the cache of a core
+_ONE_THREAD = 1 << 18
+"""Largest product of the three sizes of a matrix multiplication for which OpenBLAS uses one thread.
+
+Threads that share a larger one spin while they wait for each other. If another process needs a core then,
+small multiplications take twenty times as long.
+"""
+_FEWEST_ROWS = 8
+"""Number of rows below which a matrix multiplication with one thread is too slow."""
 _LARGEST = 65504.0  # of half precision
 
 
@@ -381,18 +389,24 @@ def _find_nearest_entries(keys: Keys, entries: NDArray[np.float32]) -> NDArray[n
     so that one matrix multiplication computes both terms.
 
     Args:
-        keys: float32, shape (n, d).
+        keys: float32, shape (n, d), n >= 1.
         entries: vectors to choose from, float32, shape (e, d).
     """
     norms = (entries * entries).sum(1, keepdims=True) / np.float32(-2)
-    weights = np.ascontiguousarray(np.concatenate([entries, norms], axis=1).T)
-    extended = np.concatenate([keys, np.ones((len(keys), 1), np.float32)], axis=1)
-    indices, scores = np.empty(len(keys), np.intp), np.empty((_IN_CACHE, len(entries)), np.float32)
-    for start in range(0, len(keys), _IN_CACHE):
-        block = extended[start : start + _IN_CACHE]
-        np.matmul(block, weights, out=scores[: len(block)])
-        scores[: len(block)].argmax(1, out=indices[start : start + len(block)])
-    return indices
+    weights = np.concatenate([entries, norms], axis=1).T.copy()
+    # 1) Divide the keys into blocks. `matmul` multiplies one block after another, each with one thread.
+    rows = _ONE_THREAD // weights.size
+    if rows < _FEWEST_ROWS:  # entries of many components: several threads are worth their waiting
+        rows = min(len(keys), _CHUNK)
+    blocks = np.ones((math.ceil(len(keys) / rows), rows, len(weights)), np.float32)
+    blocks.reshape(-1, len(weights))[: len(keys), :-1] = keys
+    # 2) Find the entries with the largest scores, for a few blocks at a time.
+    step = max(1, _IN_CACHE // rows)
+    indices, scores = np.empty(blocks.shape[:2], np.intp), np.empty((step, rows, len(entries)), np.float32)
+    for start in range(0, len(blocks), step):
+        found = np.matmul(blocks[start : start + step], weights, out=scores[: len(blocks) - start])
+        found.argmax(2, out=indices[start : start + step])
+    return indices.reshape(-1)[: len(keys)]
 
 
 def _fit_entries(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]:
