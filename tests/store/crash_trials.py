@@ -77,6 +77,8 @@ class Operation(NamedTuple):
 
     run: Callable[[KNNStore], object]
     result: Callable[[Contents], Contents]
+    prepare: Callable[[KNNStore], object] = lambda _: None
+    """What is done to the store before."""
 
 
 BEFORE: Contents = {("a", "1"): 1, ("a", "2"): 1, ("b", "1"): 1, ("b", "3"): 1}
@@ -90,6 +92,36 @@ def _remove_document(store: KNNStore) -> None:
 def _remove_domain(store: KNNStore) -> None:
     if any(domain.name == "b" for domain in store.domains()):
         store.remove_domain("b")
+
+
+PLANNED: Contents = {("a", "1"): 2, ("a", "4"): 1, ("a", "5"): 1}
+"""Documents of the plan in the store's folder, each in a shard of its own."""
+
+
+def plan_and_encode(store: KNNStore) -> None:
+    """Make a plan in the store's folder, and write the keys of its shards."""
+    from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, ShardWriter  # slow
+
+    folder, versions = PlanFolder(store.home.path / "plan"), store.versions("a", [id for _, id in PLANNED])
+    with ShardWriter(folder, store.id, 0) as writer:
+        for (domain, id), version in PLANNED.items():
+            document = NewDocument(id, domain, f"{version:064d}", tokens_for(domain, id, version))
+            replaced = versions.get(id)
+            writer.write_shard([PlannedDocument(document, replaced and replaced.start)])
+        lease = store.lease("0" * 32, sum(shard.tokens for shard in writer.shards), folder.path)
+        plan = Plan(
+            id=lease.id, store=store.id, domain="a", identity=store.identity, dtype="float32", prefix=0,
+            batch_tokens=100, added=2, replaced=1, content=writer.content, shards=tuple(writer.shards),
+        )  # fmt: skip
+        writer.finish(plan, None)
+    for shard, (place, version) in zip(plan.shards, PLANNED.items(), strict=True):
+        folder.write_keys(shard, keys_for(*place, version))
+
+
+def _commit(store: KNNStore) -> None:
+    from knnstore.distributed import PlanFolder, commit_plan
+
+    commit_plan(store, PlanFolder(store.home.path / "plan"))
 
 
 OPERATIONS = {
@@ -107,6 +139,7 @@ OPERATIONS = {
     "remove-domain": Operation(
         _remove_domain, lambda before: {key: v for key, v in before.items() if key[0] != "b"}
     ),
+    "commit": Operation(_commit, lambda before: before | PLANNED, plan_and_encode),
     "compact": Operation(lambda store: store.optimize(), lambda before: before),
     "erase": Operation(lambda store: store.erase(), lambda before: before),
 }
@@ -157,7 +190,7 @@ def child(work: Callable[[], object]) -> int:
 def warm_up(home: Path, operation: Operation) -> None:
     """Import and compile once, here, and not in every child; by an engine that starts no threads."""
     registry.load = functools.cache(registry.load)  # which reads the metadata of all packages
-    prepare(home)
+    prepare(home, operation)
     with KNNStore.open(home, "a") as store:
         contents(store)
         operation.run(store)
@@ -177,7 +210,7 @@ def in_writer(
     return run
 
 
-def prepare(home: Path, engine: str = "exact") -> None:
+def prepare(home: Path, operation: Operation, engine: str = "exact") -> None:
     adapter, params = ENGINES[engine]
     with KNNStore.create(home, IDENTITY, store=adapter, params=params) as store:
         for (domain, id), version in BEFORE.items():
@@ -185,6 +218,7 @@ def prepare(home: Path, engine: str = "exact") -> None:
         add(store, ("gone", "x", 1), ("a", "1", 0))  # leaves tombstones behind
         add(store, ("a", "1", 1))
         store.remove_domain("gone")
+        operation.prepare(store)
 
 
 def places(template: Path, home: Path, operation: Operation) -> dict[str, int]:
@@ -286,7 +320,7 @@ class Trials:
 
 def main(folder: Path, how: str, operation: Operation, engine: str) -> None:
     template = folder / "template"
-    assert child(functools.partial(prepare, template, engine)) == 0
+    assert child(functools.partial(prepare, template, operation, engine)) == 0
     warm_up(folder / "warm", operation)
     trials = Trials(template, folder / "trial", operation)
     if how == "disk-full":

@@ -6,14 +6,17 @@ AT_LEAST = {
     ("exact", "replace"): (64, 45),
     ("exact", "remove-document"): (20, 13),
     ("exact", "remove-domain"): (20, 16),
+    ("exact", "commit"): (170, 100),
     ("exact", "compact"): (50, 15),
     ("lists", "compact"): (16, 6),
     ("graphs", "replace"): (34, 24),
+    ("graphs", "commit"): (44, 20),
     ("graphs", "compact"): (16, 4),
     ("graphs", "erase"): (16, 2),
     # Keys are coded file by file: most kills leave one for recovery, which has one point then, where the
     # trials kill it at its first to eighth in turn.
     ("coded", "compact"): (16, 3),
+    ("coded", "commit"): (44, 20),
 }
 """How often a writer is killed in each operation, and again in the recovery, at least."""
 IN_NO_CI = {
@@ -23,6 +26,8 @@ IN_NO_CI = {
     ("graphs", "replace"),
     ("graphs", "compact"),
     ("coded", "compact"),
+    ("exact", "commit"),
+    ("graphs", "commit"),
 }
 """Operations whose parts others have, and engines whose files are of the same log."""
 
@@ -48,7 +53,7 @@ def test_every_engine_is_killed_and_hundreds_of_kills_are_survived() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["replace", "compact"])
+@pytest.mark.parametrize("operation", ["replace", "compact", "commit"])
 def test_a_full_disk_is_an_error_and_costs_nothing_that_was_there(trials, operation: str) -> None:
     pytest.importorskip("faiss")
     assert len(trials("crash_trials.py", "disk-full", operation, "exact")["trials"]) == 10
