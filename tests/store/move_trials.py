@@ -129,8 +129,9 @@ def passages(template: Path, home: Path) -> list[str]:
 
 def main(folder: Path) -> None:
     template, home = folder / "template", folder / "trial"
-    assert child(partial(prepare, template)) == 0
-    warm_up(folder / "warm", Operation(KNNStore.optimize, lambda before: before))
+    optimize = Operation(KNNStore.optimize, lambda before: before)
+    assert child(partial(prepare, template, optimize)) == 0
+    warm_up(folder / "warm", optimize)
     trials: list[str] = []
     killed: list[str] = []
     recoveries_killed = 0
