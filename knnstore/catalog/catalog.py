@@ -58,6 +58,7 @@ from knnstore.catalog.tables import (
     StoreRow,
     TagRow,
     TokensRow,
+    WithdrawalRow,
 )
 from knnstore.catalog.types import (
     Document,
@@ -513,6 +514,19 @@ class Catalog:
             return [
                 Lease(row.id, row.start, row.stop, row.folder, row.committed_at is not None) for row in rows
             ]
+
+    def withdrawn_ids(self, lease: str, domain: str) -> set[str]:
+        """Return the ids of documents that were added after a lease was made, and removed again or renamed.
+
+        Args:
+            lease: id of an open lease; other leases give an empty set.
+            domain: name of the domain.
+        """
+        statement = select(WithdrawalRow.external_id).where(
+            WithdrawalRow.lease_id == lease, WithdrawalRow.domain == domain
+        )
+        with run_read_transaction(self.sql) as session:
+            return set(session.scalars(statement))
 
     def problems(self) -> list[str]:
         """Check the database for damage, and return messages about the problems.

@@ -191,6 +191,20 @@ class LeaseRow(Base):
     """Time when the documents became live; None before."""
 
 
+class WithdrawalRow(Base):
+    """Table of documents that were added after an open lease was made, and removed again or renamed.
+
+    The commit of the lease's plan does not add documents with these ids. The rows are deleted with the lease,
+    and when it is committed.
+    """
+
+    __tablename__ = "knnstore_withdrawals"
+
+    lease_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    domain: Mapped[str] = mapped_column(String, primary_key=True)
+    external_id: Mapped[str] = mapped_column(String, primary_key=True)
+
+
 class ChecksumRow(Base):
     """Table of the checksum of each document's vector keys.
 

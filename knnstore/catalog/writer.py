@@ -21,7 +21,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, select, text, update
+from sqlalchemy import Connection, delete, exists, insert, literal, select, text, update
 from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -50,6 +50,7 @@ from knnstore.catalog.tables import (
     StoreRow,
     TagRow,
     TokensRow,
+    WithdrawalRow,
 )
 from knnstore.catalog.types import Engine, Lease, NewDocument, PlacedDocument
 from knnstore.catalog.vacuum import check_room, vacuum
@@ -115,6 +116,7 @@ class CatalogWriter:
         with self._run_transaction("release") as session:
             for chunk in split_into_chunks(list(ids)):
                 session.execute(delete(LeaseRow).where(LeaseRow.id.in_(chunk)))
+                session.execute(delete(WithdrawalRow).where(WithdrawalRow.lease_id.in_(chunk)))
 
     def begin(
         self, documents: Sequence[NewDocument], starts: Sequence[int] | None = None
@@ -222,6 +224,7 @@ class CatalogWriter:
                 statement = open_lease.values(committed_at=datetime.now(UTC)).returning(LeaseRow.id)
                 if session.scalars(statement).one_or_none() is None:
                     raise CatalogError("the lease of the documents was released or committed meanwhile")
+                session.execute(delete(WithdrawalRow).where(WithdrawalRow.lease_id == lease))
             if rows:
                 _increment_revision(session)
 
@@ -240,12 +243,15 @@ class CatalogWriter:
     def retire(self, rows: Sequence[int]) -> None:
         """Change live documents to the state "deleting", so that readers no longer see them.
 
+        Open leases note the ids of documents that were added after them; see `Catalog.withdrawn_ids`.
+
         Args:
             rows: primary keys of the documents. Unknown keys, and keys of documents that are not live, are
                 ignored.
         """
         with self._run_transaction("retire") as session:
             for chunk in split_into_chunks(rows):
+                _note_withdrawals(session, chunk)
                 statement = (
                     update(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE).values(state=DELETING)
                 )
@@ -316,6 +322,8 @@ class CatalogWriter:
     def rename(self, ids: Mapping[int, str]) -> None:
         """Replace the ids that the user gave to live documents (completely stored and not removed).
 
+        Open leases note the old ids as those of removed documents; see `retire`.
+
         Args:
             ids: new id of each document, by primary key of the document.
 
@@ -327,6 +335,8 @@ class CatalogWriter:
             check_name(id, "a document's id")
         with self._run_transaction("rename") as session:
             undamaged_rows = _select_undamaged(session, ids)
+            for chunk in split_into_chunks(list(ids)):
+                _note_withdrawals(session, chunk)
             for row, id in ids.items():
                 statement = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(external_id=id)
                 try:
@@ -566,6 +576,30 @@ def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int
     overlaps = exists().where(DocumentRow.start < stop, DocumentRow.stop > min(starts))
     if session.scalar(select(overlaps)) or stop > session.scalars(select(StoreRow.next_position)).one():
         raise CatalogError("positions of these documents belong to other documents: nothing is added")
+
+
+def _note_withdrawals(session: Session, rows: Sequence[int]) -> None:
+    """Note in each open lease the ids of live documents that were added after it, and now lose these ids.
+
+    A document that was stored before needs no note: a plan knows the version that it replaces.
+
+    Args:
+        session: session of the transaction.
+        rows: primary keys of the documents.
+    """
+    for lease in session.scalars(select(LeaseRow).where(LeaseRow.committed_at.is_(None))).all():
+        added_after = (
+            select(literal(lease.id), DomainRow.name, DocumentRow.external_id)
+            .join(DomainRow, DomainRow.id == DocumentRow.domain_id)
+            .where(DocumentRow.id.in_(rows), IS_LIVE, DocumentRow.start >= lease.stop)
+        )
+        noted = exists().where(
+            WithdrawalRow.lease_id == lease.id,
+            WithdrawalRow.domain == DomainRow.name,
+            WithdrawalRow.external_id == DocumentRow.external_id,
+        )
+        columns = ["lease_id", "domain", "external_id"]
+        session.execute(insert(WithdrawalRow).from_select(columns, added_after.where(~noted)))
 
 
 def _increment_revision(session: Session) -> None:

@@ -28,8 +28,8 @@ class Committed:
     tokens: int
     """Number of tokens that were added."""
     skipped: tuple[str, ...]
-    """Ids of documents that were not added, because the version that was stored when the plan was made was
-    removed or replaced since, or another version was stored."""
+    """Ids of documents that were not added, because a version of them was stored, replaced or removed since
+    the plan was made."""
     was_committed: bool
     """True if the plan was committed before; then nothing is changed."""
 
@@ -71,12 +71,16 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         raise PlanError(f"{listed}{more}: run `knnstore encode {folder.path}`, then commit again")
     # 2) Add shard by shard; readers see nothing of it.
     added, tokens, skipped = 0, 0, list[str]()
+    withdrawn_ids = store.withdrawn_ids(lease, plan.domain)
     shown.start("adding", total=plan.tokens)
     with store.ingest_leased(lease) as ingest:
         for shard in plan.shards:
             documents = folder.read_documents(shard)
             versions = store.versions(plan.domain, [of.document.id for of in documents])
-            is_current = [_is_addable(of, versions.get(of.document.id)) for of in documents]
+            is_current = [
+                _is_addable(of, versions.get(of.document.id)) and of.document.id not in withdrawn_ids
+                for of in documents
+            ]
             skipped += [of.document.id for of, keep in zip(documents, is_current, strict=True) if not keep]
             chosen = np.flatnonzero(is_current)
             starts = _compute_starts(lease, shard, documents)

@@ -332,6 +332,15 @@ class StoreReader:
         """Return the leases of the store, the newest first: the positions of planned documents."""
         return self._catalog.leases()
 
+    def withdrawn_ids(self, lease: Lease, domain: str) -> set[str]:
+        """Return the ids of documents that were added after an open lease was made, and removed or renamed.
+
+        Args:
+            lease: the lease.
+            domain: name of the domain.
+        """
+        return self._catalog.withdrawn_ids(lease.id, domain)
+
     def revision(self) -> int:
         """Return the store's revision, a number that grows with every change that readers can see."""
         return self._catalog.revision()

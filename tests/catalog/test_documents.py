@@ -163,6 +163,26 @@ def test_filters_and_counts(catalog: Catalog, writer: CatalogWriter, document: M
     assert [(d.name, d.documents, d.tokens) for d in catalog.domains()] == [("law", 2, 8), ("tax", 1, 4)]
 
 
+def test_open_leases_note_documents_that_came_and_went(
+    catalog: Catalog, writer: CatalogWriter, document: Make
+) -> None:
+    (before,) = add(writer, document("before", "law"))
+    open_lease, committed, released = (writer.lease(letter * 32, 10, "/plan") for letter in "abc")
+    writer.publish([], lease=committed.id)
+    first, second, third = add(writer, document("a", "law"), document("b", "law"), document("a", "tax"))
+    writer.retire([before, first, third])
+    writer.rename({second: "c"})
+    writer.retire(add(writer, document("a", "law")))  # a second time
+    for lease in (open_lease, released):
+        assert catalog.withdrawn_ids(lease.id, "law") == {"a", "b"}
+        assert catalog.withdrawn_ids(lease.id, "tax") == {"a"}
+    assert catalog.withdrawn_ids(committed.id, "law") == set()
+    writer.release([released.id])
+    writer.publish([], lease=open_lease.id)
+    for lease in (open_lease, released):
+        assert catalog.withdrawn_ids(lease.id, "law") == set()
+
+
 @pytest.mark.slow
 def test_two_thousand_documents_at_once(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
     documents = [

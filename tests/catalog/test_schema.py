@@ -38,7 +38,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "9998"
-down_revision = "0010"
+down_revision = "0011"
 
 
 def upgrade() -> None:
@@ -196,6 +196,7 @@ def test_a_store_that_was_pruned_is_refused_and_stays_as_it_is(
     run(
         catalog_url,
         "DROP TABLE knnstore_leases",
+        "DROP TABLE knnstore_withdrawals",
         "CREATE TABLE knnstore_document_pruned (document_id BIGINT PRIMARY KEY)",
         *(f"INSERT INTO knnstore_document_pruned VALUES ({one.row})" for one in placed),
         "UPDATE knnstore_alembic_version SET version_num = '0008'",

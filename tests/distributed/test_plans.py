@@ -220,6 +220,29 @@ def test_changes_between_plan_and_commit_win(workshop: Workshop) -> None:
     assert workshop.problems() == []
 
 
+def test_documents_that_came_and_went_meanwhile_are_not_added(workshop: Workshop, tmp_path: Path) -> None:
+    """They are left out, whether they were removed or renamed. Those of other domains and plans are not."""
+    workshop.plan()
+    workshop.encode()
+    for _ in range(2):
+        workshop.add(DOCUMENTS[:3])
+        workshop.remove("d0")
+    with KNNStore.open(workshop.home, "a") as store:
+        store.rename("news", {"d1": "other"})
+        store.remove_domain("news")
+    workshop.add(DOCUMENTS[3:5], domain="elsewhere")
+    with KNNStore.open(workshop.home, "a") as store:
+        store.remove_domain("elsewhere")
+    later = tmp_path / "later"
+    workshop.plan(DOCUMENTS[:3], folder=later)
+    committed = workshop.commit()
+    assert set(committed.skipped) == {"d0", "d1", "d2"}
+    assert workshop.ids() == {f"d{at}" for at in range(3, 40)}
+    encode_shards(PlanFolder(later))
+    assert workshop.commit(later).documents == 3
+    assert workshop.problems() == []
+
+
 def test_tags_that_were_set_after_the_plan_are_kept(workshop: Workshop) -> None:
     workshop.add(DOCUMENTS[:2])
     workshop.plan([{**document, "text": "changed"} for document in DOCUMENTS[:2]])

@@ -121,6 +121,7 @@ def age(home: str) -> None:
             database.execute(f"ALTER TABLE knnstore_{table} DROP COLUMN digest")
         columns = "document_id INTEGER PRIMARY KEY, records INTEGER, scale DOUBLE, survivors BLOB"
         database.execute("DROP TABLE knnstore_leases")
+        database.execute("DROP TABLE knnstore_withdrawals")
         database.execute(f"CREATE TABLE knnstore_document_pruned ({columns})")
         database.execute("UPDATE knnstore_alembic_version SET version_num = '0007'")
         database.commit()

@@ -81,8 +81,8 @@ def encode(
 def commit(folder: PlanArgument, *, home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Add the documents of a plan to the store, in one transaction, when all of its shards are encoded.
 
-    Until then nobody sees any of them. A document whose stored version was removed or replaced after the plan
-    was made is left out. A second commit changes nothing.
+    Until then nobody sees any of them. A document of which a version was stored, replaced, removed or renamed
+    after the plan was made is left out. A second commit changes nothing.
 
     Examples:
       knnstore commit plan
@@ -159,8 +159,8 @@ def describe_skipped(ids: Sequence[str]) -> str:
         ids: ids of the documents, at least one.
     """
     return (
-        f"{len(ids):,} documents were left out, because they were removed or replaced after the plan was "
-        f"made: {printable(', '.join(ids[:5]))}"
+        f"{len(ids):,} documents were left out, because versions of them were stored, replaced, removed or "
+        f"renamed after the plan was made: {printable(', '.join(ids[:5]))}"
     )
 
 
