@@ -103,7 +103,7 @@ class StoreRuntime(Runtime):
             from knnstore import KNNLMForCausalLM, KNNSettings
             from knnstore.lm import load_model
 
-            base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
+            base, tokenizer = load_model(name, device=self.device, dtype=self.dtype, causal_only=True)
             print_detail(f"{Path(name).name} runs on {base.device}, with {torch.get_num_threads()} threads")
             return KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
 

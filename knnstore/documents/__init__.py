@@ -3,6 +3,8 @@
 from knnstore.documents.document import (
     FIELDS,
     NOT_MEMBERS,
+    PAIR_FIELDS,
+    SOURCE,
     Fields,
     OnBad,
     Origin,
@@ -18,6 +20,8 @@ __all__ = [
     "FIELDS",
     "HUB",
     "NOT_MEMBERS",
+    "PAIR_FIELDS",
+    "SOURCE",
     "STDIN",
     "UTF8",
     "Fields",

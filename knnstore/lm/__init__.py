@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     )
     from knnstore.lm.mixing import Evidence as Retrieved  # its former name, for one release
     from knnstore.lm.model import (
+        KNNLM,
         ForwardPass,
         KeylessText,
         KNNLMForCausalLM,
+        KNNLMForSeq2SeqLM,
         TextStateLayer,
         create,
         following,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
         BATCH_TOKENS,
         Added,
         Detokenizer,
+        DocumentTokenizer,
         DummyLayer,
         Encoder,
         NewDocuments,
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
         create_not_finite_error,
         decode_tokens,
         is_causal,
+        is_seq2seq,
         load_model,
         load_text_parts,
         named_panics,
@@ -112,6 +116,7 @@ else:
 
 __all__ = [
     "BATCH_TOKENS",
+    "KNNLM",
     "Added",
     "Audit",
     "BinnedLambda",
@@ -126,6 +131,7 @@ __all__ = [
     "DistributionComponent",
     "DocumentEffect",
     "DocumentScore",
+    "DocumentTokenizer",
     "DomainWeights",
     "Drafts",
     "DummyLayer",
@@ -140,6 +146,7 @@ __all__ = [
     "Interval",
     "JointGate",
     "KNNLMForCausalLM",
+    "KNNLMForSeq2SeqLM",
     "KNNSettings",
     "KeylessText",
     "Likelihoods",
@@ -183,6 +190,7 @@ __all__ = [
     "find_trained_settings",
     "following",
     "is_causal",
+    "is_seq2seq",
     "likelihoods",
     "load",
     "load_model",

@@ -42,7 +42,7 @@ class StoreWriter:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "knnstore-writing")
         tokenizer = copy.deepcopy(lm.tokenizer)
-        reader = replace(lm.reader, encoder=_TurnEncoder(lm.encoder, engine), tokenizer=tokenizer)  # type: ignore[arg-type]
+        reader = replace(lm.reader, encoder=_TurnEncoder(lm.key_encoder, engine), tokenizer=tokenizer)  # type: ignore[arg-type]
         self._model_parts = _ModelParts(lm.store, tokenizer, reader, lm.after_adding)
 
     async def add_document(

@@ -187,6 +187,7 @@ def init(
                 device=runtime.device,
                 dtype=runtime.dtype,
                 progress=bar,
+                causal_only=True,
             ).store
     with new_store:
         store_info = new_store.info()

@@ -26,13 +26,21 @@ from knnstore.lm.reading.models import (
     identify,
     identify_text,
     is_causal,
+    is_seq2seq,
     load_model,
     load_text_parts,
     loaded,
     warn_of_unknown_tokens,
 )
 from knnstore.lm.reading.new_documents import NewDocuments
-from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, tokenized, usable_documents
+from knnstore.lm.reading.reader import (
+    DocumentTokenizer,
+    TextReader,
+    check_tokens,
+    in_chunks,
+    tokenized,
+    usable_documents,
+)
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.token_text import (
     Detokenizer,
@@ -43,18 +51,28 @@ from knnstore.lm.reading.token_text import (
     named_panics,
     split_text,
 )
-from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch, pack, prefix_of
+from knnstore.lm.reading.windows import (
+    BATCH_TOKENS,
+    SourceBatch,
+    Tokens,
+    WindowBatch,
+    decoder_prefix_of,
+    pack,
+    prefix_of,
+)
 
 __all__ = [
     "BATCH_TOKENS",
     "CACHE_NAMES",
     "Added",
     "Detokenizer",
+    "DocumentTokenizer",
     "DummyLayer",
     "Encoded",
     "Encoder",
     "LogProbs",
     "NewDocuments",
+    "SourceBatch",
     "Synced",
     "TextReader",
     "TokenPiece",
@@ -72,6 +90,7 @@ __all__ = [
     "choose_window",
     "create_not_finite_error",
     "decode_tokens",
+    "decoder_prefix_of",
     "find_cache",
     "get_cache_argument_name",
     "get_model_name",
@@ -80,6 +99,7 @@ __all__ = [
     "identify_text",
     "in_chunks",
     "is_causal",
+    "is_seq2seq",
     "load_model",
     "load_text_parts",
     "loaded",
