@@ -14,7 +14,7 @@ from knnstore.documents.document import (
 )
 from knnstore.documents.git_tree import GitTree
 from knnstore.documents.paths import HUB, STDIN, OnIgnored, check_paths, is_among, read_documents, size_of
-from knnstore.documents.source_files import UTF8
+from knnstore.documents.source_files import UTF8, decode_text
 
 __all__ = [
     "FIELDS",
@@ -32,6 +32,7 @@ __all__ = [
     "Reason",
     "TextDocument",
     "check_paths",
+    "decode_text",
     "documents_of",
     "is_among",
     "read_documents",

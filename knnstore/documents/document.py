@@ -260,7 +260,10 @@ def _get_source(row: Mapping[Any, Any], name: str) -> str:
     """
     source = unwrap_string(row.get(name))
     if is_missing(source):
-        raise InputError(f"no {name!r}: the model translates, so a document is a pair of a source and a text")
+        raise InputError(
+            f"no {name!r}: for this model a document is a pair of a source and a text; name the field that "
+            "is the source (--source-field)"
+        )
     if not isinstance(source, str):
         raise InputError(f"{name!r} is {type(source).__name__}, not a string")
     return source
@@ -303,10 +306,14 @@ def documents_of(
     if isinstance(rows, str | bytes | Mapping | TextDocument):
         hint = ": give one of its values" if isinstance(rows, Mapping) and type(rows) is not dict else ""
         raise InputError(f"documents are a list or another iterable, not one {type(rows).__name__}{hint}")
-    entries = (
-        Entry(f"{source} {number}", partial(TextDocument.from_row, row, fields))
-        for number, row in enumerate(iterate_rows(rows), start=1)
-    )
+
+    def make_entry(number: int, row: object) -> Entry:
+        """Return the entry of a row; a document that was read from a file keeps its origin."""
+        origin = row.origin if isinstance(row, TextDocument) else None
+        place = origin or Origin(f"{source} {number}")
+        return Entry(place.where, partial(TextDocument.from_row, row, fields), place.in_folder)
+
+    entries = (make_entry(number, row) for number, row in enumerate(iterate_rows(rows), start=1))
     return read_entries(entries, on_bad)
 
 

@@ -105,7 +105,7 @@ def test_pairs_have_the_ids_of_both_texts(lm) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "w5"}, "no 'source': the model translates"),
+        ({"text": "w5"}, "no 'source': for this model a document is a pair"),
         ({"source": 3, "text": "w5"}, "'source' is int, not a string"),
         ({"source": " ", "text": "w5"}, "the source is empty"),
         ({"source": "w5", "text": " "}, "the text is empty"),

@@ -74,7 +74,7 @@ def demo(
     quiet_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
         home = Path(folder) / "demo.knn"
-        lm = knnstore.create(home, name, device=runtime.device, dtype=runtime.dtype, causal_only=True)
+        lm = knnstore.create(home, name, device=runtime.device, dtype=runtime.dtype, kind="causal")
         with lm.store:
             result = demonstrate(lm, [reference(), library()], bar)
     print_result(result, _format_demo(result), as_json=as_json)

@@ -88,7 +88,12 @@ def evaluate(
         check_writable(per_token)
     with Bar() as bar, ExitStack() as opened:
         lm = opened.enter_context(
-            runtime.open_model("r", params=read_params(params), domains=selected.domains)
+            runtime.open_model(
+                "r",
+                params=read_params(params),
+                domains=selected.domains,
+                kind="causal" if audited else None,
+            )
         )
         from knnstore.lm import TokenTable, replacing, usable_documents
 

@@ -151,7 +151,7 @@ def serve(
             model=model_location,
             device=runtime.device,
             dtype=runtime.dtype,
-            causal_only=True,
+            kind="causal",
         )
         assert isinstance(lm, KNNLMForCausalLM)
         return lm

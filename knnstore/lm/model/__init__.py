@@ -1,7 +1,7 @@
 """The model with a store as a transformers model: creating, loading, generating and scoring."""
 
 from knnstore.lm.model.keyless import KeylessText
-from knnstore.lm.model.modeling import KNNLM, KNNLMForCausalLM, KNNLMForSeq2SeqLM
+from knnstore.lm.model.modeling import KNNLM, KNNLMForCausalLM, KNNLMForSeq2SeqLM, choose_model_class
 from knnstore.lm.model.opening import create, load
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.prefill import following, likelihoods, read_part
@@ -15,6 +15,7 @@ __all__ = [
     "KNNLMForSeq2SeqLM",
     "KeylessText",
     "TextStateLayer",
+    "choose_model_class",
     "create",
     "following",
     "likelihoods",

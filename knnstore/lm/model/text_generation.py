@@ -1,6 +1,6 @@
 """Generating text with a model and its store (`generate_text`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, overload
 
@@ -163,12 +163,12 @@ def _continue_text(
     pad = options.get("pad_token_id", tokenizer.pad_token_id)
     continuations = rows[:, len(begun) :].tolist()
     if len(continuations) == 1:
-        return "".join(_decode_pieces(texts, before, continuations[0]))
-    return ["".join(_decode_pieces(texts, before, _remove_padding(row, ends, pad))) for row in continuations]
+        return decode_continuation(texts, before, continuations[0])
+    return [decode_continuation(texts, before, _remove_padding(row, ends, pad)) for row in continuations]
 
 
-def _decode_pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[str]:
-    """Yield the text of a continuation in the same pieces as streaming does.
+def decode_continuation(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text of a continuation, joined from the same pieces as those of streaming.
 
     Args:
         texts: the texts of the tokens.
@@ -176,9 +176,8 @@ def _decode_pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[in
         tokens: tokens of the continuation.
     """
     detokenizer = Detokenizer(texts, prompt)
-    for token in tokens:
-        yield from (piece.text for piece in detokenizer.take(token))
-    yield from (piece.text for piece in detokenizer.end())
+    pieces = [piece for token in tokens for piece in detokenizer.take(token)]
+    return "".join(piece.text for piece in (*pieces, *detokenizer.end()))
 
 
 def _remove_padding(tokens: list[int], ends: set[int], pad: int | None) -> list[int]:

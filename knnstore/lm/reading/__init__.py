@@ -18,6 +18,7 @@ from knnstore.lm.reading.model_cache import (
     get_cache_argument_name,
 )
 from knnstore.lm.reading.models import (
+    Kind,
     check_matches,
     check_runs,
     check_tokenizer,
@@ -70,6 +71,7 @@ __all__ = [
     "DummyLayer",
     "Encoded",
     "Encoder",
+    "Kind",
     "LogProbs",
     "NewDocuments",
     "SourceBatch",

@@ -6,7 +6,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,6 +78,11 @@ _REASON_CHARACTERS = 300
 """Largest number of characters of another package's error message in a message of ours."""
 
 
+Kind = Literal["causal", "seq2seq"]
+"""Kind of a language model: ``causal`` continues a text; ``seq2seq`` (encoder-decoder) reads a source, and
+generates a text."""
+
+
 class Loaded(NamedTuple):
     """A language model in evaluation mode, and its tokenizer."""
 
@@ -93,7 +98,7 @@ def load_model(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     gguf_file: str | None = None,
-    causal_only: bool = False,
+    kind: Kind | None = None,
     **options: Any,
 ) -> Loaded:
     """Load a causal language model or an encoder-decoder model, and its tokenizer.
@@ -104,7 +109,7 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16``; default is float32 on the CPU, and the dtype in which
             the model was saved on a GPU.
         gguf_file: name of the GGUF file in the folder or hub id `name`.
-        causal_only: True to refuse an encoder-decoder model.
+        kind: refuse a model of the other kind; None accepts both.
         **options: passed on to ``from_pretrained`` of the `Auto` class (revision, device_map, ...).
 
     Returns:
@@ -126,7 +131,7 @@ def load_model(
     try:
         _check_device_exists(torch.device(place))
         config, tokenizer = load_text_parts(name, revision=options.get("revision"))
-        auto_class = _choose_auto_class(name, config, causal_only=causal_only)
+        auto_class = _choose_auto_class(name, config, kind)
         _check_sizes(name, config)
         # Without this option transformers asks on the terminal if it may run code from the repository.
         safe: dict[str, Any] = {"trust_remote_code": False}
@@ -224,27 +229,36 @@ def is_seq2seq(config: PreTrainedConfig) -> bool:
     return config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
-def _choose_auto_class(name: str, config: PreTrainedConfig, *, causal_only: bool) -> Any:
+def _choose_auto_class(name: str, config: PreTrainedConfig, wanted: Kind | None) -> Any:
     """Return the `Auto` class of transformers that loads a model.
 
     Args:
         name: name of the model, for the message.
         config: the model's configuration.
-        causal_only: True to refuse an encoder-decoder model.
+        wanted: the kind of model that the caller needs; None for both.
 
     Raises:
         ConfigError: the model is neither a causal language model nor an encoder-decoder model of texts, or it
             is refused; the message says what can be done.
     """
     if is_causal(config):
+        if wanted == "seq2seq":
+            raise ConfigError(
+                f"the model {name!r} ({config.model_type}) is a causal one, and this needs an "
+                "encoder-decoder model"
+            )
         return AutoModelForCausalLM
-    if is_seq2seq(config) and not causal_only:
+    if is_seq2seq(config) and wanted != "causal":
         return AutoModelForSeq2SeqLM
+    if is_seq2seq(config):
+        raise ConfigError(
+            f"the model {name!r} ({config.model_type}) is an encoder-decoder model, and this needs a "
+            "causal one"
+        )
     kind = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
-    which = "this needs a causal one" if is_seq2seq(config) else "knnstore does not run it"
     raise ConfigError(
-        f"the model {name!r} ({config.model_type}) is {kind}, and {which}; with a store of `knnstore init "
-        "--key none`, NGramLogitsProcessor adds n-grams to such a model"
+        f"the model {name!r} ({config.model_type}) is {kind}, and knnstore does not run it; with a store of "
+        "`knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
     )
 
 

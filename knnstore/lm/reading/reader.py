@@ -95,6 +95,8 @@ class DocumentTokenizer:
         try:
             check_tokens(tokens, self.vocabulary, self.tokenizer)
             if document.source is not None:
+                if self.max_source is None:
+                    raise InputError("the document is a pair, and the model reads no source")
                 self.tokenize_sources([document.source])
         except InputError as error:
             return error
