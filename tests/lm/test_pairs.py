@@ -91,6 +91,16 @@ def test_another_source_replaces_a_pair_and_other_metadata_do_not(lm) -> None:
     assert translate(lm, [changed[0]]) == [second[0]["text"]]
 
 
+def test_a_domain_is_made_equal_to_pairs(lm) -> None:
+    lm.add(FIRST, domain="first")
+    found = lm.sync([*FIRST[5:], {**FIRST[0], "source": "w7"}], domain="first")
+    assert (found.added.replaced, found.added.unchanged) == (1, 25)
+    assert found.removed == ("a1", "a2", "a3", "a4")
+    with pytest.raises(UnusableDocumentError, match="no 'source'"):
+        lm.sync([*FIRST[5:], {"id": "a0", "text": "w5"}], domain="first")
+    assert len(lm.store.documents(domain="first")) == 26
+
+
 def test_pairs_have_the_ids_of_both_texts(lm) -> None:
     """The same translation of two sentences is two pairs; the same pair twice is one."""
     rows = [{"source": source, "text": "w9 w8"} for source in ("w5", "w6")]

@@ -6,6 +6,7 @@ import torch
 
 import knnstore
 from knnstore.lm import FixedLambda, KNNLMForSeq2SeqLM, KNNSettings
+from knnstore.lm.keys import FINAL_PLACES, LAYER_PLACES, Source, hidden_forward, locate
 from tests.lm.seq2seq import EOS, FAMILIES, Definition, make_model, make_pairs, make_tokenizer
 
 KNN = KNNSettings(k=8, mixer=FixedLambda(0.4), temperature=8.0)
@@ -49,6 +50,15 @@ def test_keys_are_the_input_of_the_last_feed_forward_part_of_the_decoder(lm) -> 
     assert lm.reader.prefix == tuple(lm.family.prefix)
 
 
+def test_every_place_of_keys_is_in_the_decoder(lm) -> None:
+    """One vector for each token of the text, and not for each token of the source."""
+    source = Source(torch.tensor([[5, 6, 7, EOS]]), torch.ones(1, 4, dtype=torch.long))
+    for place in (*LAYER_PLACES, *FINAL_PLACES):
+        location = locate(lm.base, place)
+        assert "decoder" in location.path
+        assert hidden_forward(lm.base, location, torch.tensor([[8, 9]]), source)[0].shape == (1, 2, 32)
+
+
 def test_forward_is_the_definition(lm, definition) -> None:
     texts = [[*lm.family.prefix, *(int(word[1:]) for word in one["text"].split())] for one in HELD_OUT]
     longest = max(map(len, texts))
@@ -80,7 +90,7 @@ def test_greedy_text_of_unequal_sources_is_the_definition(lm, definition, side) 
         definition.padding = int((mask == 0).sum()) if side == "left" else 0
         expected.append(definition.greedy(pair["source"], NEW))
     definition.padding = 0
-    for options in ({}, {"use_cache": False}):
+    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         rows = lm.generate(**batch, knn=KNN, max_new_tokens=NEW, **options)
         assert [cut(row) for row in rows] == [cut(np.array(tokens)) for tokens in expected]
 
