@@ -56,6 +56,18 @@ def test_pairs_are_read_from_tables_and_scored(run) -> None:
     assert "error: held-out.tsv row 2: no 'source': for this model" in refused.err
 
 
+def test_translations_are_scored_beside_the_perplexities(run) -> None:
+    found = run(f"eval pairs.jsonl --translate --beams 2 --json {SURE}").json["translation"]
+    assert (found["pairs"], round(found["knn_bleu"], 6)) == (30, 100.0)
+    shown = run(f"eval pairs.jsonl --translate --details {SURE}").out
+    assert [line.split()[-1] for line in shown.splitlines() if line.startswith(("BLEU", "chrF"))] == [
+        "100.00",
+        "100.00",
+    ]
+    assert "bleu_signature" in shown
+    assert "for encoder-decoder models" in run("eval pairs.jsonl --translate --audit").err
+
+
 def test_an_explanation_shows_the_sources_of_the_pairs(run) -> None:
     pair = PAIRS[3]
     shown = run(f"explain {shlex.quote(pair['text'])} --source {shlex.quote(pair['source'])} --neighbors 1")

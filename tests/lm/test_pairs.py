@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import sacrebleu
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
@@ -316,3 +317,30 @@ def test_text_is_generated_with_stop_strings_and_several_rows(lm) -> None:
     assert (rows[0], len(rows)) == (pair["text"], 2)
     with pytest.raises(InputError, match="the source has 65 tokens"):
         lm.generate_text("w5 " * 64, 12)
+
+
+def test_translations_keep_the_order_of_their_sources_whatever_is_read_together(lm) -> None:
+    lm.add(FIRST, domain="first")
+    sources = [pair["source"] for pair in FIRST[:9]] + [" "]
+    for options in ({}, {"batch_tokens": 1}, {"batch_tokens": 24, "num_beams": 2}):
+        assert lm.translate(sources, **options) == [*texts_of(FIRST[:9]), ""]
+    assert lm.translate([]) == []
+    with pytest.raises(InputError, match="source 2: the source has 65 tokens"):
+        lm.translate(["w5", "w5 " * 64])
+
+
+def test_translations_are_scored_beside_those_of_the_model_alone(lm) -> None:
+    """What is stored word for word is translated so; the scores of other pairs are those of sacrebleu."""
+    lm.add(FIRST, domain="first")
+    found = lm.score_translations(FIRST[:12])
+    assert (found.pairs, found.knn_bleu, found.knn_chrf) == (12, pytest.approx(100), pytest.approx(100))
+    assert found.base_bleu < 20
+    assert found.bleu_signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a")
+    mixed = [*FIRST[:6], *HELD_OUT]
+    found = lm.score_translations(mixed, num_beams=2)
+    texts = lm.translate([pair["source"] for pair in mixed], num_beams=2)
+    assert found.knn_bleu == sacrebleu.corpus_bleu(texts, [texts_of(mixed)]).score
+    assert found.knn_chrf == sacrebleu.corpus_chrf(texts, [texts_of(mixed)]).score
+    assert 0 < found.knn_bleu < 100
+    with pytest.raises(InputError, match="there is no pair"):
+        lm.score_translations([])

@@ -7,6 +7,7 @@ from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.prefill import following, likelihoods, read_part
 from knnstore.lm.model.registering import register_models
 from knnstore.lm.model.text_layer import TextStateLayer
+from knnstore.lm.model.translation import TranslationScores
 
 __all__ = [
     "KNNLM",
@@ -15,6 +16,7 @@ __all__ = [
     "KNNLMForSeq2SeqLM",
     "KeylessText",
     "TextStateLayer",
+    "TranslationScores",
     "choose_model_class",
     "create",
     "following",

@@ -36,7 +36,7 @@ from knnstore.lm.model.registering import (
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.text_generation import enable_cache, generate_text
 from knnstore.lm.model.text_layer import attach_texts, get_texts_of_pass
-from knnstore.lm.model.translation import translate
+from knnstore.lm.model.translation import score_translations, translate
 from knnstore.lm.reading import (
     Encoder,
     TextReader,
@@ -548,7 +548,8 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
     # Cross-entropy of labels that are not shifted: the target of a position is its label.
     loss_type = "ForMaskedLM"
     _reads_source = True
-    # Its docstring is there.
+    # These methods are functions of another module; their docstrings are there.
+    score_translations = score_translations
     translate = translate
     text_argument = "decoder_input_ids"
     text_mask_argument = "decoder_attention_mask"

@@ -1,14 +1,18 @@
-"""Generating the texts of many sources with an encoder-decoder model and its store (`translate`)."""
+"""Generating the texts of many sources with an encoder-decoder model and its store, and scoring them.
 
-from collections.abc import Sequence
+`translate` generates; `score_translations` compares with references, by BLEU and chrF.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from knnstore.errors import InputError
+from knnstore.errors import ConfigError, InputError
 from knnstore.lm.model.text_generation import decode_continuation
 from knnstore.lm.reading import BATCH_TOKENS, SourceBatch, TokenTexts
-from knnstore.lm.settings import GeneratingModel, KNNSettings
+from knnstore.lm.settings import GeneratingModel, KNNSettings, Purpose, resolve
 from knnstore.progress import Progress
 
 _FACTOR, _ADDED = 2, 20
@@ -84,3 +88,78 @@ def translate(
             shown.advance(len(tokens[index]))
     shown.finish()
     return texts
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationScores:
+    """The result of `score_translations`: how close generated texts are to the texts of pairs."""
+
+    pairs: int
+    """Number of pairs."""
+    base_bleu: float
+    """BLEU of the model alone, 0 to 100."""
+    knn_bleu: float
+    """BLEU of the mixture."""
+    base_chrf: float
+    """chrF of the model alone, 0 to 100."""
+    knn_chrf: float
+    """chrF of the mixture."""
+    bleu_signature: str
+    """How sacrebleu computed BLEU, for reports."""
+    chrf_signature: str
+    """How sacrebleu computed chrF, for reports."""
+
+
+def score_translations(
+    lm: GeneratingModel,
+    pairs: Iterable[object],
+    knn: KNNSettings | None = None,
+    *,
+    num_beams: int = 1,
+    progress: Progress | None = None,
+    **options: Any,
+) -> TranslationScores:
+    """Translate the source of each pair with the model alone and with the mixture, and score the texts.
+
+    BLEU and chrF are those of sacrebleu, over all pairs, with its default settings.
+
+    Args:
+        lm: the encoder-decoder model with its store.
+        pairs: pairs that are not in the store, in any form that `add` takes; each text is the reference.
+        knn: settings of this call, resolved for generation; default ``lm.knn``.
+        num_beams: number of beams of beam search; 1 is greedy search.
+        progress: progress display, which receives the number of tokens of the sources; None for no display.
+        **options: passed on to `translate`.
+
+    Raises:
+        ConfigError: sacrebleu is not installed.
+        InputError: there is no pair, or a pair cannot be used.
+    """
+    try:
+        from sacrebleu.metrics.bleu import BLEU  # an optional dependency
+        from sacrebleu.metrics.chrf import CHRF
+    except ImportError as error:
+        install = "pip install 'knnstore[translate]'"
+        raise ConfigError(f"BLEU and chrF need sacrebleu. Install it with: {install}") from error
+    listed = list(lm.reader.documents.read(pairs))
+    if not listed:
+        raise InputError("nothing to translate: there is no pair")
+    sources, references = [str(pair.source) for pair in listed], [[pair.text for pair in listed]]
+    mixed = resolve(lm.store, knn or lm.knn, Purpose.GENERATION)
+    alone = replace(KNNSettings(lam=0.0), selection=mixed.selection)
+    texts = [
+        translate(lm, sources, settings, num_beams=num_beams, progress=progress, **options)
+        for settings in (alone, mixed)
+    ]
+    bleu, chrf = BLEU(), CHRF()
+    base_bleu, knn_bleu = (bleu.corpus_score(found, references).score for found in texts)
+    base_chrf, knn_chrf = (chrf.corpus_score(found, references).score for found in texts)
+    return TranslationScores(
+        len(listed),
+        base_bleu,
+        knn_bleu,
+        base_chrf,
+        knn_chrf,
+        str(bleu.get_signature()),
+        str(chrf.get_signature()),
+    )
