@@ -282,6 +282,10 @@ def test_what_is_not_built_for_pairs_is_refused_in_one_line(lm, folder, tmp_path
             call("w5 w6")
     with pytest.raises(ConfigError, match="encoder-decoder"):
         lm.search("w5 w6")
+    with pytest.raises(ConfigError, match="the texts are missing"):
+        lm(torch.tensor([[5, 6, EOS]]))
+    with pytest.raises(InputError, match="no 'source'"):
+        lm.reader.sources([TextDocument("1", "w5")])
     with pytest.raises(ConfigError, match="an audit is for causal models"):
         lm.audit(HELD_OUT)
     ids = torch.tensor([[5, 6, EOS]])

@@ -96,7 +96,7 @@ def choose_text(
         InputError: a held-out document is in the store and `leave_out` is False, no stored document can be
             used, or there is too little text.
     """
-    distinct = {document.content_hash: document for document in reader.documents.read(documents)}
+    distinct = {document.content_hash: document for document in reader.document_tokenizer.read(documents)}
     held_out = HeldOut.compare_with_store(store, reader, distinct.values(), selection)
     if not leave_out:
         held_out.refuse_stored()
@@ -140,7 +140,7 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
     for number in sorted(lengths, key=_compute_shuffle_key):
         if tokens <= 0:
             break
-        length = min(lengths[number] - len(reader.documents.end), _MAX_DOCUMENT_TOKENS)
+        length = min(lengths[number] - len(reader.document_tokenizer.end), _MAX_DOCUMENT_TOKENS)
         text = reader.text(store.text(number)[:length].tolist())
         source = store.metadata([number])[number][SOURCE] if reader.reads_pairs else None
         document = TextDocument(str(number), text, source=source)

@@ -86,8 +86,8 @@ def explain(
     reader = lm.reader
     if source is not None and not reader.reads_pairs:
         raise ConfigError("a causal model reads no source: give the text before as `after`")
-    start = len(reader.tokens(after)) - len(reader.documents.end)
-    read = None if source is None else reader.documents.tokenize_sources([source])[0]
+    start = len(reader.tokens(after)) - len(reader.document_tokenizer.end)
+    read = None if source is None else reader.document_tokenizer.tokenize_sources([source])[0]
     tokens = reader.tokens(after + text)
     return explain_tokens(lm, tokens, knn, neighbors=neighbors, start=start, source=read)
 

@@ -609,10 +609,12 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
             ModelOutputError: logits of the base model are NaN or infinite, and the model is not in training
                 mode.
             InputError: a token is not in the vocabulary of the model.
-            ConfigError: the settings need the earlier text, and it is not known; or the number of settings
-                does not match the rows.
+            ConfigError: the settings need the earlier text, and it is not known; the number of settings does
+                not match the rows; or there is no input of the decoder, and no labels.
         """
-        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            if labels is None:
+                raise ConfigError("the texts are missing: give decoder_input_ids, their embeddings or labels")
             decoder_input_ids = _shift_labels(self.base, labels)
         inputs = {
             "input_ids": input_ids,

@@ -130,7 +130,7 @@ def _continue_text(
     # `read` is what the model reads. Generated rows begin with `begun`, and their text continues `before`.
     before: Sequence[int]
     if reader.reads_pairs:
-        read = reader.documents.tokenize_sources([prompt])[0].tolist()
+        read = reader.document_tokenizer.tokenize_sources([prompt])[0].tolist()
         begun, before = reader.prefix[:1], ()
     else:
         read = [*reader.prefix, *reader.tokens(prompt).tolist()]

@@ -59,7 +59,7 @@ def translate(
     for index, source in enumerate(sources):
         if source.strip():
             try:
-                tokens[index] = reader.documents.tokenize_sources([source])[0]
+                tokens[index] = reader.document_tokenizer.tokenize_sources([source])[0]
             except InputError as error:
                 raise InputError(f"source {index + 1}: {error}") from error
     waiting = sorted(tokens, key=lambda index: -len(tokens[index]))
@@ -141,10 +141,11 @@ def score_translations(
     except ImportError as error:
         install = "pip install 'knnstore[translate]'"
         raise ConfigError(f"BLEU and chrF need sacrebleu. Install it with: {install}") from error
-    listed = list(lm.reader.documents.read(pairs))
+    listed = list(lm.reader.document_tokenizer.read(pairs))
     if not listed:
         raise InputError("nothing to translate: there is no pair")
-    sources, references = [str(pair.source) for pair in listed], [[pair.text for pair in listed]]
+    sources = [lm.reader.document_tokenizer.get_source(pair) for pair in listed]
+    references = [[pair.text for pair in listed]]
     mixed = resolve(lm.store, knn or lm.knn, Purpose.GENERATION)
     alone = replace(KNNSettings(lam=0.0), selection=mixed.selection)
     texts = [

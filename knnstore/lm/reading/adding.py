@@ -151,7 +151,7 @@ def add(
         # `lm.reader` raises an error if the store has no tokenizer.
         tokenizer = DocumentTokenizer(lm.tokenizer or lm.reader.tokenizer, store.identity.vocab_size)
     else:
-        tokenizer = reader.documents
+        tokenizer = reader.document_tokenizer
     check_name(domain, "the domain's name")
     given = distinct_names(tags, "tag")
     pace = _GroupSize(reader, commit_tokens, commit_seconds)
@@ -277,7 +277,9 @@ def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: In
     """
     sources = None
     if reader.reads_pairs:
-        sources = reader.documents.tokenize_sources([document.metadata[SOURCE] for document in documents])
+        sources = reader.document_tokenizer.tokenize_sources(
+            [document.metadata[SOURCE] for document in documents]
+        )
     for batch in reader.batches([document.tokens for document in documents], sources):
         keys = reader.encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
         reader.encoder.check_once(batch.input_ids, batch.source)

@@ -65,6 +65,14 @@ class DocumentTokenizer:
         found = _tokenize(self.tokenizer, text_target=texts, add_special_tokens=False) if texts else []
         return [np.append(tokens, np.array(self.end, np.uint32)) for tokens in found]
 
+    def get_source(self, document: TextDocument) -> str:
+        """Return the source of a document, which must be a pair.
+
+        Raises:
+            InputError: the document has no source.
+        """
+        return str(TextDocument.from_row(document, self.fields).source)
+
     def tokenize_sources(self, sources: list[str]) -> list[NDArray[np.uint32]]:
         """Return the token ids of each source as the encoder reads it, with special tokens.
 
@@ -94,10 +102,10 @@ class DocumentTokenizer:
         """
         try:
             check_tokens(tokens, self.vocabulary, self.tokenizer)
-            if document.source is not None:
-                if self.max_source is None:
-                    raise InputError("the document is a pair, and the model reads no source")
-                self.tokenize_sources([document.source])
+            if self.max_source is not None:
+                self.tokenize_sources([self.get_source(document)])
+            elif document.source is not None:
+                raise InputError("the document is a pair, and the model reads no source")
         except InputError as error:
             return error
         return None
@@ -129,7 +137,7 @@ class TextReader:
         return decoder_prefix_of(self.encoder.model) if self.reads_pairs else prefix_of(self.tokenizer)
 
     @property
-    def documents(self) -> DocumentTokenizer:
+    def document_tokenizer(self) -> DocumentTokenizer:
         """The object that reads and tokenizes documents for the model."""
         limit = self.max_length if self.reads_pairs else None
         return DocumentTokenizer(self.tokenizer, self.encoder.vocabulary, limit)
@@ -147,7 +155,7 @@ class TextReader:
         Raises:
             InputError: the text has a token that the model does not have.
         """
-        tokens = self.documents.tokenize([text])[0]
+        tokens = self.document_tokenizer.tokenize([text])[0]
         check_tokens(tokens, self.encoder.vocabulary, self.tokenizer)
         return tokens
 
@@ -160,7 +168,7 @@ class TextReader:
             InputError: a document has a token that the model does not have, or a source that it cannot read;
                 the message names the document.
         """
-        tokenizer = self.documents
+        tokenizer = self.document_tokenizer
         texts = tokenizer.tokenize([document.text for document in documents])
         for document, tokens in zip(documents, texts, strict=True):
             problem = tokenizer.find_problem(document, tokens)
@@ -174,11 +182,12 @@ class TextReader:
         None for a model that reads no sources.
 
         Raises:
-            InputError: the model cannot read a source.
+            InputError: a document has no source, or the model cannot read it.
         """
         if not self.reads_pairs:
             return None
-        return self.documents.tokenize_sources([str(document.source) for document in documents])
+        tokenizer = self.document_tokenizer
+        return tokenizer.tokenize_sources([tokenizer.get_source(document) for document in documents])
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -250,7 +259,7 @@ def usable_documents(
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
     """
-    tokenizer = reader.documents
+    tokenizer = reader.document_tokenizer
     for chunk in in_chunks(tokenizer.read(documents, on_bad)):
         texts = tokenizer.tokenize([document.text for document in chunk])
         for document, tokens in zip(chunk, texts, strict=True):

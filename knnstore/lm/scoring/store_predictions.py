@@ -187,7 +187,7 @@ def export(
     )
     settings, bar, row_count = select_store_alone(lm, knn), progress or Progress(), 0
     with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
-        for chunk in in_chunks(lm.reader.documents.read(documents)):
+        for chunk in in_chunks(lm.reader.document_tokenizer.read(documents)):
             texts, sources = lm.reader.tokenized(chunk), lm.reader.sources(chunk)
             for scores in score_texts(
                 lm.store, lm.reader, texts, settings, sources=sources, with_record_ids=True

@@ -179,7 +179,7 @@ class HeldOut(NamedTuple):
         Raises:
             InputError: a document cannot be used.
         """
-        listed = list(reader.documents.read(documents))
+        listed = list(reader.document_tokenizer.read(documents))
         exact = store.stored_content((document.content_hash for document in listed), selection)
         overlaps = store.overlaps(reader.tokenized(listed), selection, reader.letters)
         stored = {
