@@ -82,7 +82,7 @@ def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
         while not done.is_set():
             snapshot = reader.snapshot()
             seen.append((snapshot.revision, snapshot.rows.tolist()))
-            listed = reader.document_tokenizer()
+            listed = reader.documents()
             if listed and (len(listed) != 2 or len({(d.metadata["v"], d.tags) for d in listed}) != 1):
                 torn.append(listed)
 

@@ -312,6 +312,12 @@ def test_a_model_without_an_end_or_with_two_vocabularies_is_refused(tmp_path) ->
         knnstore.create(tmp_path / "home", model, tokenizer=make_tokenizer())
 
 
+def test_a_model_without_a_limit_has_long_windows(tmp_path) -> None:
+    """T5's positions are relative."""
+    with knnstore.create(tmp_path / "home", make_model("t5"), tokenizer=make_tokenizer()).store as store:
+        assert (store.identity.max_length, store.identity.stride) == (2048, 1024)
+
+
 def test_text_is_generated_with_stop_strings_and_several_rows(lm) -> None:
     lm.add(FIRST, domain="first")
     pair = next(pair for pair in FIRST if len(pair["text"].split()) > 3)
@@ -331,6 +337,8 @@ def test_translations_keep_the_order_of_their_sources_whatever_is_read_together(
     assert lm.translate([]) == []
     with pytest.raises(InputError, match="source 2: the source has 65 tokens"):
         lm.translate(["w5", "w5 " * 64])
+    with pytest.raises(ConfigError, match="one text for each source"):
+        lm.translate(sources, num_beams=2, num_return_sequences=2)
 
 
 def test_translations_are_scored_beside_those_of_the_model_alone(lm) -> None:

@@ -107,9 +107,9 @@ def elsewhere(home, tmp_path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_somebody_writes_what_can_only_be_read_here(home, elsewhere, steps) -> None:
     with knnstore.open(elsewhere) as reader:
-        assert len(reader.document_tokenizer()) == 2
+        assert len(reader.documents()) == 2
         steps.well("add", home, "x", ["c"], N)  # and closes
-        assert len(reader.document_tokenizer()) == 3
+        assert len(reader.documents()) == 3
         with knnstore.open(home, "a") as writer:
             writer.retag("c", add=["t"])
             assert reader.document("c").tags == ("t",)

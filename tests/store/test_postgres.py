@@ -29,7 +29,7 @@ def test_a_writer_on_another_machine_is_refused(shared, home, writer_of) -> None
     with pytest.raises(LockedError, match="another process writes to the catalog in postgresql"):
         KNNStore.open(copy, "a")
     with KNNStore.open(copy) as reader:
-        assert [document.id for document in reader.document_tokenizer()] == ["1"]
+        assert [document.id for document in reader.documents()] == ["1"]
     shared.close()
     KNNStore.open(copy, "a").close()
 
@@ -81,7 +81,7 @@ def test_a_server_that_crashes_during_ingest_loses_nothing_acknowledged(
     for _ in range(3):  # the handle of before, with its connections of before
         after = reader.search(writer.keys["law", "1"], 5)
         assert np.array_equal(after.ids, before.ids)
-    assert {document.id for document in reader.document_tokenizer()} == {"1", "2"}
+    assert {document.id for document in reader.documents()} == {"1", "2"}
 
     with KNNStore.open(home, "a") as again:  # the second run
         second = writer_of(again)

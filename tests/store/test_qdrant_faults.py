@@ -225,7 +225,7 @@ def test_a_server_that_lost_its_data(tmp_path: Path, qdrant_server: Any, kind: s
             with pytest.raises(DatastoreNotFoundError):
                 KNNStore.open(tmp_path / "home", "a")
             return
-        documents = reader.document_tokenizer()
+        documents = reader.documents()
         assert len([problem for problem in reader.verify() if "has lost records" in problem]) == 3
         with KNNStore.open(tmp_path / "home", "a") as store:
             for document in documents:

@@ -293,7 +293,7 @@ def test_a_closed_store_is_neither_read_nor_written(store, home, writer_of) -> N
             use()
     store.close()
     with KNNStore.open(home) as reader:
-        assert [(document.id, document.tags) for document in reader.document_tokenizer()] == [("1", ())]
+        assert [(document.id, document.tags) for document in reader.documents()] == [("1", ())]
 
 
 @pytest.mark.parametrize("mode", ["w", "x", "rb", ""])
@@ -444,7 +444,7 @@ def test_a_store_lives_on_either_database(catalog_url, identity, home, writer_of
         with KNNStore.open(home) as reader:
             writer.add("law", "1", n=5)
             store.remove_document("2")
-            assert [(d.id, d.tokens) for d in reader.document_tokenizer()] == [("1", 5)]
+            assert [(d.id, d.tokens) for d in reader.documents()] == [("1", 5)]
             assert (reader.search(writer.keys["law", "1"], 1).distances < 1e-4).all()
             assert (reader.search(writer.keys["law", "2"], 1).distances > 1e-4).all()
         assert store.verify() == []

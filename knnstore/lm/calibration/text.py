@@ -141,8 +141,8 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
         if tokens <= 0:
             break
         length = min(lengths[number] - len(reader.document_tokenizer.end), _MAX_DOCUMENT_TOKENS)
+        source = store.metadata([number]).get(number, {}).get(SOURCE) if reader.reads_pairs else None
         text = reader.text(store.text(number)[:length].tolist())
-        source = store.metadata([number])[number][SOURCE] if reader.reads_pairs else None
         document = TextDocument(str(number), text, source=source)
         if text.strip() and document.content_hash not in chosen:
             chosen[document.content_hash], numbers[document.content_hash] = document, number

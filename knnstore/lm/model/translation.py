@@ -52,7 +52,10 @@ def translate(
     Raises:
         InputError: a source has too many tokens, or a token that the model does not have; the message has the
             number of the source, from 1.
+        ConfigError: several texts are asked for each source.
     """
+    if options.get("num_return_sequences") not in (None, 1):
+        raise ConfigError("translate gives one text for each source: for several, use generate_text")
     shown, reader, texts = progress or Progress(), lm.reader, [""] * len(sources)
     # 1) Tokenize the sources, and sort them by length, longest first.
     tokens = {}
