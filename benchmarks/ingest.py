@@ -97,8 +97,8 @@ def main() -> None:
         parts: dict[str, list[float]] = {"model": [], "search": [], "gold": []}
         for batch in islice(batches, 2 if options.smoke else 8):
             started = time.perf_counter()
-            encoded = lm.encoder.encode(batch.input_ids, batch.at)
-            log_probs = lm.encoder.gold_log_probs(encoded.states, batch.gold)
+            encoded = lm.key_encoder.encode(batch.input_ids, batch.at)
+            log_probs = lm.key_encoder.gold_log_probs(encoded.states, batch.gold)
             modeled = time.perf_counter()
             found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
             searched = time.perf_counter()

@@ -74,7 +74,7 @@ async def streams(load: Load, lm: KNNLMForCausalLM, settings: Any, prompts: list
         started, tokens = time.perf_counter(), 0
         for prompt in some:
             ids = lm.reader.tokens(prompt).tolist()
-            given = torch.tensor([ids if lm.reader.prefix is None else [lm.reader.prefix, *ids]])
+            given = torch.tensor([[*lm.reader.prefix, *ids]])
             generating = lm.resolve_settings(settings, Purpose.GENERATION)
             written = lm.generate(
                 given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False,
@@ -103,7 +103,7 @@ async def scoring(
     load: Load, lm: KNNLMForCausalLM, settings: Any, texts: list[TextDocument], rounds: int
 ) -> Body:
     """Tokens a second of 8 requests that score, and of `evaluate`."""
-    before = [] if lm.reader.prefix is None else [lm.reader.prefix]
+    before = [*lm.reader.prefix]
     ids = [[*before, *lm.reader.tokens(one.text).tolist()] for one in texts]
     rows = []
     for round in range(rounds + 1):

@@ -77,7 +77,7 @@ def counted_drafts() -> Iterator[list[drafting.Drafts]]:
 def writing(lm: KNNLMForCausalLM, texts: list[TextDocument], most: int) -> dict[str, Any]:
     """Continue the beginnings of texts, one by one and eight at a time."""
     begun = [ids for text in texts if len(ids := lm.reader.tokens(text.text)[:PROMPT].tolist()) == PROMPT]
-    prefix = [] if lm.reader.prefix is None else [lm.reader.prefix]
+    prefix = [*lm.reader.prefix]
     prompts = torch.tensor([[*prefix, *ids] for ids in begun[:most]])
     ratios: dict[str, list[float]] = {"step": [], "drafted": [], "eight": []}
     continued(lm, prompts[:1])()  # what is read and counted once, as by a service

@@ -16,7 +16,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
     from knnstore.documents import TextDocument, read_documents
-    from knnstore.lm import KNNLMForCausalLM, KNNSettings, create, load
+    from knnstore.lm import KNNLMForCausalLM, KNNLMForSeq2SeqLM, KNNSettings, create, load
     from knnstore.progress import Progress
     from knnstore.store import KNNStore, Selection
 
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KNNLMForCausalLM",
+    "KNNLMForSeq2SeqLM",
     "KNNSettings",
     "KNNStore",
     "Progress",

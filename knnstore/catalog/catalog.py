@@ -395,6 +395,18 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return dict(select_among(session, statement, DocumentRow.id, rows))
 
+    def metadata(self, rows: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return the metadata (JSON values by name) of live documents, by the primary keys of the documents.
+
+        A live document is completely stored and not removed.
+
+        Args:
+            rows: primary keys; keys of unknown or removed documents are left out of the result.
+        """
+        statement = select(DocumentRow.id, DocumentRow.attributes).where(IS_LIVE)
+        with run_read_transaction(self.sql) as session:
+            return dict(select_among(session, statement, DocumentRow.id, rows))
+
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield pairs (primary key, token ids) of live documents, in any order.
 

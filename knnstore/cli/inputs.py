@@ -14,6 +14,7 @@ from knnstore.cli.output import Bar, format_error, print_message
 from knnstore.documents import (
     FIELDS,
     NOT_MEMBERS,
+    SOURCE,
     STDIN,
     UTF8,
     Fields,
@@ -22,9 +23,10 @@ from knnstore.documents import (
     Reason,
     TextDocument,
     check_paths,
+    decode_text,
     read_documents,
 )
-from knnstore.errors import UnusableDocumentError
+from knnstore.errors import InputError, UnusableDocumentError
 
 if TYPE_CHECKING:
     from knnstore.store import KNNStore
@@ -55,7 +57,8 @@ class Documents:
         typer.Argument(
             metavar="FILE",
             help=".jsonl, .csv, .tsv or .parquet (a row a document: id, text, metadata), .json (an array of "
-            "rows, or one row), .mbox (a message a document), .txt, .md, .rst, .html or .ipynb (one "
+            "rows, or one row), .mbox (a message a document), .tmx (a unit a document; --text-field and "
+            "--source-field are languages, such as de), .txt, .md, .rst, .html or .ipynb (one "
             "document), a folder of such files, - for standard input, or hf:NAME[:CONFIGURATION[:SPLIT]], a "
             "data set of the Hugging Face hub; any file but parquet may be compressed (.gz). A document has "
             "at most 256 MiB. In a folder, links out of it are left out.",
@@ -67,6 +70,15 @@ class Documents:
     id_field: Annotated[
         str, typer.Option(metavar="NAME", help="The field or column of a row that is its id.")
     ] = FIELDS.id
+    source_field: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=SOURCE,
+            help="For an encoder-decoder model: the field or column of a row that is the source of its text, "
+            "such as the sentence that the text translates.",
+        ),
+    ] = None
     encoding: Annotated[
         str,
         typer.Option(
@@ -98,8 +110,11 @@ class Documents:
 
     @property
     def fields(self) -> Fields:
-        """Names of the fields of a row that hold its text and its id."""
-        return Fields(self.text_field, self.id_field)
+        """Names of the fields of a row that hold its text, its id and, if the option was given, its source.
+
+        Without the option, a model that reads sources takes them from the metadata.
+        """
+        return Fields(self.text_field, self.id_field, self.source_field)
 
     def check_files(self) -> None:
         """Check the files before the work begins. Does nothing with ``--skip-bad``.
@@ -335,6 +350,21 @@ class SyncDocuments(Documents):
 def read_text(text: str) -> str:
     """Return a text argument unchanged; for ``-``, read the text from standard input."""
     return sys.stdin.read() if text == STDIN else text
+
+
+def read_lines(file: str) -> list[str]:
+    """Read the lines of a UTF-8 file, without line breaks; for ``-``, of standard input.
+
+    Raises:
+        InputError: the file is empty, or not text in UTF-8.
+        OSError: the file cannot be read.
+    """
+    data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+    try:
+        text = decode_text(data)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def read_params(options: Sequence[str] | None) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from knnstore.errors import ConfigError
 from knnstore.model_names import check_model, split_gguf_file
 
 if TYPE_CHECKING:
-    from knnstore import KNNLMForCausalLM
-    from knnstore.lm import KeylessText
+    from knnstore.lm import KNNLM, KeylessText, Kind
     from knnstore.store import KNNStore
 
 
@@ -55,7 +54,8 @@ class StoreRuntime(Runtime):
         *,
         params: Mapping[str, Any] | None = None,
         domains: Sequence[str] | None = None,
-    ) -> Iterator["KNNLMForCausalLM"]:
+        kind: "Kind | None" = None,
+    ) -> Iterator["KNNLM"]:
         """Open the store, load its model, and yield the model; the end of the context closes the store.
 
         The model has unset settings, so the store's saved or default settings count.
@@ -66,26 +66,31 @@ class StoreRuntime(Runtime):
                 None replaces none.
             domains: names of domains that must exist; None and an empty sequence check nothing. An unknown
                 domain raises DomainNotFoundError before torch is imported, which takes seconds.
+            kind: the kind of model that the command needs; another model raises ConfigError before its
+                weights are loaded. None accepts both kinds.
         """
         from knnstore.store import KNNStore, Selection
 
         with KNNStore.open(self.home, mode, params=params) as store:
             if domains:
                 store.record_count(Selection(domains=tuple(domains)))
-            yield self._load_model(store)
+            yield self._load_model(store, kind)
 
     @contextmanager
-    def open_for_adding(self) -> Iterator["KNNLMForCausalLM | KeylessText"]:
+    def open_for_adding(self, kind: "Kind | None" = None) -> Iterator["KNNLM | KeylessText"]:
         """Open the store for writing, and yield an object that can add documents to it.
 
         The object is the store's model. For a store without keys, it is a `KeylessText`, and only the
         tokenizer is loaded. The end of the context closes the store.
+
+        Args:
+            kind: the kind of model that the command needs for a store with keys; None for both kinds.
         """
         from knnstore.store import KNNStore
 
         with KNNStore.open(self.home, "a") as store:
             if not store.is_keyless:
-                yield self._load_model(store)
+                yield self._load_model(store, kind)
                 return
             with show_activity("loading the tokenizer"):
                 tokenizer = load_tokenizer(resolve_model_location(store, self.model_at))
@@ -93,19 +98,25 @@ class StoreRuntime(Runtime):
 
             yield KeylessText(store, tokenizer)
 
-    def _load_model(self, store: "KNNStore") -> "KNNLMForCausalLM":
-        """Load the model of an open store, and return it with unset settings."""
+    def _load_model(self, store: "KNNStore", kind: "Kind | None") -> "KNNLM":
+        """Load the model of an open store, and return it with unset settings.
+
+        Args:
+            store: the store. A store without keys needs a causal model.
+            kind: the kind of model that the command needs; None for both kinds.
+        """
         name = resolve_model_location(store, self.model_at)
         with show_activity(f"loading {Path(name).name}"):
             quiet_transformers()
             import torch
 
-            from knnstore import KNNLMForCausalLM, KNNSettings
-            from knnstore.lm import load_model
+            from knnstore import KNNSettings
+            from knnstore.lm import choose_model_class, load_model
 
-            base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
+            needed = "causal" if store.is_keyless else kind
+            base, tokenizer = load_model(name, device=self.device, dtype=self.dtype, kind=needed)
             print_detail(f"{Path(name).name} runs on {base.device}, with {torch.get_num_threads()} threads")
-            return KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
+            return choose_model_class(base).from_base(base, store, KNNSettings(), tokenizer)
 
 
 def resolve_model_location(store: "KNNStore", model_at: str | None) -> str:

@@ -135,7 +135,7 @@ class ShardEncoder:
         keys = np.empty((int(counts.sum()), plan.identity.dim), plan.dtype)
         batches = pack(
             [of.document.tokens for of in documents],
-            prefix=plan.prefix,
+            prefix=() if plan.prefix is None else (plan.prefix,),
             max_length=plan.identity.max_length,
             stride=plan.identity.stride,
             batch_tokens=plan.batch_tokens,

@@ -11,7 +11,7 @@ from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, 
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, PlanError
 from knnstore.failpoints import failpoint
-from knnstore.lm import BATCH_TOKENS, NewDocuments, check_tokenizer, prefix_of
+from knnstore.lm import BATCH_TOKENS, DocumentTokenizer, NewDocuments, check_tokenizer, prefix_of
 from knnstore.progress import Progress
 from knnstore.store import KNNStore
 
@@ -68,12 +68,10 @@ def make_plan(
     names = distinct_names(tags, "tag")
     earlier, prefix = _find_earlier_plan(store, folder), prefix_of(tokenizer)
     shown.start(f"planning for {domain}")
-    with ShardWriter(folder, store.id, 0 if prefix is not None else 1) as writer:
+    with ShardWriter(folder, store.id, 0 if prefix else 1) as writer:
         # 1) Write the documents, shard by shard. Nothing is reserved yet.
-        incoming = NewDocuments(
-            store, tokenizer, documents, domain=domain, tags=names,
-            vocabulary=store.identity.vocab_size, on_bad=on_bad,
-        )  # fmt: skip
+        reading = DocumentTokenizer(tokenizer, store.identity.vocab_size)
+        incoming = NewDocuments(store, reading, documents, domain=domain, tags=names, on_bad=on_bad)
         waiting: list[PlannedDocument] = []
         waiting_tokens = 0
         for new in incoming:
@@ -111,7 +109,7 @@ def make_plan(
             domain=domain,
             identity=identity,
             dtype="float32" if store.datastore.capabilities.exact_keys else "float16",
-            prefix=prefix,
+            prefix=prefix[0] if prefix else None,
             batch_tokens=batch_tokens,
             added=incoming.counts["added"],
             replaced=incoming.counts["replaced"],

@@ -3,6 +3,8 @@
 from knnstore.documents.document import (
     FIELDS,
     NOT_MEMBERS,
+    PAIR_FIELDS,
+    SOURCE,
     Fields,
     OnBad,
     Origin,
@@ -12,12 +14,14 @@ from knnstore.documents.document import (
 )
 from knnstore.documents.git_tree import GitTree
 from knnstore.documents.paths import HUB, STDIN, OnIgnored, check_paths, is_among, read_documents, size_of
-from knnstore.documents.source_files import UTF8
+from knnstore.documents.source_files import UTF8, decode_text
 
 __all__ = [
     "FIELDS",
     "HUB",
     "NOT_MEMBERS",
+    "PAIR_FIELDS",
+    "SOURCE",
     "STDIN",
     "UTF8",
     "Fields",
@@ -28,6 +32,7 @@ __all__ = [
     "Reason",
     "TextDocument",
     "check_paths",
+    "decode_text",
     "documents_of",
     "is_among",
     "read_documents",

@@ -29,6 +29,10 @@ It may raise the error, to stop reading.
 """
 
 
+SOURCE = "source"
+"""Metadata field that keeps the source of a pair."""
+
+
 class Fields(NamedTuple):
     """Names of the fields of a row that contain the text and the id; all other fields are metadata."""
 
@@ -36,10 +40,15 @@ class Fields(NamedTuple):
     """Name of the field with the text."""
     id: str = "id"
     """Name of the field with the id."""
+    source: str | None = None
+    """Name of the field with the source of the text, for pairs; None if the texts have no sources. Then a
+    field of any name, also of the name "source", is metadata."""
 
 
 FIELDS = Fields()
 """Default names of the fields."""
+PAIR_FIELDS = Fields(source=SOURCE)
+"""Default names of the fields of pairs."""
 
 
 class Reason(StrEnum):
@@ -133,15 +142,19 @@ class TextDocument:
     """Metadata, JSON values by name."""
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """Place from which the document was read, for messages; None if a program made the document itself."""
+    source: str | None = None
+    """The text that the encoder of an encoder-decoder model reads, for example the sentence of which `text`
+    is the translation; None for a text alone. `metadata` has it too, as the field "source": there the catalog
+    keeps it."""
 
     def __post_init__(self) -> None:
         check_name(self.id, "the id")
-        if not self.text.strip():
-            raise RefusedError("the text is empty", Reason.EMPTY)
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError("the text holds half a surrogate pair: it is not Unicode") from error
+        _check_text(self.text, "text")
+        if self.source is not None:
+            _check_text(self.source, "source")
+            if self.metadata.get(SOURCE, self.source) != self.source:
+                raise InputError(f"the metadata have another {SOURCE!r} than the pair: rename the field")
+            object.__setattr__(self, "metadata", {**self.metadata, SOURCE: self.source})
         check_json(self.metadata, "the metadata")
 
     @property
@@ -165,26 +178,31 @@ class TextDocument:
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 of the text in UTF-8, 64 hexadecimal digits."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """SHA-256 of the text, or of source and text together, in UTF-8, 64 hexadecimal digits."""
+        return _hash_content(self.text, self.source)
 
     @classmethod
     def from_row(cls, row: object, fields: Fields = FIELDS) -> "TextDocument":
         """Convert a row with a text, an id and metadata, or a text alone, to a document.
 
-        If the row has no id, the document's id is a hash of the text. So a text that is added twice is stored
-        once. A `TextDocument` is returned unchanged.
+        If the row has no id, the document's id is a hash of the content. So a text that is added twice is
+        stored once. A `TextDocument` is returned unchanged; if `fields` name a source and the document has
+        none, the source is taken from its metadata.
 
         Args:
             row: a mapping, an object that behaves like a mapping (such as a pandas Series), or a string.
-            fields: names of the fields with the text and the id; all other fields become metadata.
+            fields: names of the fields with the text, the id and the source; all other fields become
+                metadata.
 
         Raises:
-            InputError: the row has no text or an empty text, the id is not valid, or a value has a wrong
-                type.
+            InputError: the row has no text or an empty text, no source although `fields` name one, the id is
+                not valid, or a value has a wrong type.
         """
         if isinstance(row, TextDocument):
-            return row
+            if fields.source is None or row.source is not None:
+                return row
+            others = {name: value for name, value in row.metadata.items() if name != fields.source}
+            return cls(row.id, row.text, others, row.origin, _get_source(row.metadata, fields.source))
         row = unwrap_string(as_mapping(row))
         if isinstance(row, str):
             row = {fields.text: row}
@@ -196,20 +214,76 @@ class TextDocument:
         text = unwrap_string(text)
         if not isinstance(text, str):
             raise InputError(f"{fields.text!r} is {type(text).__name__}, not a string")
+        source = None if fields.source is None else _get_source(row, fields.source)
         if is_missing(id):
-            id = "sha256:" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+            id = "sha256:" + _hash_content(text, source)[:16]
         name = to_json_or_same(id)
         if isinstance(name, float) and name.is_integer():  # pandas: integers in a column with missing values
             name = int(name)
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise InputError(f"{fields.id!r} is {type(id).__name__}, not a string or an integer")
         # JSON values, as they will be read back (a tuple becomes a list), so adding it again changes nothing.
-        metadata = to_json_metadata({key: value for key, value in row.items() if key not in fields})
-        return cls(str(name), text, metadata)
+        metadata = to_json_metadata(
+            {key: value for key, value in row.items() if key is None or key not in fields}
+        )
+        return cls(str(name), text, metadata, source=source)
+
+
+def _check_text(text: str, name: str) -> None:
+    """Check that a text, or the source of a text, can be stored.
+
+    Args:
+        text: the text.
+        name: ``text`` or ``source``, for messages.
+
+    Raises:
+        RefusedError: it is empty or only white space.
+        InputError: it is not Unicode.
+    """
+    if not text.strip():
+        raise RefusedError(f"the {name} is empty", Reason.EMPTY)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the {name} holds half a surrogate pair: it is not Unicode") from error
+
+
+def _get_source(row: Mapping[Any, Any], name: str) -> str:
+    """Return the source of a pair from a row or from metadata.
+
+    Args:
+        row: the fields.
+        name: name of the field with the source.
+
+    Raises:
+        InputError: the field is missing, or is not a string.
+    """
+    source = unwrap_string(row.get(name))
+    if is_missing(source):
+        raise InputError(
+            f"no {name!r}: for this model a document is a pair of a source and a text; name the field that "
+            "is the source (--source-field)"
+        )
+    if not isinstance(source, str):
+        raise InputError(f"{name!r} is {type(source).__name__}, not a string")
+    return source
+
+
+def _hash_content(text: str, source: str | None) -> str:
+    """Return the SHA-256 of a text, or of a source and a text together, as 64 hexadecimal digits.
+
+    The length of the source is hashed too, so two pairs differ wherever the source ends.
+    """
+    content = text if source is None else f"{len(source)}:{source}{text}"
+    return hashlib.sha256(content.encode(errors="replace")).hexdigest()
 
 
 def documents_of(
-    rows: Iterable[object], *, source: str = "document", on_bad: OnBad | None = None
+    rows: Iterable[object],
+    *,
+    source: str = "document",
+    fields: Fields = FIELDS,
+    on_bad: OnBad | None = None,
 ) -> Iterator[TextDocument]:
     """Convert each row, text or `TextDocument` of an iterable or a table to a document, and yield it.
 
@@ -220,6 +294,7 @@ def documents_of(
             at a time; or a table of pandas, polars or pyarrow. A row, or the table, has the field ``text``;
             it may have the field ``id``; all other fields are metadata.
         source: name of a row in messages; the number of the row, from 1, is appended.
+        fields: other names of the fields, and the field with the source for pairs.
         on_bad: function that is called with the error of each row that cannot be used; then the row is
             skipped. None raises the error.
 
@@ -231,10 +306,14 @@ def documents_of(
     if isinstance(rows, str | bytes | Mapping | TextDocument):
         hint = ": give one of its values" if isinstance(rows, Mapping) and type(rows) is not dict else ""
         raise InputError(f"documents are a list or another iterable, not one {type(rows).__name__}{hint}")
-    entries = (
-        Entry(f"{source} {number}", partial(TextDocument.from_row, row))
-        for number, row in enumerate(iterate_rows(rows), start=1)
-    )
+
+    def make_entry(number: int, row: object) -> Entry:
+        """Return the entry of a row; a document that was read from a file keeps its origin."""
+        origin = row.origin if isinstance(row, TextDocument) else None
+        place = origin or Origin(f"{source} {number}")
+        return Entry(place.where, partial(TextDocument.from_row, row, fields), place.in_folder)
+
+    entries = (make_entry(number, row) for number, row in enumerate(iterate_rows(rows), start=1))
     return read_entries(entries, on_bad)
 
 

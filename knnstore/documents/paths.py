@@ -42,6 +42,7 @@ from knnstore.documents.source_files import (
     read_utf8_lines,
 )
 from knnstore.documents.text_extraction import read_html_document, read_mailbox, read_notebook_document
+from knnstore.documents.translation_memory import read_translation_memory
 from knnstore.errors import InputError, UnusableDocumentError
 
 PARQUET = ".parquet"
@@ -93,6 +94,7 @@ KINDS = {
     ".csv": Kind(partial(read_table, delimiter=",")),
     ".tsv": Kind(partial(read_table, delimiter="\t")),
     ".mbox": Kind(read_mailbox, is_mostly_text=False),
+    ".tmx": Kind(read_translation_memory, is_mostly_text=False),
     ".txt": _TEXT,
     ".md": _TEXT,
     ".markdown": _TEXT,
@@ -263,6 +265,7 @@ def read_documents(
     - ``.jsonl``, ``.ndjson``, ``.csv``, ``.tsv`` and ``.parquet``: each row is a document.
     - ``.json``: an array of rows, or one row.
     - ``.mbox``: each message is a document.
+    - ``.tmx``: each translation unit is a document; `fields` name the languages of its text and its source.
     - ``.txt``, ``.md``, ``.markdown``, ``.rst``, ``.html``, ``.htm`` and ``.ipynb``: the file is one
       document, and its name is the id.
 

@@ -38,7 +38,8 @@ class CutTexts(NamedTuple):
 class Contexts:
     """n positions in texts, at which the next token is predicted.
 
-    The texts do not contain the prefix token, which the model reads before every document (such as ``<s>``).
+    The texts do not contain the prefix, the tokens that the model reads before every document (such as
+    ``<s>``).
     """
 
     texts: Sequence[Text]
@@ -52,7 +53,9 @@ class Contexts:
     """Number of tokens of the text before each position, int64, shape (n,)."""
     states: Sequence[TextState]
     """The `TextState` (tokens and their keys) of each text, for the continuous cache. A state contains the
-    prefix token, if the text had one."""
+    prefix, if the text had one."""
+    heads: Sequence[int]
+    """Number of leading keys of each state that predict a token of the prefix, which no component uses."""
     ends: Numbers
     """Number of tokens of the text's state up to each position, int64, shape (n,).
 
@@ -63,7 +66,7 @@ class Contexts:
     `at_positions` share this dictionary."""
 
     @classmethod
-    def of_pass(cls, batch: TextBatch, prefix: int | None, kept: Tensor) -> Self:
+    def of_pass(cls, batch: TextBatch, prefix: Sequence[int], kept: Tensor) -> Self:
         """Create the contexts of selected positions of one forward pass of the model.
 
         The context of a position is the tokens of its text up to this position, with the token at the
@@ -71,12 +74,10 @@ class Contexts:
 
         Args:
             batch: the state of the b texts at the end of the pass. The pass had t positions for each text.
-            prefix: the token that precedes every document; None if documents have no prefix. It does not
-            belong
-                to the contexts.
+            prefix: the tokens that precede every document; empty if documents have no prefix. They do not
+                belong to the contexts.
             kept: the selected positions, as indices into the b * t positions, int64, shape (n,), in any
-            order.
-                The contexts have the same order.
+                order. The contexts have the same order.
         """
         at = kept.cpu().numpy()
         owners = at // batch.is_text.shape[1]
@@ -89,7 +90,7 @@ class Contexts:
         cls,
         states: Sequence[TextState],
         stops: Sequence[int],
-        prefix: int | None,
+        prefix: Sequence[int],
         owners: Numbers,
         ends: Numbers,
         is_text: NDArray[np.bool_] | None = None,
@@ -99,7 +100,9 @@ class Contexts:
         Args:
             states: the state of each text.
             stops: number of tokens to use of each text, counted from its beginning, at most its length.
-            prefix: the token that precedes every document; None if documents have no prefix.
+            prefix: the tokens that precede every document; empty if documents have no prefix. A text begins
+                a document if it begins with them, or if it consists of the first ones. A position that
+                predicts a token of the prefix counts as padding.
             owners: index of the text of each position, int64, shape (n,).
             ends: number of tokens of the text's state up to each position, int64, shape (n,).
             is_text: False at padding, shape (n,); None means no padding.
@@ -107,23 +110,27 @@ class Contexts:
         texts, is_whole, headed = list[Text](), list[bool](), list[int]()
         for state, stop in zip(states, stops, strict=True):
             tokens = state.tokens(0, stop)
-            headed.append(int(prefix is not None and stop > 0 and tokens[0] == prefix))
+            head = tokens[: len(prefix)]
+            headed.append(len(head) if np.array_equal(head, prefix[: len(head)]) else 0)
             texts.append(tokens[headed[-1] :])
-            is_whole.append(prefix is None or bool(headed[-1]))
-        lengths = ends - np.array(headed, np.int64)[owners]
+            is_whole.append(not prefix or bool(headed[-1]))
+        skipped = np.array(headed, np.int64)[owners]
+        is_used = (skipped == 0) | (ends >= len(prefix))
         if is_text is not None:
-            owners = np.where(is_text, owners, -1)
-        return cls(texts, is_whole, owners, lengths, states, ends, {})
+            is_used &= is_text
+        heads = [max(head - 1, 0) for head in headed]
+        owners, lengths = np.where(is_used, owners, -1), np.maximum(ends - skipped, 0)
+        return cls(texts, is_whole, owners, lengths, states, heads, ends, {})
 
     @classmethod
     def of_documents(cls, texts: Sequence[Text]) -> Self:
         """Create contexts that hold whole documents but no positions; `at_positions` adds positions.
 
         Args:
-            texts: token ids of each document, without the prefix token.
+            texts: token ids of each document, without the prefix.
         """
         none = np.zeros(0, np.int64)
-        return cls(texts, [True] * len(texts), none, none, (), none, {})
+        return cls(texts, [True] * len(texts), none, none, (), (), none, {})
 
     def at_positions(self, owners: Numbers, lengths: Numbers) -> Self:
         """Return contexts with the same texts and with other positions. Their `ends` are 0.
@@ -155,6 +162,7 @@ class Contexts:
             np.concatenate(owners),
             np.concatenate([part.lengths for part in parts]),
             [state for part in parts for state in part.states],
+            [head for part in parts for head in part.heads],
             np.concatenate([part.ends for part in parts]),
             {},
         )
@@ -220,13 +228,14 @@ class DocumentTexts:
 
     Args:
         texts: token ids of each document, shapes (n_i,).
-        prefix: the token that precedes every document; None if documents have no prefix.
+        prefix: the tokens that precede every document; empty if documents have no prefix. Only the last one
+            has a key that predicts a token of the document.
         keys_kept: number of the latest keys of a document that later batches need; 0 stores no keys.
     """
 
-    def __init__(self, texts: Sequence[Text], prefix: int | None, keys_kept: int) -> None:
+    def __init__(self, texts: Sequence[Text], prefix: Sequence[int], keys_kept: int) -> None:
         self._texts = texts
-        self._prefix = prefix
+        self._prefix = prefix[-1:]
         self._keys_kept = keys_kept
         self._states = [TextState() for _ in texts]
         self._read: list[int] = []
@@ -251,7 +260,7 @@ class DocumentTexts:
             else:
                 self._states[document] = TextState()
         # 2) Extend the texts. The key of a position belongs to the token before it.
-        headed = int(self._prefix is not None)
+        headed = len(self._prefix)
         starts = np.flatnonzero(np.diff(documents, prepend=-1))
         self._read = documents[starts].tolist()
         for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(documents)], strict=True):
@@ -260,8 +269,9 @@ class DocumentTexts:
             assert state.length + 1 - headed == at[0], "tokens of a document out of order"
             assert (np.diff(at) == 1).all(), "tokens of a document out of order"
             before = text[np.maximum(at - 1, 0)].astype(np.int64)
-            if self._prefix is not None and at[0] == 0:
-                before[0] = self._prefix
+            if self._prefix and at[0] == 0:
+                before[0] = self._prefix[0]
             state.append(before, keys[start:stop] if self._keys_kept else keys[start:stop, :0], None)
-        is_whole, states = [True] * len(self._texts), [*self._states]
-        return Contexts(self._texts, is_whole, documents, positions, states, positions + headed, self._known)
+        is_whole, states, heads = [True] * len(self._texts), [*self._states], [0] * len(self._texts)
+        ends = positions + headed
+        return Contexts(self._texts, is_whole, documents, positions, states, heads, ends, self._known)

@@ -42,7 +42,7 @@ class StoreWriter:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "knnstore-writing")
         tokenizer = copy.deepcopy(lm.tokenizer)
-        reader = replace(lm.reader, encoder=_TurnEncoder(lm.encoder, engine), tokenizer=tokenizer)  # type: ignore[arg-type]
+        reader = replace(lm.reader, encoder=_TurnEncoder(lm.key_encoder, engine), tokenizer=tokenizer)  # type: ignore[arg-type]
         self._model_parts = _ModelParts(lm.store, tokenizer, reader, lm.after_adding)
 
     async def add_document(
@@ -145,7 +145,7 @@ class _TurnEncoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
 
-    def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64]) -> Tensor:
+    def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64], source: None = None) -> Tensor:
         """Return the keys of some positions of texts, computed in the engine's thread.
 
         The result is that of `Encoder.keys`. The call waits for the engine's thread, so it must be made in
@@ -154,6 +154,7 @@ class _TurnEncoder:
         Args:
             input_ids: token ids of the texts, shape (b, t).
             at: the positions whose keys are computed.
+            source: None, because the server's model reads no source.
         """
 
         def compute_in_turns() -> Turns[Tensor]:

@@ -196,7 +196,8 @@ async def explain_generated_tokens(
     Returns:
         One JSON object for each generated token, in order.
     """
-    prompt_tokens = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
+    has_prefix = prompt.tokens[: len(serving.prefix)] == serving.prefix
+    prompt_tokens = prompt.tokens[len(serving.prefix) :] if has_prefix else prompt.tokens
     tokens = np.array([*prompt_tokens, *written], np.uint32)
 
     def explain_in_engine() -> Turns[list[dict[str, Any]]]:

@@ -389,11 +389,10 @@ class Serving:
         """
         if isinstance(text_or_ids, str):
             self.check_length(len(text_or_ids), self.window, param)
-            prefix_tokens = [] if self.prefix is None else [self.prefix]
-            prompt = Prompt((*prefix_tokens, *self.tokenize(text_or_ids)), len(prefix_tokens))
+            prompt = Prompt((*self.prefix, *self.tokenize(text_or_ids)), len(self.prefix))
             if not prompt.tokens:
                 raise refused("the prompt is empty, and the model has no token to begin with", param)
-            self.check_tokens(prompt.tokens[len(prefix_tokens) :], param)
+            self.check_tokens(prompt.tokens[len(self.prefix) :], param)
             return prompt
         if len(text_or_ids) > self.window:
             raise refused(
@@ -426,21 +425,20 @@ class Serving:
                 "prefix, a suffix and a middle",
                 "suffix" if limit is None else "model",
             )
-        prefix_tokens = [] if self.prefix is None else [self.prefix]
         room = limit
         if limit is None:
             for text, param in ((prefix, "prompt"), (suffix, "suffix")):
                 self.check_length(len(text), self.window, param)
         else:
             most = self.window * self._longest_token  # what lies farther away has no room
-            prefix, suffix, room = prefix[-most:], suffix[:most], limit - len(prefix_tokens)
+            prefix, suffix, room = prefix[-most:], suffix[:most], limit - len(self.prefix)
             self.check_length(len(middle_start), limit, "prompt")
         infilling = self.infilling
         tokens = self.call_with_tokenizer(
             lambda one: infilling.make_prompt(one, prefix, suffix, middle_start, room)
         )
         self.check_tokens(tokens, "prompt")
-        return Prompt((*prefix_tokens, *tokens), len(prefix_tokens))
+        return Prompt((*self.prefix, *tokens), len(self.prefix))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
         """Check that a text is short enough to have at most `tokens` tokens. Does not tokenize it.
@@ -472,7 +470,7 @@ class Serving:
         Raises:
             ApiError: 400 if a token is missing. The message names the first missing token.
         """
-        vocabulary = self.lm.encoder.vocabulary
+        vocabulary = self.lm.key_encoder.vocabulary
         try:
             check_tokens(tokens, vocabulary)
         except InputError:

@@ -1,7 +1,7 @@
 """`Reader`: the methods of a store that a language model uses. They change nothing."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,12 @@ class Reader(Protocol):
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
         """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+
+        Removed documents are left out.
+        """
+
+    def metadata(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return the metadata (JSON values by name) of documents, by the documents' numbers (primary keys).
 
         Removed documents are left out.
         """

@@ -1,7 +1,7 @@
 """Reading a store: search, provenance, and lists of documents and domains."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -359,6 +359,13 @@ class StoreReader:
         Removed documents are left out.
         """
         return self._catalog.content_hashes(numbers)
+
+    def metadata(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return the metadata (JSON values by name) of documents, by the documents' numbers (primary keys).
+
+        Removed documents are left out.
+        """
+        return self._catalog.metadata(numbers)
 
     def text(self, number: int) -> Tokens:
         """Return the token ids of a document by its number, uint32, shape (n,).

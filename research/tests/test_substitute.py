@@ -264,7 +264,7 @@ def test_forward_evaluation_and_explanation_give_the_mixture_by_hand(lm, substit
     settings = using(substitute, k=16, temperature=3.0, lam=lam)
     without = settings.without("substitute")
     ids = torch.tensor([[0, 9, 17, 33, 41, 9], [0, 12, 5, 58, 20, 7]])
-    keys = lm.encoder.keys(ids, np.arange(ids.numel()))
+    keys = lm.key_encoder.keys(ids, np.arange(ids.numel()))
     p_sub = torch.from_numpy(by_hand(load_head(lm.store, substitute), keys.numpy()))
     store = lm(ids, knn=without).logits.flatten(0, 1).softmax(-1).double()
     expected = 0.6 * p_sub + 0.4 * store

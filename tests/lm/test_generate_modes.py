@@ -197,7 +197,7 @@ def test_several_texts_in_one_row_are_right_or_refused(lm, knn, prompt) -> None:
         parts = [lm(part, knn=knn, use_cache=False).logits for part in (prompt[:, :9], prompt[:, 9:])]
         for options in packed.values():
             given = {"position_ids": positions, "knn": knn, **options}
-            if knn is KEYS and not lm.encoder.joining.discounts:
+            if knn is KEYS and not lm.key_encoder.joining.discounts:
                 found = lm(prompt, **given).logits
                 torch.testing.assert_close(found, torch.cat(parts, 1), atol=2e-4, rtol=1e-3)
             else:

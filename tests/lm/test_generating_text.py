@@ -35,7 +35,7 @@ def lm(request, tmp_path_factory):
 
 def generated(lm, prompt, seed, **options):
     """The prompt's tokens, and those of each continuation."""
-    ids = [lm.reader.prefix, *lm.reader.tokens(prompt).tolist()]
+    ids = [*lm.reader.prefix, *lm.reader.tokens(prompt).tolist()]
     set_seed(seed)
     with torch.no_grad():
         rows = lm.generate(torch.tensor([ids]), **SAMPLED, **options)
@@ -114,7 +114,7 @@ def test_rows_of_tokens_are_the_text_where_the_first_token_is_not_predicted(kind
     tokenizer.save_pretrained(model)
     texts = ["into the harbour", "é is a harbour", "東京は日本"]
     with knnstore.create(tmp_path / "home", str(model), key=None) as lm:
-        assert lm.reader.prefix is None
+        assert lm.reader.prefix == ()
         lm.add(TEXTS[:2], domain="texts")
         table = TokenTable()
         lm.evaluate([{"id": str(at), "text": text} for at, text in enumerate(texts)], table=table)

@@ -25,7 +25,7 @@ def test_the_nearest_have_the_greatest_products(lm) -> None:
     ids, keys, _ = next(store.datastore.iterate(batch_size=10_000))
     text = " ".join(HELD_OUT[0].text.split()[:20])
     tokens = lm.tokenizer("<s> " + text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    queries = lm.encoder.encode(tokens, np.arange(20)).keys.numpy()
+    queries = lm.key_encoder.encode(tokens, np.arange(20)).keys.numpy()
     found = store.search(queries, 9)
     products = queries.astype(np.float64) @ keys.astype(np.float64).T
     np.testing.assert_allclose(-found.distances, -np.sort(-products, 1)[:, :9], rtol=1e-3, atol=1e-3)

@@ -138,7 +138,7 @@ def test_generation_scores_each_step_as_the_whole_text_does(knn_model, knn):
 
 
 def test_states_follow_the_beams(knn_gpt2, monkeypatch):
-    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda _: pytest.fail("a text was read again"))
+    monkeypatch.setattr(knn_gpt2.key_encoder, "key_states", lambda _: pytest.fail("a text was read again"))
     found = knn_gpt2.generate(
         IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, num_beams=4,
         num_return_sequences=4, length_penalty=0.0, output_scores=True, return_dict_in_generate=True,
@@ -182,7 +182,7 @@ def test_padding_anywhere_is_no_state(knn_gpt2):
 @pytest.mark.parametrize("split", [2, 4, 5])
 def test_a_prompt_read_in_parts_has_the_keys_of_the_whole(knn_gpt2, split, monkeypatch):
     """Some rows begin in the first part, others in the second, one with a single token behind it."""
-    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda _: pytest.fail("a text was read again"))
+    monkeypatch.setattr(knn_gpt2.key_encoder, "key_states", lambda _: pytest.fail("a text was read again"))
     given = padded(IDS, MASK)
     with torch.no_grad():
         whole, found, past = knn_gpt2(**given).logits, [], None
@@ -242,7 +242,7 @@ def test_what_is_stored_is_searched_for(filled):
         assert store.identity.key == "transformer.h.1.mlp:input +0.5 +0.35"
         assert (store.identity.dim, store.datastore.dim, store.verify()) == (16, 16, [])
         assert store.info()["key"] == store.identity.key
-        projection = lm.encoder.projection
+        projection = lm.key_encoder.projection
         kept = {}
         for ids, keys, _ in store.datastore.iterate():
             kept.update(zip(positions_of(ids).tolist(), zip(tokens_of(ids), keys, strict=True), strict=True))

@@ -121,8 +121,25 @@ def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
         return rows.scatter_add_(1, found.tokens, found.weights)
 
     first = int(lm.reader.tokens("w22")[0])
-    torch.testing.assert_close(after([first], None), after([0, first], 0))
-    assert (after([first], None) - after([first], 0)).abs().max() > 0.01  # which is in the middle of a text
+    torch.testing.assert_close(after([first], []), after([0, first], [0]))
+    assert (after([first], []) - after([first], [0])).abs().max() > 0.01  # which is in the middle of a text
+
+
+def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
+    """A position that predicts a token of the prefix counts as padding."""
+    first = int(lm.reader.tokens("w22")[0])
+
+    def contexts_at(ids, at):
+        return Contexts.of_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], torch.tensor([at]))
+
+    whole = [0, 9, first]
+    for ids, at, owner, length in (([0], 0, -1, 0), (whole, 0, -1, 0), (whole, 1, 0, 0), (whole, 2, 0, 1)):
+        found = contexts_at(ids, at)
+        assert found.texts[0].tolist() == [first] * (len(ids) // 3)
+        assert (found.owners.tolist(), found.lengths.tolist()) == ([owner], [length])
+        assert found.is_whole == [True]
+    assert contexts_at([0, first], 1).is_whole == [False]
+    assert contexts_at([0, first], 1).texts[0].tolist() == [0, first]
 
 
 # -- generation

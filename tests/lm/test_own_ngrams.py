@@ -82,11 +82,11 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
                     assert text[one.position - one.matched : one.position] == text[at - one.matched : at]
 
 
-@given(texts=TEXTS, order=st.integers(2, 6), new=st.integers(1, 40), prefix=st.sampled_from([None, 9]))
+@given(texts=TEXTS, order=st.integers(2, 6), new=st.integers(1, 40), prefix=st.sampled_from([[], [9]]))
 def test_written_text_has_the_distributions_of_the_definition(texts, order, new, prefix) -> None:
     """Rows of a padded batch, of which any number of tokens is new."""
     texts = texts or [[]]
-    rows = [([] if prefix is None else [prefix]) + text for text in texts]
+    rows = [prefix + text for text in texts]
     width = max(1, *map(len, rows))
     ids, new = torch.tensor([[-1] * (width - len(row)) + row for row in rows]), min(new, width)
     kept = torch.randperm(len(rows) * new)
@@ -97,7 +97,7 @@ def test_written_text_has_the_distributions_of_the_definition(texts, order, new,
         row, column = divmod(position, new)
         text = ids[row, : width - new + column + 1].tolist()
         is_text = text[-1] >= 0
-        text = [token for token in text if token >= 0 and token != prefix]
+        text = [token for token in text if token >= 0 and token not in prefix]
         expected, suffix = definition(text, order) if is_text else ({}, (0, 0, 0))
         probs = torch.zeros(10).index_add_(0, said.tokens[at], said.weights[at])
         np.testing.assert_allclose(probs, [expected.get(token, 0.0) for token in range(10)], atol=1e-6)

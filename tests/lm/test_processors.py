@@ -57,7 +57,7 @@ def test_a_causal_model_generates_what_the_component_generates(
 ) -> None:
     prefix, pad = lm.reader.prefix, 2
     texts = [
-        [prefix, *lm.reader.tokens(text)[:length].tolist()]
+        [*prefix, *lm.reader.tokens(text)[:length].tolist()]
         for text, length in ((FIRST[0], 7), (SECOND[1], 3))
     ]
     ids = torch.tensor([[pad] * (8 - len(text)) + text for text in texts])
@@ -71,7 +71,7 @@ def test_a_causal_model_generates_what_the_component_generates(
     selection = Selection(domains=domains and tuple(domains))
     torch.manual_seed(1)
     expected = lm.generate(ids, knn=KNNSettings(lam=0.0, ngrams=ngrams, selection=selection), **options)
-    processor = NGramLogitsProcessor(reader, domains=domains, weight=weight, order=order, skip=[prefix, pad])
+    processor = NGramLogitsProcessor(reader, domains=domains, weight=weight, order=order, skip=[*prefix, pad])
     torch.manual_seed(1)
     found = lm.base.generate(ids, logits_processor=LogitsProcessorList([processor]), **options)
     assert found.tolist() == expected.tolist()
@@ -119,12 +119,15 @@ WHISPER = WhisperConfig(
 
 
 @pytest.mark.parametrize(
-    ("config", "auto_class"),
-    [(T5, AutoModelForSeq2SeqLM), (WHISPER, AutoModelForSpeechSeq2Seq)],
+    ("config", "auto_class", "reason"),
+    [
+        (T5, AutoModelForSeq2SeqLM, "a store without keys is for NGramLogitsProcessor"),
+        (WHISPER, AutoModelForSpeechSeq2Seq, "is an encoder-decoder model, and knnstore does not run it"),
+    ],
     ids=["t5", "whisper"],
 )
 def test_other_kinds_of_models_follow_the_text_of_a_store_of_their_own(
-    config, auto_class, tokenizer, tmp_path
+    config, auto_class, reason, tokenizer, tmp_path
 ) -> None:
     torch.manual_seed(0)
     model = auto_class.from_config(config).eval()
@@ -143,7 +146,7 @@ def test_other_kinds_of_models_follow_the_text_of_a_store_of_their_own(
         found = model.generate(source, logits_processor=LogitsProcessorList([processor]), **options)
         assert found.tolist()[0][-6:] == text[4:10]
         assert model.generate(source, **options).tolist()[0][-6:] != text[4:10]
-    with pytest.raises(ConfigError, match="encoder-decoder model, and knnstore runs only causal ones"):
+    with pytest.raises(ConfigError, match=reason):
         knnstore.load(tmp_path / "home")
 
 

@@ -83,10 +83,10 @@ def test_what_is_stored_and_searched_is_projected(filled) -> None:
     with lm.store as store:
         assert (store.identity.dim, store.datastore.dim, store.verify()) == (8, 8, [])
         _, stored, _ = next(store.datastore.iterate())
-        whole = Encoder(lm.base, lm.encoder.location)
+        whole = Encoder(lm.base, lm.key_encoder.location)
         ids = lm.tokenizer("<s> " + TEXTS[0], return_tensors="pt", add_special_tokens=False)["input_ids"]
         keys = whole.encode(ids[:, :31], np.arange(31)).keys
-        np.testing.assert_allclose(stored[:31], lm.encoder.projection(keys), atol=0.01)
+        np.testing.assert_allclose(stored[:31], lm.key_encoder.projection(keys), atol=0.01)
         # `forward` searches for the same keys that evaluation does.
         text = {"id": "t", "text": " ".join(TEXTS[9].split()[:30])}
         inputs = lm.tokenizer("<s> " + text["text"], return_tensors="pt", add_special_tokens=False)[
@@ -97,7 +97,7 @@ def test_what_is_stored_and_searched_is_projected(filled) -> None:
         assert lm.knn.k == 20
         loss = -logits.gather(1, inputs[0, 1:, None]).mean().item()
         assert np.exp(loss) == pytest.approx(lm.evaluate([text], lm.knn).knn_ppl, rel=1e-4)
-        assert torch.equal(hidden_forward(lm.base, lm.encoder.location, ids[:, :31])[0][0], keys)
+        assert torch.equal(hidden_forward(lm.base, lm.key_encoder.location, ids[:, :31])[0][0], keys)
 
 
 def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, make_lm, tmp_path) -> None:

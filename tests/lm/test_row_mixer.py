@@ -33,7 +33,7 @@ def lm(request, make_lm):
 
 def step(lm, texts, tokens, cache, settings):
     """Read tokens of shape (b, t) on; returns the mixed logits after the last, shape (b, v)."""
-    with torch.no_grad(), KeyCapture(lm.base, lm.encoder.location) as capture:
+    with torch.no_grad(), KeyCapture(lm.base, lm.key_encoder.location) as capture:
         output = lm.base(input_ids=tokens, use_cache=True, **as_cache_argument(lm.base, cache))
     keys, batch = lm.extend_texts(texts, tokens, capture.keys(*tokens.shape), None)
     last = torch.arange(1, len(tokens) + 1) * tokens.shape[1] - 1

@@ -172,13 +172,13 @@ def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
 
 def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypatch) -> None:
     """Ten tokens a document, 1,000 tokens a second, of which 3,000 were expected by the model's size."""
-    keys, now = lm.encoder.keys, [0.0]
+    keys, now = lm.key_encoder.keys, [0.0]
 
-    def slowly(ids, at):
+    def slowly(ids, at, source):
         now[0] += len(at) / 1000
-        return keys(ids, at)
+        return keys(ids, at, source)
 
-    monkeypatch.setattr(lm.encoder, "keys", slowly)
+    monkeypatch.setattr(lm.key_encoder, "keys", slowly)
     monkeypatch.setattr(adding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     weights = sum(one.numel() for one in lm.base.parameters())
     monkeypatch.setattr(adding, "_ASSUMED_OPERATIONS", 3000 * 2 * weights)

@@ -80,7 +80,7 @@ def test_echo_scores_every_token_of_the_prompt(server, lm, as_ids):
         echo=True,
         extra_body={"return_tokens_as_token_ids": True},  # some are written alike
     )
-    choice, before = found.choices[0], [] if as_ids else [lm.reader.prefix]
+    choice, before = found.choices[0], [] if as_ids else [*lm.reader.prefix]
     expected = log_probs(lm, before + ids, settings_of(lm, "letters"))[len(before) :]
     listed = choice.logprobs
     assert len(listed.tokens) == len(ids) + 1 == len(listed.text_offset)

@@ -161,7 +161,7 @@ def test_mixes_are_what_each_would_be_alone(lm, engine, count):
 
 
 def test_greedy_text_is_that_of_generate(lm, engine):
-    prompt = Prompt((lm.reader.prefix, *lm.reader.tokens("The council").tolist()), 1)
+    prompt = Prompt((*lm.reader.prefix, *lm.reader.tokens("The council").tolist()), 1)
     listener = Listener(Task((prompt,), "news", 30, sampling=Sampling(0)))
     engine.submit(listener.ticket)
     expected = lm.generate_text("The council", max_new_tokens=30, do_sample=False, knn=SETTINGS["news"])
@@ -210,7 +210,7 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
 
 def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
     prompt = Prompt(
-        (lm.reader.prefix, *lm.reader.tokens("The harbour, the harbour, the harbour").tolist()), 1
+        (*lm.reader.prefix, *lm.reader.tokens("The harbour, the harbour, the harbour").tolist()), 1
     )
     listener = Listener(Task((prompt,), "scoring", 0, score_prompt=True, top=0))
     engine.submit(listener.ticket)

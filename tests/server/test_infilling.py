@@ -109,7 +109,7 @@ def test_a_completion_with_a_suffix_is_that_of_the_arranged_tokens(server, model
     tokenizer = AutoTokenizer.from_pretrained(server.serving.lm.store.identity.model)
     texts = [tokenizer(text)["input_ids"] for text in (ASKED["prompt"], ASKED["suffix"])]
     marks = tokenizer.convert_tokens_to_ids([*QWEN])
-    arranged = [server.serving.prefix, marks[0], *texts[0], marks[1], *texts[1], marks[2]]
+    arranged = [*server.serving.prefix, marks[0], *texts[0], marks[1], *texts[1], marks[2]]
     expected = complete(server, model=model, prompt=arranged, suffix=None)
     answer = complete(server, model=model)
     assert answer["choices"] == expected["choices"]

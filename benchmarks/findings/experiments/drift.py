@@ -76,9 +76,8 @@ def split(lab: Lab, domain: str) -> tuple[Tensor, Tensor]:
     long = [torch.from_numpy(ids[:length]) for ids in texts if len(ids) >= length][: lab.limits.prompts]
     together = torch.stack(long)
     prompts = together[:, :PROMPT]
-    if prefix is not None:
-        prompts = torch.cat([torch.full((len(long), 1), prefix), prompts], 1)
-    return prompts, together[:, PROMPT:]
+    before = torch.tensor([prefix] * len(long), dtype=torch.long)
+    return torch.cat([before, prompts], 1), together[:, PROMPT:]
 
 
 def generate(lab: Lab, prompts: Tensor, length: int, settings: KNNSettings) -> Tensor:

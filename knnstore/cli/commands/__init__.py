@@ -7,7 +7,7 @@ from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
 from knnstore.cli.commands.distributing import commit, encode, plan
 from knnstore.cli.commands.evaluating import evaluate
-from knnstore.cli.commands.generating import explain, generate, search
+from knnstore.cli.commands.generating import explain, generate, search, translate
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
 from knnstore.cli.commands.serving import key_add, key_list, key_revoke, serve
 from knnstore.cli.commands.upkeep import erase, move, optimize, remove, repair, tag, upgrade, verify
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "calibrate": calibrate,
     "generate": generate,
+    "translate": translate,
     "explain": explain,
     "search": search,
     "serve": serve,

@@ -163,10 +163,10 @@ def init(
             given = next((name for name, value in no_effect.items() if value), None)
             if given is not None:
                 raise ConfigError(
-                    f"--{given} has no effect, because knnstore cannot run this model: leave it out"
+                    f"--{given} has no effect on a store of n-grams alone for this model: leave it out"
                 )
             new_store = KeylessText.create(home, model, catalog=catalog).store
-            print_message("knnstore cannot run this model: use the n-grams through NGramLogitsProcessor")
+            print_message("without keys, use the n-grams of this model's store through NGramLogitsProcessor")
         else:
             new_store = knnstore.create(
                 home,
@@ -255,8 +255,9 @@ def add(
 ) -> None:
     """Add documents to a domain.
 
-    The model reads each text once; nothing is trained. A stored document of the same id is left unchanged if
-    its text is the same, and replaced otherwise. If the command is interrupted, run it again: it continues
+    The model reads each text once; nothing is trained. For an encoder-decoder model, each row also has a
+    source, such as the sentence that the text translates. A stored document of the same id is left unchanged
+    if its text is the same, and replaced otherwise. If the command is interrupted, run it again: it continues
     where it was.
 
     Examples:
@@ -323,6 +324,10 @@ def _add_planned(
             model = resolve_model_location(store, runtime.model_at)
             with show_activity("loading the tokenizer"):
                 tokenizer = load_tokenizer(model)
+                from knnstore.lm import is_causal, load_text_parts
+
+                if not is_causal(load_text_parts(model, tokenizer).config):
+                    raise ConfigError("--plan and --workers are for causal models: leave them out")
                 from knnstore.distributed import (
                     SHARD_TOKENS,
                     PlanFolder,
@@ -457,7 +462,7 @@ def sync(
                 )
         tokens = 0
         if difference.added or difference.replaced or difference.described:
-            with runtime.open_for_adding() as lm:
+            with runtime.open_for_adding("causal") as lm:
                 reread_documents = documents.copy_to_reread()
                 added = lm.add(
                     reread_documents.read_documents(bar, unread),

@@ -17,7 +17,7 @@ from knnstore.cli.output import Bar, format_pairs, print_message, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Candidate, Comparison, KNNSettings
+    from knnstore.lm import Candidate, Comparison, Kind, KNNSettings
 
 STORED_TOKENS = 64_000
 """Number of stored tokens that are predicted if no held-out text is given."""
@@ -124,7 +124,8 @@ def calibrate(
         return
     documents.check_files()
     store_token_count = stored_tokens or (0 if documents.files else STORED_TOKENS)
-    with Bar() as bar, runtime.open_model("a", domains=domains) as lm:
+    kind: Kind | None = "causal" if repetition else None
+    with Bar() as bar, runtime.open_model("a", domains=domains, kind=kind) as lm:
         fitted = lm.calibrate(
             documents.read_documents(bar),
             domains=domains,

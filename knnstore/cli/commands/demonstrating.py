@@ -22,8 +22,8 @@ from knnstore.cli.output import Bar, format_table, print_message, print_result
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
-    from knnstore import KNNLMForCausalLM, TextDocument
-    from knnstore.lm import Evaluation
+    from knnstore import TextDocument
+    from knnstore.lm import KNNLM, Evaluation
 
 REFERENCE = "python-reference"
 LIBRARY = "library-docs"
@@ -73,7 +73,8 @@ def demo(
     name = model or _find_default_model()
     quiet_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
-        lm = knnstore.create(Path(folder) / "demo.knn", name, device=runtime.device, dtype=runtime.dtype)
+        home = Path(folder) / "demo.knn"
+        lm = knnstore.create(home, name, device=runtime.device, dtype=runtime.dtype, kind="causal")
         with lm.store:
             result = demonstrate(lm, [reference(), library()], bar)
     print_result(result, _format_demo(result), as_json=as_json)
@@ -83,7 +84,7 @@ def demo(
         raise KnnstoreError(f"removing {LIBRARY} did not restore the perplexities to the last digit")
 
 
-def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
+def demonstrate(lm: "KNNLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
     """Add two domains to an empty store, evaluate and generate, then remove the second domain again.
 
     Args:

@@ -17,7 +17,7 @@ from knnstore.documents import TextDocument, is_among
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Evaluation
+    from knnstore.lm import Evaluation, Kind
 
 
 def evaluate(
@@ -51,6 +51,17 @@ def evaluate(
             help="Parameter of the vector engine for this run, in place of the store's; repeatable.",
         ),
     ] = None,
+    translates: Annotated[
+        bool,
+        typer.Option(
+            "--translate",
+            help="With an encoder-decoder model: also translate the sources, and compare with the texts. "
+            "Prints BLEU and chrF of sacrebleu, and with --details how these were computed.",
+        ),
+    ] = False,
+    beams: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --translate: number of beams; 1 is no beam search.")
+    ] = 1,
     details: Annotated[
         bool,
         typer.Option(
@@ -77,27 +88,36 @@ def evaluate(
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
       knnstore eval held-out.jsonl --ngrams 7 --ngram-lambda 0.5
       knnstore eval held-out.jsonl --audit
+      knnstore --home client.knn eval pairs.jsonl --translate --beams 5
       knnstore eval held-out.jsonl --domain news --k 64 --knn-temperature 20 --lambda 0.5 --json
     """
     if per_token is not None and is_among(per_token, documents.files):
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
+    if audited and translates:
+        raise ConfigError("--audit is for causal models, and --translate for encoder-decoder models")
     documents.check_files()
     if per_token is not None:
         check_writable(per_token)
+    kind: Kind | None = "causal" if audited else "seq2seq" if translates else None
     with Bar() as bar, ExitStack() as opened:
         lm = opened.enter_context(
-            runtime.open_model("r", params=read_params(params), domains=selected.domains)
+            runtime.open_model(
+                "r",
+                params=read_params(params),
+                domains=selected.domains,
+                kind=kind,
+            )
         )
-        from knnstore.lm import TokenTable, replacing, usable_documents
+        from knnstore.lm import KNNLMForSeq2SeqLM, TokenTable, replacing, usable_documents
 
         table = None if per_token is None else TokenTable()
         file = None if per_token is None else opened.enter_context(replacing(per_token))
         selection = selected.make_selection()
         settings = query.resolve_settings(lm.store, selection)
         texts: Iterable[TextDocument] = documents.read_documents(bar)
-        if audited:  # the audit reads the documents a second time
+        if audited or translates:  # the documents are read a second time
             texts = list(usable_documents(lm.reader, texts, documents.make_skip_function(bar)))
         evaluation = lm.evaluate(
             texts,
@@ -111,6 +131,9 @@ def evaluate(
         if file is not None and table is not None and per_token is not None and lm.tokenizer is not None:
             table.write(file, lm.tokenizer, as_json=per_token.suffix == ".jsonl")
         report = lm.audit(texts, settings) if audited else None
+        translation = None
+        if isinstance(lm, KNNLMForSeq2SeqLM) and translates:
+            translation = lm.score_translations(texts, settings, num_beams=beams, progress=bar)
     if evaluation.stored and not leave_out:
         print_message(
             f"warning: {len(evaluation.stored):,} of these documents are among those retrieved from, "
@@ -127,6 +150,8 @@ def evaluate(
     del result["by_document"]
     if report is not None:
         result["audit"] = {"passed": report.passed, **convert_to_dict(report)}
+    if translation is not None:
+        result["translation"] = convert_to_dict(translation)
     parts = [format_summary(result), *(["\n\n", format_details(result)] if details else [])]
     print_result(result, parts, as_json=as_json)
     if is_default and not as_json:
@@ -147,10 +172,15 @@ def format_summary(result: Mapping[str, Any]) -> str:
         result: the fields of an `Evaluation`, with ``lam`` as ``lambda``.
     """
     columns = {"model alone": "base", "with the store": "knn"}
-    perplexities = [
+    rows = [
         {"": name, **{title: result[f"{side}_{unit}ppl"] for title, side in columns.items()}}
         for name, unit in (("perplexity", ""), ("of a word", "word_"), ("of a byte", "byte_"))
     ]
+    if "translation" in result:
+        rows += [
+            {"": name, **{title: result["translation"][f"{side}_{score}"] for title, side in columns.items()}}
+            for name, score in (("BLEU", "bleu"), ("chrF", "chrf"))
+        ]
     lam, temperature = result["lambda"], result["temperature"]
     reach = f"k {result['k']:,}" if result["probes"] is None else f"{result['probes']:,} probes"
     components = {"store": "the store", "cache": "the cache", "ngram": "n-grams"}
@@ -165,7 +195,7 @@ def format_summary(result: Mapping[str, Any]) -> str:
         "settings": f"{result['mixer']}, lambda {lam:.3g}, T {temperature:.4g}, {reach}",
         "speed": f"{result['tokens_per_s']:,.0f} tokens/s",
     }
-    return f"{format_table(perplexities, ['', *columns])}\n\n{format_pairs(values)}"
+    return f"{format_table(rows, ['', *columns])}\n\n{format_pairs(values)}"
 
 
 def format_details(result: Mapping[str, Any]) -> str:
@@ -191,6 +221,8 @@ def format_details(result: Mapping[str, Any]) -> str:
             or name.endswith("ppl")
         )
     }
+    translation = result.get("translation", {})
+    plain_values |= {name: value for name, value in translation.items() if name.endswith("_signature")}
     groups = {
         "times stored": result["by_frequency"],
         "distance to the nearest": result["by_distance"],

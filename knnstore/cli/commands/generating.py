@@ -1,4 +1,4 @@
-"""Commands that run the model with its store: `generate`, `explain` and `search`."""
+"""Commands that run the model with its store: `generate`, `translate`, `explain` and `search`."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from knnstore.checks import printable
-from knnstore.cli.inputs import read_text
+from knnstore.cli.inputs import read_lines, read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import (
+    Bar,
     Verbatim,
     convert_to_dict,
     echo,
@@ -25,7 +26,7 @@ from knnstore.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from knnstore.lm import Detokenizer, Passage, Source, TextReader, TokenExplanation
+    from knnstore.lm import Detokenizer, Kind, Passage, Source, TextReader, TokenExplanation
 
 _NEIGHBORS_CREDITED = 32  # neighbors of each token that get credit; further ones hardly weigh
 _SOURCES_SHOWN = 5
@@ -93,7 +94,7 @@ def generate(
         raise ConfigError(
             f"--temperature must be 0 or at least {_MIN_TEMPERATURE}, got {sampling_temperature}"
         )
-    with runtime.open_model("r", domains=selected.domains) as lm:
+    with runtime.open_model("r", domains=selected.domains, kind="causal") as lm:
         from knnstore.lm import Purpose, resolve
 
         settings = query.resolve_settings(lm.store, selected.make_selection())
@@ -177,12 +178,67 @@ class PromptAndContinuation:
         echo(Verbatim(continuation.removeprefix(self._printed_text)))
 
 
+def translate(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="Text in UTF-8 with one sentence on each line; - is standard input."
+        ),
+    ],
+    *,
+    selected: SelectionOptions,
+    beams: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of beams of beam search; 1 is no beam search.")
+    ] = 1,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="twice those of the sentence, and 20 more",
+            help="Largest number of tokens of a translation.",
+        ),
+    ] = None,
+    query: Query,
+    runtime: StoreRuntime,
+    as_json: JsonOption = False,
+) -> None:
+    """Translate a file line by line, with an encoder-decoder model and its store.
+
+    Prints one line for each line of the file, in the same order; an empty line stays empty. Lines of similar
+    length are translated together.
+
+    Examples:
+      knnstore translate sentences.txt --domain client --beams 5 > translated.txt
+      echo "A small house." | knnstore translate - --json
+    """
+    lines = read_lines(file)
+    with Bar() as bar, runtime.open_model("r", domains=selected.domains, kind="seq2seq") as lm:
+        settings = query.resolve_settings(lm.store, selected.make_selection())
+        translations = lm.translate(
+            lines, settings, num_beams=beams, max_new_tokens=max_new_tokens, progress=bar
+        )
+    if as_json:
+        rows = [{"source": line, "text": text} for line, text in zip(lines, translations, strict=True)]
+        print_result(rows, "", as_json=True)
+    else:
+        echo(Verbatim("\n".join(" ".join(text.splitlines()) for text in translations)))
+
+
 def explain(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
     *,
     neighbors: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of neighbors to list for each token.")
     ] = 3,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="For an encoder-decoder model: the source of the text, such as the sentence that it "
+            "translates.",
+        ),
+    ] = None,
     selected: SelectionOptions,
     query: ScoringQuery,
     runtime: StoreRuntime,
@@ -199,12 +255,13 @@ def explain(
       knnstore explain "The harbour was quiet" --neighbors 2
       knnstore explain "The harbour was quiet" --domain letters --json
     """
-    with runtime.open_model("r", domains=selected.domains) as lm:
+    kind: Kind | None = None if source is None else "seq2seq"
+    with runtime.open_model("r", domains=selected.domains, kind=kind) as lm:
         settings = query.resolve_settings(lm.store, selected.make_selection())
         text = read_text(text)
         if not text:
             raise InputError("the text is empty")
-        explained = lm.explain(text, settings, neighbors=neighbors)
+        explained = lm.explain(text, settings, neighbors=neighbors, source=source)
     shown = "\n".join(line for token in explained for line in _format_token_lines(token))
     print_result([convert_to_dict(token) for token in explained], shown, as_json=as_json)
 
@@ -226,7 +283,7 @@ def search(
       knnstore search "The harbour was quiet"
       knnstore search "The harbour was quiet" --domain letters --limit 1 --json
     """
-    with runtime.open_model("r", domains=selected.domains) as lm:
+    with runtime.open_model("r", domains=selected.domains, kind="causal") as lm:
         from knnstore import KNNSettings
 
         selection = selected.make_selection()
@@ -256,7 +313,8 @@ def _format_token_lines(token: "TokenExplanation") -> Iterator[str]:
     for source in token.neighbors:
         place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
         how = f"{source.matched} tokens" if source.distance is None else f"{source.distance:.1f}"
-        yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_format_context(source)}"
+        pair = "" if source.source_text is None else f"  <- {printable(source.source_text)}"
+        yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_format_context(source)}{pair}"
 
 
 def _format_probability(p: float) -> str:

@@ -144,14 +144,17 @@ def serve(
     from knnstore.server import serve as run_server
 
     def load_model() -> KNNLMForCausalLM:
-        return load(
+        lm = load(
             runtime.home,
             mode,
             knn=KNNSettings(lam=0.0),
             model=model_location,
             device=runtime.device,
             dtype=runtime.dtype,
+            kind="causal",
         )
+        assert isinstance(lm, KNNLMForCausalLM)
+        return lm
 
     upstream_address = None
     if upstream_url is not None:

@@ -135,7 +135,8 @@ def calibrate(
 
     Raises:
         ReadOnlyError: the store was opened for reading.
-        ConfigError: `max_k` or `stored_tokens` is out of range.
+        ConfigError: `max_k` or `stored_tokens` is out of range, or `repetition` is not possible because the
+            model is an encoder-decoder model.
         InputError: the store is empty, a document is in the store or cannot be used, there is too little
             text, or a stored document of the text was removed during the calibration.
     """
@@ -145,6 +146,8 @@ def calibrate(
         raise ReadOnlyError('calibrated settings are saved in the store: open it for writing, mode "a"')
     if max_k < 1:
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
+    if repetition and reader.reads_pairs:
+        raise ConfigError("repetition is measured for causal models: leave it out for encoder-decoder models")
     if stored_tokens < 0:
         raise ConfigError(f"stored_tokens must be at least 0, got {stored_tokens}")
     names = tuple(sorted(set(domains or ())))

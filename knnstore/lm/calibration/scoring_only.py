@@ -125,8 +125,7 @@ class Beginnings:
         ]
         parts.sort(key=lambda part: part[0])
         chosen = [part for _, part in parts[:PROMPTS]]
-        head = [] if reader.prefix is None else [reader.prefix]
-        prompts = np.array([head + part[:length] for part in chosen], np.int64)
+        prompts = np.array([[*reader.prefix, *part[:length]] for part in chosen], np.int64)
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
     def generate(self, lm: GeneratingModel, settings: KNNSettings) -> list[list[int]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from knnstore.documents import TextDocument, documents_of
+from knnstore.documents import SOURCE, TextDocument
 from knnstore.errors import InputError
 from knnstore.lm.calibration.judging import check_text_size
 from knnstore.lm.reading import TextReader
@@ -96,7 +96,7 @@ def choose_text(
         InputError: a held-out document is in the store and `leave_out` is False, no stored document can be
             used, or there is too little text.
     """
-    distinct = {document.content_hash: document for document in documents_of(documents)}
+    distinct = {document.content_hash: document for document in reader.document_tokenizer.read(documents)}
     held_out = HeldOut.compare_with_store(store, reader, distinct.values(), selection)
     if not leave_out:
         held_out.refuse_stored()
@@ -140,8 +140,10 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
     for number in sorted(lengths, key=_compute_shuffle_key):
         if tokens <= 0:
             break
-        text = reader.text(store.text(number)[:_MAX_DOCUMENT_TOKENS].tolist())
-        document = TextDocument(str(number), text)
+        length = min(lengths[number] - len(reader.document_tokenizer.end), _MAX_DOCUMENT_TOKENS)
+        source = store.metadata([number]).get(number, {}).get(SOURCE) if reader.reads_pairs else None
+        text = reader.text(store.text(number)[:length].tolist())
+        document = TextDocument(str(number), text, source=source)
         if text.strip() and document.content_hash not in chosen:
             chosen[document.content_hash], numbers[document.content_hash] = document, number
             tokens -= min(lengths[number], _MAX_DOCUMENT_TOKENS)

@@ -392,7 +392,7 @@ class _KeysInReach(NamedTuple):
         ends = contexts.ends[rows]
         firsts, stops = np.full(len(used), np.iinfo(np.int64).max), np.zeros(len(used), np.int64)
         np.minimum.at(firsts, owners, ends)
-        firsts = np.maximum(firsts - 1 - size, 0)
+        firsts = np.maximum(firsts - 1 - size, np.array(contexts.heads, np.int64)[used])
         np.maximum.at(stops, owners, ends)
         keys, tokens = list[Tensor](), [np.empty(0, np.int64)]
         for text, first, stop in zip(used.tolist(), firsts.tolist(), stops.tolist(), strict=True):

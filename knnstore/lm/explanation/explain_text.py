@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import Ids
+from knnstore.documents import SOURCE
+from knnstore.errors import ConfigError
 from knnstore.lm.components import Citations, Keys, Place
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.token_explanations import (
@@ -50,7 +52,13 @@ _Floats = NDArray[np.float64]
 
 
 def explain(
-    lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, neighbors: int = 8, after: str = ""
+    lm: ReadingModel,
+    text: str,
+    knn: KNNSettings | None = None,
+    *,
+    neighbors: int = 8,
+    after: str = "",
+    source: str | None = None,
 ) -> Explanation:
     """Explain the probability of each token of a text by components, sources and documents.
 
@@ -64,17 +72,24 @@ def explain(
         neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
             token), of each token. With 0 there are none, and effects of documents are not computed.
         after: the text that precedes `text` and is not explained, e.g. the prompt.
+        source: the source of the whole text for an encoder-decoder model, e.g. the sentence that `text`
+            translates; None for a causal model.
 
     Returns:
         The explained tokens in order, without the first token of a text if the tokenizer has no BOS token;
         and the effect of each document. A notebook shows the text, colored by the store's share.
 
     Raises:
-        InputError: a token is not in the vocabulary of the model.
+        InputError: a token is not in the vocabulary of the model, or the model cannot read the source.
+        ConfigError: an encoder-decoder model got no source, or a causal model got one.
     """
     reader = lm.reader
-    start = len(reader.tokens(after))
-    return explain_tokens(lm, reader.tokens(after + text), knn, neighbors=neighbors, start=start)
+    if source is not None and not reader.reads_pairs:
+        raise ConfigError("a causal model reads no source: give the text before as `after`")
+    start = len(reader.tokens(after)) - len(reader.document_tokenizer.end)
+    read = None if source is None else reader.document_tokenizer.tokenize_sources([source])[0]
+    tokens = reader.tokens(after + text)
+    return explain_tokens(lm, tokens, knn, neighbors=neighbors, start=start, source=read)
 
 
 def explain_tokens(
@@ -84,6 +99,7 @@ def explain_tokens(
     *,
     neighbors: int = 8,
     start: int = 0,
+    source: NDArray[np.uint32] | None = None,
 ) -> Explanation:
     """Explain the probability of each token of a tokenized text, by components, sources and documents.
 
@@ -97,12 +113,13 @@ def explain_tokens(
         neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
             token), of each token. With 0 there are none, and effects of documents are not computed.
         start: index of the first token to explain; the tokens before are only context.
+        source: tokens of the source for an encoder-decoder model, shape (m,); None for a causal model.
 
     Returns:
         The explained tokens in order, and the effect of each document.
     """
-    settings = resolve(lm.store, knn or lm.knn)
-    scored = score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True)
+    settings, sources = resolve(lm.store, knn or lm.knn), None if source is None else [source]
+    scored = score_texts(lm.store, lm.reader, [tokens], settings, sources=sources, with_record_ids=True)
     explained: list[TokenExplanation] = []
     turns = _explain_scored_tokens(lm, tokens, settings, scored, neighbors, start)
     while True:
@@ -470,6 +487,8 @@ class _SourceDescriber:
         self._reader = reader
         self._tokens = tokens
         self._texts: dict[int, tuple[str, str, str]] = {}
+        self._source_texts: dict[int, str] = {}
+        """The source of each document that was cited, by the document's number."""
 
     def describe_places(
         self, places_of_tokens: Sequence[Sequence[Place]], positions: Sequence[int]
@@ -482,6 +501,7 @@ class _SourceDescriber:
         """
         ids = np.unique(np.array([place.id for places in places_of_tokens for place in places], np.int64))
         provenance = dict(zip(ids.tolist(), self._store.provenance(ids), strict=True))
+        source_texts = self._read_source_texts(ids) if self._reader.reads_pairs else {}
         sources = []
         for places, position in zip(places_of_tokens, positions, strict=True):
             origins = [
@@ -492,7 +512,7 @@ class _SourceDescriber:
             ]
             sources.append(
                 tuple(
-                    self._make_source(origin, place)
+                    self._make_source(origin, place, source_texts.get(place.id))
                     for origin, place in zip(origins, places, strict=True)
                     if origin is not None
                 )
@@ -510,12 +530,26 @@ class _SourceDescriber:
         context = self._tokens[max(0, index - _TOKENS_BEFORE) : index]
         return Provenance(THIS_TEXT, "", index, int(self._tokens[index]), context, continuation)
 
-    def _make_source(self, origin: Provenance, place: Place) -> Source:
+    def _read_source_texts(self, ids: Ids) -> dict[int, str]:
+        """Return for each record the source of its document; records of removed documents are left out.
+
+        Args:
+            ids: record ids, shape (n,).
+        """
+        documents = self._store.holders(ids).tolist()
+        new = {number for number in documents if number >= 0} - self._source_texts.keys()
+        for number, metadata in self._store.metadata(new).items():
+            self._source_texts[number] = metadata[SOURCE]
+        pairs = zip(ids.tolist(), documents, strict=True)
+        return {id: self._source_texts[number] for id, number in pairs if number in self._source_texts}
+
+    def _make_source(self, origin: Provenance, place: Place, source_text: str | None) -> Source:
         """Create a `Source` (document, share and texts around it) from a place that was cited.
 
         Args:
             origin: document, position and tokens around the place.
             place: the place, with its share.
+            source_text: the source of the document, if the document is a pair.
         """
         texts = self._texts.get(place.id)
         if texts is None:
@@ -535,6 +569,7 @@ class _SourceDescriber:
             continuation,
             place.matched,
             place.component,
+            source_text,
         )
 
     def _decode_around(self, origin: Provenance) -> tuple[str, str, str]:

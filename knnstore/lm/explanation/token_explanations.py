@@ -44,6 +44,9 @@ class Source:
     part: str = "keys"
     """The component that found the record: ``keys``, ``n-grams``, ``cache``, ``own n-grams`` or the name of
     another package's component."""
+    source_text: str | None = None
+    """The source of the document, e.g. the sentence that the document translates; None if the document is not
+    a pair, and for a place of the explained text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,12 +182,12 @@ class StepMixer:
     Args:
         store: the store, opened for reading. Documents that another process adds or removes count from the
             next step on.
-        prefix: id of the token that precedes every document; None if documents have no prefix.
+        prefix: the tokens that precede every document; empty if documents have no prefix.
         most_drafts: largest number of draft tokens (guessed next tokens) of a request in a step. The engine
             may reject them after the step.
     """
 
-    def __init__(self, store: Reader, prefix: int | None, most_drafts: int = 0) -> None:
+    def __init__(self, store: Reader, prefix: Sequence[int], most_drafts: int = 0) -> None:
         self._store = store
         self._prefix = prefix
         self._most_drafts = most_drafts

@@ -8,18 +8,22 @@ if TYPE_CHECKING:
     from knnstore.lm.keys.fingerprints import (
         compute_fingerprint,
         model_fingerprint,
+        pair_fingerprint,
         same_model,
         tokenizer_fingerprint,
     )
     from knnstore.lm.keys.key_capture import (
         KeyCapture,
         KeyLocation,
+        Source,
         hidden_forward,
         in_full_precision,
         keep_positions,
         key_dim,
         keys_forward,
+        make_inputs,
         model_precision,
+        reads_source,
     )
     from knnstore.lm.keys.key_places import AUTO, FINAL_PLACES, LAYER_PLACES, layer_count, locate
     from knnstore.lm.keys.key_vectors import (
@@ -41,6 +45,7 @@ __all__ = [
     "KeyDescription",
     "KeyLocation",
     "Projection",
+    "Source",
     "compute_fingerprint",
     "described",
     "fit_projection",
@@ -51,8 +56,11 @@ __all__ = [
     "keys_forward",
     "layer_count",
     "locate",
+    "make_inputs",
     "model_fingerprint",
     "model_precision",
+    "pair_fingerprint",
+    "reads_source",
     "same_model",
     "tokenizer_fingerprint",
 ]

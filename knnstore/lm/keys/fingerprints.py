@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,26 @@ def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
     step = fine.abs() * 2**-11 + 2**-25
     between = ((fine - step).bfloat16() <= coarse) & (coarse <= (fine + step).bfloat16())
     return rounded | ((fine == half) & (coarse == coarse.bfloat16()) & between)
+
+
+def pair_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
+    """Hash everything that turns a pair of a source and a text into the input of an encoder-decoder model.
+
+    This is the tokenizer with its source and target language, and the tokens with which the decoder begins.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prefix: the tokens with which the decoder begins every text.
+
+    Returns:
+        SHA-256, hexadecimal.
+    """
+    digest = hashlib.sha256(tokenizer_fingerprint(tokenizer).encode())
+    for probe in _PROBE_TEXTS:
+        digest.update(repr(tokenizer(probe)["input_ids"]).encode())
+        digest.update(repr(tokenizer(text_target=probe, add_special_tokens=False)["input_ids"]).encode())
+    digest.update(repr(tuple(prefix)).encode())
+    return digest.hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

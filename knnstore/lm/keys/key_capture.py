@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,42 @@ class KeyLocation:
         return f"{self.path}:{self.side}"
 
 
+class Source(NamedTuple):
+    """The texts that the encoder of an encoder-decoder model reads, one for each row of a forward pass."""
+
+    input_ids: Tensor
+    """Token ids, int64, shape (b, s)."""
+    attention_mask: Tensor
+    """1 at tokens and 0 at padding, int64, shape (b, s)."""
+
+    @classmethod
+    def make_probe(cls, model: PreTrainedModel, rows: int) -> "Source | None":
+        """Return a source of two tokens for each row, to try a model; None for a model without an encoder."""
+        if not reads_source(model):
+            return None
+        input_ids = torch.tensor([[0, 1]] * rows, device=model.device)
+        return cls(input_ids, torch.ones_like(input_ids))
+
+
+def reads_source(model: PreTrainedModel) -> bool:
+    """Check whether a model is an encoder-decoder model, which predicts a text together with its source."""
+    return bool(model.config.is_encoder_decoder)
+
+
+def make_inputs(model: PreTrainedModel, input_ids: Tensor, source: Source | None) -> dict[str, Tensor]:
+    """Return the arguments with which a model, or its base model, reads texts.
+
+    Args:
+        model: the model.
+        input_ids: token ids of the texts, int64, shape (b, t), on the model's device.
+        source: the source of each text for an encoder-decoder model; None for another model.
+    """
+    if source is None:
+        assert not reads_source(model)
+        return {"input_ids": input_ids}
+    return {**source._asdict(), "decoder_input_ids": input_ids}
+
+
 def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
     """Return the number of components of a key, d. Runs the model once on two tokens to find it.
 
@@ -62,17 +98,21 @@ def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
         ConfigError: the model does not call the location's module, or the tensor is not one vector for each
             token.
     """
-    keys, _ = hidden_forward(model, location, torch.zeros((1, 2), dtype=torch.long, device=model.device))
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    keys, _ = hidden_forward(model, location, ids, Source.make_probe(model, 1))
     return keys.shape[-1]
 
 
-def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Run a causal language model without its output head, without gradients and without a KV cache.
+def hidden_forward(
+    model: PreTrainedModel, location: KeyLocation, input_ids: Tensor, source: Source | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run a language model without its output head, without gradients and without a KV cache.
 
     Args:
         model: the model, in evaluation mode.
         location: the tensor that serves as key.
         input_ids: int64, shape (b, t), on the model's device; padding is allowed on the right only.
+        source: the source of each row for an encoder-decoder model, else None.
 
     Returns:
         The keys, shape (b, t, d), and the final hidden states, shape (b, t, h), in the model's dtype.
@@ -82,12 +122,14 @@ def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Ten
             token.
     """
     with torch.inference_mode(), KeyCapture(model, location) as capture:
-        output = model.base_model(input_ids, use_cache=False)
+        output = model.base_model(**make_inputs(model, input_ids, source), use_cache=False)
     return capture.keys(*input_ids.shape), output[0]
 
 
-def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> Tensor:
-    """Run a causal language model only until the keys are computed; later layers do not run.
+def keys_forward(
+    model: PreTrainedModel, location: KeyLocation, input_ids: Tensor, source: Source | None = None
+) -> Tensor:
+    """Run a language model only until the keys are computed; later layers do not run.
 
     The keys are taken from the first call of the location's module, so a model must call the module only once
     in a forward pass.
@@ -96,6 +138,7 @@ def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tenso
         model: the model, in evaluation mode.
         location: the tensor that serves as key.
         input_ids: int64, shape (b, t), on the model's device; padding is allowed on the right only.
+        source: the source of each row for an encoder-decoder model, else None.
 
     Returns:
         The keys, shape (b, t, d), in the model's dtype.
@@ -105,7 +148,7 @@ def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tenso
             token.
     """
     with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
-        model.base_model(input_ids, use_cache=False)
+        model.base_model(**make_inputs(model, input_ids, source), use_cache=False)
     return capture.keys(*input_ids.shape)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.key_capture import KeyCapture, KeyLocation, key_dim
+from knnstore.lm.keys.key_capture import KeyCapture, KeyLocation, Source, key_dim, make_inputs
 
 LAYER_PLACES = ("ffn_input", "ffn_input_before_norm", "attention_input", "attention_input_before_norm")
 """Names of the places in a layer: the last layer, unless ``@LAYER`` follows the name."""
@@ -40,7 +40,9 @@ _NAME = re.compile(r"(final_hidden|ffn_input|attention_input)(_before_norm)?(?:@
 
 
 def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
-    """Find the tensor of a causal language model that `key` names, and return its location.
+    """Find the tensor of a language model that `key` names, and return its location.
+
+    In an encoder-decoder model all places are in the decoder.
 
     The names are those of Khandelwal et al. 2020, table 5, whose best key is ``ffn_input``:
 
@@ -141,25 +143,46 @@ def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int)
             f"key {key!r}: {type(model).__name__} has {len(layers)} layers, 0 to {len(layers) - 1} or "
             f"-{len(layers)} to -1"
         )
-    children = list(layers[layer].children())
-    attentions = [at for at, child in enumerate(children) if _is_attention(child)]
+    children = list(_get_parts(layers[layer]).items())
+    attentions = [at for at, (_, child) in enumerate(children) if _is_attention(child)]
     if attentions and place == "attention_input":
-        return children[attentions[0]]
+        return _skip_norm(children[attentions[0]][1])
     if place == "ffn_input":
-        for child in children[attentions[0] + 1 :] if attentions else ():
+        for _, child in children[attentions[0] + 1 :] if attentions else ():
             # The weights of a normalization are vectors; dropouts and activations have no weights.
             if not _is_attention(child) and _has_matrix(child) and not isinstance(child, nn.ModuleList):
-                return child
+                return _skip_norm(child)
         # Some layers list the feed-forward module first, or have another mixer instead of attention.
-        for name, child in layers[layer].named_children():
+        for name, child in children:
             names = f"{name} {type(child).__name__}"
             if _FEED_FORWARD.search(names) and _has_matrix(child) and not isinstance(child, nn.ModuleList):
-                return child
+                return _skip_norm(child)
     missing = "attention" if place == "attention_input" else "feed-forward part"
     raise ConfigError(
         f"key {key!r}: {type(model).__name__} has no {missing} in layer {layer}; name the key's module, one "
         f"of: {_describe_candidates(layers[layer], model)}"
     )
+
+
+def _get_parts(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a layer by name, e.g. normalizations, attention and feed-forward module.
+
+    A layer that has nothing but one list of its parts (T5) gives the modules of this list.
+    """
+    children = dict(layer.named_children())
+    only = next(iter(children.values())) if len(children) == 1 else None
+    return dict(only.named_children()) if isinstance(only, nn.ModuleList) else children
+
+
+def _skip_norm(part: nn.Module) -> nn.Module:
+    """Return the attention or feed-forward module inside a part that also has its normalization (T5).
+
+    A part that has no normalization next to exactly one module with matrices is returned itself.
+    """
+    children = list(part.children())
+    inner = [child for child in children if _has_matrix(child)]
+    has_norm = any("norm" in type(child).__name__.lower() for child in children)
+    return inner[0] if has_norm and len(inner) == 1 else part
 
 
 def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
@@ -190,7 +213,8 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
     try:
         ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
         with torch.inference_mode(), KeyCapture(model, location) as capture:
-            model.base_model(ids, use_cache=False)
+            inputs = make_inputs(model, ids, Source.make_probe(model, 1))
+            model.base_model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

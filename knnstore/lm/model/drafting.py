@@ -61,6 +61,8 @@ def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mappi
         args: positional arguments of `generate`.
         options: keyword arguments of `generate`.
     """
+    if model.key_encoder.reads_source:
+        return "the model is an encoder-decoder model"
     config = options.get("generation_config") or model.generation_config
     prompt = next(
         (

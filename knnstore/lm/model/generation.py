@@ -29,6 +29,11 @@ _NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no cod
 class StoreGeneration(GenerationMixin):
     """The `generate` of transformers (`GenerationMixin`) for a model with a store."""
 
+    text_argument = "input_ids"
+    """Argument of the model with the token ids of the text that is generated."""
+    text_mask_argument = "attention_mask"
+    """Argument of the model with the mask of padding of this text."""
+
     def generate(
         self: Any, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any
     ) -> Any:
@@ -39,9 +44,9 @@ class StoreGeneration(GenerationMixin):
             knn: settings of this call, resolved for generation; default ``self.knn``.
             draft: True to check several drafted tokens in one forward pass (speculative decoding). A draft is
                 copied from a place in the store or earlier in the text where the same tokens precede it.
-                Greedy text stays the same. Works for a single text without beams, if the model's cache can
-                remove tokens; otherwise a warning with the reason is logged, and text is generated without
-                drafts.
+                Greedy text stays the same. Works for a single text of a causal model without beams, if the
+                model's cache can remove tokens; otherwise a warning with the reason is logged, and text is
+                generated without drafts.
             **kwargs: arguments of `GenerationMixin.generate`.
 
         Returns:
@@ -55,7 +60,7 @@ class StoreGeneration(GenerationMixin):
         kwargs = _rename_cache_option(kwargs)
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(prompt, Tensor) and not prompt.is_floating_point():
-            check_tokens(prompt.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
+            check_tokens(prompt.flatten().cpu().numpy(), self.key_encoder.vocabulary, self.tokenizer)
         knn = self.resolve_settings(knn, Purpose.GENERATION)
         if draft:
             reason = find_reason_against_drafts(self, args, kwargs)
@@ -101,17 +106,19 @@ class StoreGeneration(GenerationMixin):
         """
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
-        mask = kwargs.get("attention_mask")  # the base model may replace the mask
+        text_name, mask_name = self.text_argument, self.text_mask_argument
+        mask = kwargs.get(mask_name)  # the base model may replace the mask
         inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        embeds = inputs.get("inputs_embeds")
-        new = (inputs["input_ids"] if embeds is None else embeds).shape[1]
+        # An encoder-decoder model has embeddings of the source only, and these are in the encoder's output.
+        embeds = inputs.get("inputs_embeds") if text_name == "input_ids" else None
+        new = (inputs[text_name] if embeds is None else embeds).shape[1]
         if embeds is not None and input_ids.shape[1] >= new:
-            inputs["input_ids"] = input_ids[:, -new:]
+            inputs[text_name] = input_ids[:, -new:]
         text_mask = None
         if isinstance(mask, Tensor) and mask.ndim == 2:
             stop = (get_cached_length(inputs) or mask.shape[1] - new) + new
             text_mask = mask[:, stop - new : stop]
-        elif mask is None and inputs.get("attention_mask") is not None:
+        elif mask is None and inputs.get(mask_name) is not None:
             text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
         if get_cache_argument_name(self.base.forward) is None:  # `generate` makes a cache for every model
             inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
@@ -123,7 +130,7 @@ class StoreGeneration(GenerationMixin):
     ) -> Any:
         """Run the model over the prompts, as `GenerationMixin._prefill` does.
 
-        If another model filled the cache and the settings need the earlier text, the base model first
+        If another model filled the cache and the settings need the earlier text, a causal base model first
         computes the cached tokens again, and their `TextState` (tokens and keys) is added to the cache.
 
         Args:
@@ -135,7 +142,7 @@ class StoreGeneration(GenerationMixin):
         Raises:
             ConfigError: the cache already contains all of the input tokens.
         """
-        mask, read = model_kwargs.get("attention_mask"), get_cached_length(model_kwargs)
+        mask, read = model_kwargs.get(self.text_mask_argument), get_cached_length(model_kwargs)
         covered = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if read and covered == input_ids.shape[1]:
             if read >= covered and model_kwargs.get("inputs_embeds") is None:
@@ -144,12 +151,22 @@ class StoreGeneration(GenerationMixin):
                     "both for the whole text; at least its last token must not be in the cache yet "
                     "(cache.crop(-1) takes it out)"
                 )
-            if get_cached_texts(model_kwargs) is None:
+            if get_cached_texts(model_kwargs) is None and not self.key_encoder.reads_source:
                 knn = self.resolve_settings(model_kwargs.get("knn"))
                 if self.needs_text(knn):
                     texts = self._restore_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
                     attach_texts(model_kwargs, texts)
         return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
+
+    def _prepare_text_encoder_decoder_kwargs_for_generation(
+        self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Run the encoder over the sources, as `GenerationMixin` does; it does not get the settings."""
+        others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
+        prepared = super()._prepare_text_encoder_decoder_kwargs_for_generation(  # type: ignore[misc]
+            inputs_tensor, others, *args, **options
+        )
+        return {**model_kwargs, **prepared}
 
     def _restore_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
         """Compute the `TextState` (tokens and keys) of each row of a cache that another model has filled.
@@ -166,7 +183,7 @@ class StoreGeneration(GenerationMixin):
             if mask is not None:
                 tokens = tokens[mask[row].to(tokens.device) != 0]  # noqa: PLW2901
             if len(tokens):
-                self.extend_texts([text], tokens[None], self.encoder.key_states(tokens[None]), None)
+                self.extend_texts([text], tokens[None], self.key_encoder.key_states(tokens[None]), None)
             texts.append(text)
         return texts
 
@@ -220,6 +237,10 @@ _FOREIGN_MODES = {
 """Modes of `generate` whose code is not in transformers, each with the option that selects the mode."""
 
 
+_CAUSAL_OPTIONS = ("guidance_scale", "prompt_lookup_num_tokens", "prefill_chunk_size")
+"""Options of `generate` that work with the store of a causal model only."""
+
+
 def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the options of `generate`, with the KV cache under the expected name.
 
@@ -250,7 +271,8 @@ def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
     """Check that no option of `generate` selects a mode that does not work with a store.
 
     Raises:
-        ConfigError: an option needs foreign code, early exit, another kind of speculation or a paged cache.
+        ConfigError: an option needs foreign code, early exit, another kind of speculation or a paged cache;
+            or, for an encoder-decoder model, any speculation, guidance or a given cache.
     """
     if isinstance(options.get("custom_generate"), str):
         raise ConfigError(
@@ -263,3 +285,8 @@ def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} does not work with a store: leave it out")
     if _get_option(model, options, "cache_implementation") == "paged":
         model.generate_batch()
+    if model.key_encoder.reads_source:
+        given = [name for name in ("assistant_model", *CACHE_NAMES) if options.get(name) is not None]
+        given += [name for name in _CAUSAL_OPTIONS if _get_option(model, options, name) not in (None, 1, 1.0)]
+        if given:
+            raise ConfigError(f"{given[0]} works for causal models with a store only: leave it out")

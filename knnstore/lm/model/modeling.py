@@ -1,10 +1,13 @@
-"""A causal language model with a store, as an ordinary transformers model."""
+"""Language models with a store, as ordinary transformers models.
+
+`KNNLM` has everything that the two classes share; each class adds the signature of its `forward`.
+"""
 
 import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -12,22 +15,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from knnstore.errors import ConfigError
 from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.components import KEYS, RecentText
 from knnstore.lm.explanation import explain
-from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions
+from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions, reads_source
 from knnstore.lm.model.delegating import delegate_to_base, is_delegated, is_trainer_calling
 from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.model.registering import KNNLMConfig, select_base_model_options, write_transformers_config
+from knnstore.lm.model.registering import (
+    KNNLMConfig,
+    KNNSeq2SeqConfig,
+    select_base_model_options,
+    write_transformers_config,
+)
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.text_generation import enable_cache, generate_text
 from knnstore.lm.model.text_layer import attach_texts, get_texts_of_pass
+from knnstore.lm.model.translation import score_translations, translate
 from knnstore.lm.reading import (
     Encoder,
     TextReader,
@@ -36,6 +45,7 @@ from knnstore.lm.reading import (
     check_logits,
     check_matches,
     check_tokens,
+    decoder_prefix_of,
     find_cache,
     load_model,
     sync,
@@ -50,33 +60,46 @@ _OTHER_WEIGHTS = (
 )
 
 
+class _Text(NamedTuple):
+    """The texts of a forward pass, among the arguments of the model."""
+
+    input_ids: Tensor | None
+    """Token ids of the new positions, int64, shape (b, t); None if only embeddings are given."""
+    embeddings: Tensor | None
+    """Embeddings that the model reads in place of the token ids, shape (b, t, h); None if it reads these."""
+    attention_mask: Tensor | None
+    """0 at padding, shape (b, past + t), or a mask of another shape; None for no padding."""
+    position_ids: Tensor | None
+    """Positions of the tokens, shape (b, t)."""
+    text_mask: Tensor | None
+    """0 where a new position is padding, shape (b, t); None if `attention_mask` tells."""
+
+
 @delegate_to_base
-class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[no-untyped-call]
-    """Any causal language model of transformers, with retrieval from a store mixed into its output.
+class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[no-untyped-call]
+    """A language model of transformers, with retrieval from a store mixed into its output.
 
     `forward` returns log-probabilities of the mixture as ``logits``, so that `generate` in all its modes,
     pipelines, `Trainer.evaluate` and evaluation harnesses work as with the base model. The model with a store
     shares the base model's weights and configuration. The object is a context manager that closes the store.
 
     Args:
-        base: the causal language model.
+        base: the language model.
         store: the store that is searched; its identity names the place in the model where keys are captured.
         knn: the settings of calls without ``knn``; default are the settings that the store has.
         tokenizer: the model's tokenizer, which methods that take texts need, and calls with n-grams.
 
     Raises:
         FingerprintMismatchError: the store was made with another model or tokenizer.
-
-    Example:
-        >>> model = KNNLMForCausalLM.from_base(base, store)  # doctest: +SKIP
-        >>> model.generate(ids, knn=KNNSettings(k=64, lam=0.5))  # doctest: +SKIP
+        ConfigError: the base model is of the other kind, causal or encoder-decoder.
     """
 
-    config_class = KNNLMConfig
     base_model_prefix = "base"
-    # The loss is computed from the mixture, also if the base model has another loss.
-    loss_type = "ForCausalLM"
     accepts_loss_kwargs = True
+    _reads_source: ClassVar[bool]
+    """True for encoder-decoder models."""
+    _config_type: ClassVar[type[KNNLMConfig]]
+    """Class of the configuration in a saved folder."""
     # A search runs on the CPU in the middle of `forward`.
     _can_compile_fullgraph = False
 
@@ -101,6 +124,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        _check_kind(type(self), base, store)
         check_matches(base, tokenizer, store.identity)
         # `PreTrainedModel.__init__` is skipped: it checks which attention implementations the layers can run.
         # The base model has done so, and these attributes are delegated to it.
@@ -111,7 +135,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         self.store = store
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
-        self.encoder = Encoder.of(base, store)
+        self.key_encoder = Encoder.of(base, store)
         of_base: GenerationConfig | None = getattr(base, "generation_config", None)
         self.generation_config = enable_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._resolver = Resolver(store)
@@ -144,7 +168,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         if self.tokenizer is None:
             raise ConfigError("the model has no tokenizer: give one to from_base, or use knnstore.load")
         identity = self.store.identity
-        return TextReader(self.encoder, self.tokenizer, identity.max_length, identity.stride)
+        return TextReader(self.key_encoder, self.tokenizer, identity.max_length, identity.stride)
 
     def resolve_settings(
         self, knn: KNNSettings | None = None, purpose: Purpose = Purpose.SCORING
@@ -186,13 +210,14 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         """Create the model from a loaded base model and an open store.
 
         Args:
-            base: the causal language model.
+            base: the language model.
             store: the store that is searched.
             knn: the settings of calls without ``knn``; default are the settings that the store has.
             tokenizer: the model's tokenizer; None if no method needs text.
 
         Raises:
             FingerprintMismatchError: the store was made with another model or tokenizer.
+            ConfigError: the base model is of the other kind, causal or encoder-decoder.
         """
         return cls(base, store, knn, tokenizer)
 
@@ -216,7 +241,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             knn: settings that replace the saved settings.
             device: device of the base model; default is the GPU if torch finds one, else the CPU.
             dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
-            **options: passed on to ``AutoModelForCausalLM.from_pretrained``.
+            **options: passed on to ``from_pretrained`` of the `Auto` class.
 
         Raises:
             ConfigError: ``knn_config.json`` is missing, or a newer version of knnstore wrote it.
@@ -246,7 +271,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         """
         check_matches(self.base, None, self.store.identity)
         write_config(Path(save_directory), self.base, self.store, self.knn)
-        write_transformers_config(save_directory, self.base.config, self.tokenizer)
+        config = self._config_type.from_base_config(self.base.config)
+        write_transformers_config(save_directory, config, self.tokenizer)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the base model's forward pass in place with `torch.compile`; the search is not compiled."""
@@ -292,25 +318,25 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             if the settings use any component and a key joins the hidden states of several tokens. False for
             the model alone, and for retrieval by keys of one hidden state each.
         """
-        return not knn.is_model_alone and (knn.needs_text or bool(self.encoder.joining.discounts))
+        return not knn.is_model_alone and (knn.needs_text or bool(self.key_encoder.joining.discounts))
 
-    def prefix_for(self, each: Sequence[KNNSettings]) -> int | None:
-        """Return the token that precedes every document, e.g. BOS, for components that look at tokens.
+    def prefix_for(self, each: Sequence[KNNSettings]) -> tuple[int, ...]:
+        """Return the tokens that precede every document, e.g. BOS, for components that look at tokens.
 
-        N-grams and other components skip this token at the beginning of a text.
+        N-grams and other components skip these tokens at the beginning of a text.
 
         Args:
             each: the settings of the texts.
 
         Returns:
-            The token; None if documents have no prefix. Also None if no component in `each` looks at tokens;
-            then the model needs no tokenizer.
+            The tokens; empty if documents have no prefix. Also empty if no component in `each` looks at
+            tokens; then the model needs no tokenizer.
 
         Raises:
             ConfigError: a component looks at tokens, and the model has no tokenizer.
         """
         reads_tokens = any(settings.parts.keys() - {KEYS, RecentText.name} for settings in each)
-        return self.reader.prefix if reads_tokens else None
+        return self.reader.prefix if reads_tokens else ()
 
     def extend_texts(
         self,
@@ -330,9 +356,103 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         Returns:
             The keys of all positions, shape (b, t, d), and the extended texts.
         """
-        joining, project = self.encoder.joining, self.encoder.project
+        joining, project = self.key_encoder.joining, self.key_encoder.project
         extended: tuple[Tensor, TextBatch] = append_pass(texts, tokens, states, is_text, joining, project)
         return extended
+
+    def _run_and_mix(
+        self,
+        inputs: dict[str, Any],
+        text: _Text,
+        *,
+        cache: Any,
+        labels: Tensor | None,
+        logits_to_keep: int | Tensor,
+        knn: KNNSettings | Sequence[KNNSettings] | None,
+        return_dict: bool | None,
+        others: dict[str, Any],
+    ) -> Any:
+        """Run the base model, and mix the predictions of the store into its predictions.
+
+        Args:
+            inputs: arguments of the base model; those that it does not accept are left out.
+            text: the texts among the arguments.
+            cache: the KV cache of earlier tokens, None for no cache.
+            labels: target token of each position as the loss function takes them; None for no loss.
+            logits_to_keep: number of last positions to predict from (0 means all), or indices of positions.
+            knn: settings of this call, or a sequence with the settings of each row; None uses ``self.knn``.
+            return_dict: False returns a tuple.
+            others: further arguments of the base model, and of the loss.
+
+        Returns:
+            The base model's output, with log-probabilities of the mixture as ``logits``, and with ``loss`` if
+            `labels` are given.
+        """
+        given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
+        each = [self.resolve_settings(settings) for settings in given]
+        of_loss = {key: others.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in others}
+        inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
+        inputs |= as_cache_argument(self.base, cache) | others
+        read_tokens = text.input_ids if text.embeddings is None else text.embeddings
+        assert read_tokens is not None
+        batch, length = read_tokens.shape[:2]
+        # 1) Find the texts that the pass continues, before the model extends its cache.
+        known = {**inputs, "attention_mask": text.attention_mask, "position_ids": text.position_ids}
+        texts, is_text, why_not = get_texts_of_pass(known, batch, length, text.text_mask)
+        if texts is None and any(self.needs_text(settings) for settings in each):
+            raise ConfigError(why_not)
+        # 2) Run the base model.
+        try:
+            with KeyCapture(self.base, self.key_encoder.location) as capture:
+                output = self.base(**inputs, return_dict=True)
+        except IndexError:
+            # A token out of range is the likely cause; another error is raised again.
+            if text.input_ids is not None:
+                check_tokens(
+                    text.input_ids.flatten().cpu().numpy(), self.key_encoder.vocabulary, self.tokenizer
+                )
+            raise
+        logits = output.logits
+        if "logits_to_keep" not in self._base_accepts:
+            logits = keep_positions(logits, logits_to_keep)
+        if not self.training:  # in training a step that overflows is left to the loss scaler
+            check_logits(self.base, logits, text.attention_mask)
+        # 3) Extend the texts, and store them in the cache that the model returns.
+        is_mixed = not all(settings.is_model_alone for settings in each)
+        states = capture.keys(batch, length)
+        if texts is None:
+            keys, batch_of_texts = self.key_encoder.project(states), None
+        else:
+            keys, batch_of_texts = self.extend_texts(texts, text.input_ids, states, is_text)
+        # Some models change the cache in their arguments, and return no cache.
+        attach_texts(output if find_cache(output) is not None else known, texts)
+        # 4) Mix.
+        if is_mixed:
+            prefix = self.prefix_for(each)
+            read = ForwardPass(logits, keys, is_text, batch_of_texts, logits_to_keep, prefix)
+            logits = self._mixer.mix(read, each)
+        mixed: Any = output
+        mixed.logits = logits
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **of_loss)
+            mixed = type(output)(**{**output, "loss": loss})
+        return mixed.to_tuple() if return_dict is False else mixed
+
+
+class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
+    """Any causal language model of transformers, with retrieval from a store mixed into its output.
+
+    See `KNNLM` for arguments and errors.
+
+    Example:
+        >>> model = KNNLMForCausalLM.from_base(base, store)  # doctest: +SKIP
+        >>> model.generate(ids, knn=KNNSettings(k=64, lam=0.5))  # doctest: +SKIP
+    """
+
+    config_class = _config_type = KNNLMConfig
+    # The loss is computed from the mixture, also if the base model has another loss.
+    loss_type = "ForCausalLM"
+    _reads_source = False
 
     @in_full_precision
     def forward(
@@ -388,10 +508,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             ConfigError: the settings need the earlier text, and it is not known; or the number of settings
                 does not match the rows.
         """
-        given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
-        each = [self.resolve_settings(settings) for settings in given]
-        of_loss = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
-        inputs: dict[str, Any] = {
+        inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -399,50 +516,163 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep,
         }
-        inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
-        inputs |= as_cache_argument(self.base, past_key_values if cache is None else cache)
         if inputs_embeds is not None:
-            inputs.pop("input_ids", None)
-        read_tokens = input_ids if inputs_embeds is None else inputs_embeds
-        assert read_tokens is not None
-        batch, length = read_tokens.shape[:2]
-        # 1) Find the texts that the pass continues, before the model extends its cache.
-        known = {**inputs, **kwargs, "attention_mask": attention_mask, "position_ids": position_ids}
-        texts, is_text, why_not = get_texts_of_pass(known, batch, length, text_mask)
-        if texts is None and any(self.needs_text(settings) for settings in each):
-            raise ConfigError(why_not)
-        # 2) Run the base model.
-        try:
-            with KeyCapture(self.base, self.encoder.location) as capture:
-                output = self.base(**inputs, **kwargs, return_dict=True)
-        except IndexError:
-            if (
-                input_ids is not None
-            ):  # a token out of range is the likely cause; another error is raised again
-                check_tokens(input_ids.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
-            raise
-        logits = output.logits
-        if "logits_to_keep" not in self._base_accepts:
-            logits = keep_positions(logits, logits_to_keep)
-        if not self.training:  # in training a step that overflows is left to the loss scaler
-            check_logits(self.base, logits, attention_mask)
-        # 3) Extend the texts, and store them in the cache that the model returns.
-        is_mixed = not all(settings.is_model_alone for settings in each)
-        states = capture.keys(batch, length)
-        if texts is None:
-            keys, batch_of_texts = self.encoder.project(states), None
-        else:
-            keys, batch_of_texts = self.extend_texts(texts, input_ids, states, is_text)
-        # Some models change the cache in their arguments, and return no cache.
-        attach_texts(output if find_cache(output) is not None else known, texts)
-        # 4) Mix.
-        if is_mixed:
-            prefix = self.prefix_for(each)
-            read = ForwardPass(logits, keys, is_text, batch_of_texts, logits_to_keep, prefix)
-            logits = self._mixer.mix(read, each)
-        mixed: CausalLMOutputWithPast = output
-        mixed.logits = logits
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **of_loss)
-            mixed = type(output)(**{**output, "loss": loss})
-        return mixed.to_tuple() if return_dict is False else mixed
+            inputs.pop("input_ids")
+        mixed: CausalLMOutputWithPast | tuple[Any, ...] = self._run_and_mix(
+            inputs,
+            _Text(input_ids, inputs_embeds, attention_mask, position_ids, text_mask),
+            cache=past_key_values if cache is None else cache,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            knn=knn,
+            return_dict=return_dict,
+            others=kwargs,
+        )
+        return mixed
+
+
+class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
+    """Any encoder-decoder model of transformers, with retrieval from a store mixed into its output (kNN-MT).
+
+    A document is a pair ``{"id", "source", "text", ...metadata}``, for example a sentence and its
+    translation. Keys are hidden states of the decoder, which has read the source; values are tokens of the
+    text, up to the EOS token. `generate` takes sources as the base model does. See `KNNLM` for arguments and
+    errors. (Khandelwal et al. 2021, https://arxiv.org/abs/2010.00710.)
+
+    Example:
+        >>> model = KNNLMForSeq2SeqLM.from_base(base, store)  # doctest: +SKIP
+        >>> model.generate(**tokenizer(sources, return_tensors="pt", padding=True))  # doctest: +SKIP
+    """
+
+    config_class = _config_type = KNNSeq2SeqConfig
+    # Cross-entropy of labels that are not shifted: the target of a position is its label.
+    loss_type = "ForMaskedLM"
+    _reads_source = True
+    # These methods are functions of another module; their docstrings are there.
+    score_translations = score_translations
+    translate = translate
+    text_argument = "decoder_input_ids"
+    text_mask_argument = "decoder_attention_mask"
+
+    @in_full_precision
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        knn: KNNSettings | Sequence[KNNSettings] | None = None,
+        text_mask: Tensor | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+        """Run the base model, and mix the predictions of the store into its predictions.
+
+        The store is not searched for positions of the decoder with attention mask 0. If the weight λ is 0, or
+        if nothing is found at any position, the base model's logits are returned unchanged and not
+        normalized.
+
+        Args:
+            input_ids: the sources, int64, shape (b, s).
+            attention_mask: 0 at padding of the sources, shape (b, s).
+            decoder_input_ids: the texts, int64, shape (b, t).
+            decoder_attention_mask: 0 at padding of the texts, shape (b, past + t).
+            encoder_outputs: the sources after the encoder, in place of input_ids.
+            past_key_values: the same as `cache`, under its name before transformers 5.24.
+            inputs_embeds: input of the encoder in place of input_ids, shape (b, s, h).
+            decoder_inputs_embeds: input of the decoder in place of decoder_input_ids, shape (b, t, h). If
+                both are given, decoder_input_ids are the tokens of these embeddings.
+            labels: target token of each position, shape (b, t), -100 is ignored; the output then has the loss
+                of the mixture. Without decoder inputs, the labels are shifted to the right to get these.
+            use_cache: True to return a cache.
+            logits_to_keep: number of last positions to predict from (0 means all), or indices of positions.
+            knn: settings of this call, or a sequence with the settings of each row; default ``self.knn``.
+                Rows with the same settings object are searched together.
+            text_mask: 0 where a new position of the decoder is padding, shape (b, t). `generate` passes it.
+            return_dict: False returns a tuple.
+            cache: the KV cache of earlier tokens, see `KNNLMForCausalLM.forward`.
+            **kwargs: further arguments of the base model, and ``num_items_in_batch`` for the loss.
+
+        Returns:
+            The base model's output, with log-probabilities of the mixture as ``logits``, shape (b, kept,
+            vocabulary), and with ``loss`` if `labels` are given.
+
+        Raises:
+            ModelOutputError: logits of the base model are NaN or infinite, and the model is not in training
+                mode.
+            InputError: a token is not in the vocabulary of the model.
+            ConfigError: the settings need the earlier text, and it is not known; the number of settings does
+                not match the rows; or there is no input of the decoder, and no labels.
+        """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            if labels is None:
+                raise ConfigError("the texts are missing: give decoder_input_ids, their embeddings or labels")
+            decoder_input_ids = _shift_labels(self.base, labels)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "decoder_input_ids": None if decoder_inputs_embeds is not None else decoder_input_ids,
+            "decoder_attention_mask": decoder_attention_mask,
+            "encoder_outputs": encoder_outputs,
+            "inputs_embeds": inputs_embeds,
+            "decoder_inputs_embeds": decoder_inputs_embeds,
+            "use_cache": use_cache,
+        }
+        mixed: Seq2SeqLMOutput | tuple[Any, ...] = self._run_and_mix(
+            inputs,
+            _Text(decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask, None, text_mask),
+            cache=past_key_values if cache is None else cache,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            knn=knn,
+            return_dict=return_dict,
+            others=kwargs,
+        )
+        return mixed
+
+
+def _shift_labels(base: Any, labels: Tensor) -> Tensor:
+    """Return the decoder's input for labels: the labels, shifted to the right after the first token.
+
+    Args:
+        base: the encoder-decoder model. Its own method is used if it has one: for some models the first token
+            depends on the labels.
+        labels: int64, shape (b, t); -100 becomes the padding token.
+    """
+    if hasattr(base, "prepare_decoder_input_ids_from_labels"):
+        shifted: Tensor = base.prepare_decoder_input_ids_from_labels(labels)
+        return shifted
+    start, *_ = decoder_prefix_of(base)
+    before = torch.full_like(labels[:, :1], start)
+    shifted = torch.cat([before, labels[:, :-1]], 1)
+    return shifted.masked_fill(shifted == -100, base.config.pad_token_id)
+
+
+def choose_model_class(base: PreTrainedModel) -> type[KNNLM]:
+    """Return the class that gives a store to a base model, by the base model's configuration."""
+    return KNNLMForSeq2SeqLM if reads_source(base) else KNNLMForCausalLM
+
+
+def _check_kind(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
+    """Check that a class is for base models of this kind, causal or encoder-decoder.
+
+    Raises:
+        ConfigError: it is for the other kind; or the store of an encoder-decoder model keeps no keys.
+    """
+    needed = choose_model_class(base)
+    if model_class._reads_source != needed._reads_source:
+        kind = "an encoder-decoder model" if needed._reads_source else "a causal language model"
+        raise ConfigError(f"{type(base).__name__} is {kind}: use {needed.__name__}")
+    if needed._reads_source and store.is_keyless:
+        raise ConfigError(
+            "a store without keys is for NGramLogitsProcessor where the model is an encoder-decoder model: "
+            "make a store with keys to translate with it"
+        )

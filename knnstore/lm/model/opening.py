@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.documents import OnBad, documents_of
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
-from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate, reads_source
+from knnstore.lm.model.modeling import KNNLM, choose_model_class
 from knnstore.lm.reading import (
     Encoder,
     TextReader,
@@ -54,14 +54,15 @@ def create(
     dtype: str | torch.dtype | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> KNNLMForCausalLM:
+) -> KNNLM:
     """Create an empty store for a model, and return the model with the store opened for writing.
 
     If an error occurs, the new store is removed again.
 
     Args:
         home: the folder of the store; new or empty.
-        model: folder or hub id of a causal language model, the path of a GGUF file, or a loaded model.
+        model: folder or hub id of a causal language model or of an encoder-decoder model, the path of a GGUF
+            file, or a loaded model.
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
         store: name of the adapter (vector engine) that stores the keys.
         location: URL or folder where the adapter stores the keys; default ``HOME/keys``.
@@ -69,7 +70,8 @@ def create(
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
         key: name of the place in the model where keys are captured; `locate` lists the names. Default is
             ``ffn_input``, or ``final_hidden`` if the model has no ``ffn_input``. None stores no keys: adding
-            text does not need the model, and the store retrieves with n-grams only.
+            text does not need the model, and the store retrieves with n-grams only. For an encoder-decoder
+            model, `KeylessText` makes such a store.
         states: number of hidden states that are combined in a key: the state of its token and of the
             preceding tokens. A key has as many components as one state.
         discounts: discount of the state of the preceding token, then of the token before the preceding one,
@@ -80,15 +82,19 @@ def create(
             `dim` and `sample` are given together or not at all.
         on_bad: called with the error of each document of the sample that cannot be used; the document is
             skipped. With None the first bad document raises an error.
-        max_length: largest number of tokens in a window; default is the model's limit.
+        max_length: largest number of tokens in a window, and in a source; default is the model's limit, or
+            2,048 for an encoder-decoder model without a limit.
         stride: number of tokens between the ends of two windows; default is half of `max_length`.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
         progress: progress display, which receives the number of keys of each batch of the sample; None for no
             display.
-        **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map,
+        **options: passed on to ``from_pretrained`` of the `Auto` class (revision, device_map,
             quantization_config, ...). The store saves only ``gguf_file``, so `load` needs all other options
             again.
+
+    Returns:
+        A `KNNLMForCausalLM`, or a `KNNLMForSeq2SeqLM` for an encoder-decoder model.
 
     Raises:
         StoreExistsError: the folder has a store already.
@@ -105,6 +111,9 @@ def create(
     if (dim is None) != (sample is None):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
+    model_class = choose_model_class(base)
+    if dim is not None and reads_source(base):
+        raise ConfigError("keys of an encoder-decoder model cannot be projected: leave dim and sample out")
     check_runs(base)
     identity = identify(
         base,
@@ -130,7 +139,7 @@ def create(
         home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
     )
     try:
-        return KNNLMForCausalLM.from_base(base, made, tokenizer=tokenizer)
+        return model_class.from_base(base, made, tokenizer=tokenizer)
     except BaseException:
         made.discard_new()
         raise
@@ -147,7 +156,7 @@ def load(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     **options: Any,
-) -> KNNLMForCausalLM:
+) -> KNNLM:
     """Open a store, load the model that it was made for, and return both as one model.
 
     Args:
@@ -160,7 +169,10 @@ def load(
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
-        **options: passed on to ``AutoModelForCausalLM.from_pretrained``, as in `create`.
+        **options: passed on to ``from_pretrained`` of the `Auto` class, as in `create`.
+
+    Returns:
+        A `KNNLMForCausalLM`, or a `KNNLMForSeq2SeqLM` for an encoder-decoder model.
 
     Raises:
         StoreNotFoundError: the folder has no store.
@@ -175,7 +187,7 @@ def load(
         base, tokenizer = loaded(place, tokenizer, device=device, dtype=dtype, **options)
         if knn is None:
             knn = resolve(opened, default_if_unusable=mode == "a")
-        return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=knn)
+        return choose_model_class(base).from_base(base, opened, tokenizer=tokenizer, knn=knn)
     except BaseException:
         opened.close()
         raise

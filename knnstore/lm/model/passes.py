@@ -1,5 +1,6 @@
 """The result of one forward pass of the base model (`ForwardPass`), as input of the mixture."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,8 +31,8 @@ class ForwardPass:
     """The texts up to the end of the pass; None if the texts are not known."""
     logits_to_keep: int | Tensor
     """Number of last positions that are kept (0 means all), or the kept positions themselves."""
-    prefix: int | None
-    """The token that precedes every document; None if documents have no prefix, or no setting needs it."""
+    prefix: Sequence[int]
+    """The tokens that precede every document; empty if documents have no prefix, or no setting needs it."""
 
     @cached_property
     def kept(self) -> Tensor:

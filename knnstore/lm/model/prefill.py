@@ -43,7 +43,7 @@ def read_part(
     """
     read, knn = int(past.get_seq_length()), lm.resolve_settings(knn)
     with torch.inference_mode():
-        with KeyCapture(lm.base, lm.encoder.location) as capture:
+        with KeyCapture(lm.base, lm.key_encoder.location) as capture:
             output = lm.base(
                 input_ids=tokens[:, read:],
                 attention_mask=torch.ones_like(tokens),

@@ -1,16 +1,20 @@
 """Registering the model with a store in transformers, so that the `Auto` classes can load a saved folder."""
 
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 _FOLDER_OPTIONS = frozenset(
     {
@@ -35,9 +39,10 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """
 
     model_type = "knnstore"
+    _architecture = "KNNLMForCausalLM"
 
     @classmethod
-    def from_base_config(cls, base: PreTrainedConfig) -> "KNNLMConfig":
+    def from_base_config(cls, base: PreTrainedConfig) -> Self:
         """Create the configuration with the fields that callers read before they load the model.
 
         The fields are the size of the vocabulary, the largest number of positions, and the special tokens.
@@ -47,28 +52,45 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         known = {name: getattr(text, name, None) for name in names}
         given = {name: value for name, value in known.items() if value is not None}
-        return cls(architectures=["KNNLMForCausalLM"], **given)
+        return cls(architectures=[cls._architecture], **given)
 
 
-def register_model(model: type[PreTrainedModel]) -> None:
-    """Register the model class in the `Auto` classes and in transformers' list of causal models.
+class KNNSeq2SeqConfig(KNNLMConfig):  # type: ignore[no-untyped-call]
+    """The same for an encoder-decoder model."""
 
-    Pipelines and lm-eval look for a model in this list.
+    model_type = "knnstore_seq2seq"
+    _architecture = "KNNLMForSeq2SeqLM"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"is_encoder_decoder": True, **options})
+
+
+def register_models(causal: type[PreTrainedModel], seq2seq: type[PreTrainedModel]) -> None:
+    """Register the model classes in the `Auto` classes and in transformers' lists of models.
+
+    Pipelines and lm-eval look for a model in these lists.
+
+    Args:
+        causal: the class for causal models.
+        seq2seq: the class for encoder-decoder models.
     """
     AutoConfig.register(KNNLMConfig.model_type, KNNLMConfig)
-    AutoModelForCausalLM.register(KNNLMConfig, model)
-    # Callers that check the type of a model look in this mapping, and list all its names in a warning.
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KNNLMConfig.model_type] = model.__name__
+    AutoConfig.register(KNNSeq2SeqConfig.model_type, KNNSeq2SeqConfig)
+    AutoModelForCausalLM.register(KNNLMConfig, causal)
+    AutoModelForSeq2SeqLM.register(KNNSeq2SeqConfig, seq2seq)
+    # Callers that check the type of a model look in these mappings, and list all their names in a warning.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KNNLMConfig.model_type] = causal.__name__
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[KNNSeq2SeqConfig.model_type] = seq2seq.__name__
 
 
 def write_transformers_config(
-    folder: str | PathLike[str], base: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    folder: str | PathLike[str], config: KNNLMConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Write ``config.json`` and the tokenizer's files to a folder, so that the `Auto` classes can load it.
 
     Without a tokenizer only ``config.json`` is written.
     """
-    KNNLMConfig.from_base_config(base).save_pretrained(folder)
+    config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -1,6 +1,6 @@
 """Generating text with a model and its store (`generate_text`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, overload
 
@@ -61,6 +61,8 @@ def generate_text(
     **options: Any,
 ) -> Any:
     """Generate the continuation of a prompt, or of several prompts one after another.
+
+    An encoder-decoder model reads the prompt as the source, and generates for example its translation.
 
     Args:
         lm: the model with a store.
@@ -125,16 +127,23 @@ def _continue_text(
         raise InputError(f"a prompt is a string, not {type(prompt).__name__}")
     reader = lm.reader
     tokenizer, window = reader.tokenizer, reader.max_length
-    ids = [*([] if reader.prefix is None else [reader.prefix]), *reader.tokens(prompt).tolist()]
-    if len(ids) + max_new_tokens > window:
+    # `read` is what the model reads. Generated rows begin with `begun`, and their text continues `before`.
+    before: Sequence[int]
+    if reader.reads_pairs:
+        read = reader.document_tokenizer.tokenize_sources([prompt])[0].tolist()
+        begun, before = reader.prefix[:1], ()
+    else:
+        read = [*reader.prefix, *reader.tokens(prompt).tolist()]
+        begun = before = tuple(read)
+    if len(begun) + max_new_tokens > window:
         raise InputError(
-            f"the prompt has {len(ids)} tokens and {max_new_tokens} are to follow, but the window is "
+            f"the prompt has {len(begun)} tokens and {max_new_tokens} are to follow, but the window is "
             f"{window}: shorten the prompt or ask for fewer"
         )
-    if not ids:
+    if not read:
         raise InputError("the prompt is empty, and the tokenizer has no token to begin with")
     # 2) Set the padding token, the tokenizer and the stop strings, and generate.
-    inputs = torch.tensor([ids], device=reader.encoder.model.device)
+    inputs = torch.tensor([read], device=reader.encoder.model.device)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options.setdefault("pad_token_id", tokenizer.eos_token_id)
     config = options.get("generation_config") or lm.generation_config
@@ -143,7 +152,7 @@ def _continue_text(
     texts = TokenTexts(tokenizer)
     if stops:
         criteria = options.get("stopping_criteria") or []
-        options["stopping_criteria"] = [*criteria, _StopStrings(texts, ids, stops)]
+        options["stopping_criteria"] = [*criteria, _StopStrings(texts, before, len(begun), stops)]
     output = lm.generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, knn=knn, **options
     )
@@ -152,14 +161,14 @@ def _continue_text(
     eos = options.get("eos_token_id", config.eos_token_id)
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     pad = options.get("pad_token_id", tokenizer.pad_token_id)
-    continuations = rows[:, len(ids) :].tolist()
+    continuations = rows[:, len(begun) :].tolist()
     if len(continuations) == 1:
-        return "".join(_decode_pieces(texts, ids, continuations[0]))
-    return ["".join(_decode_pieces(texts, ids, _remove_padding(row, ends, pad))) for row in continuations]
+        return decode_continuation(texts, before, continuations[0])
+    return [decode_continuation(texts, before, _remove_padding(row, ends, pad)) for row in continuations]
 
 
-def _decode_pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[str]:
-    """Yield the text of a continuation in the same pieces as streaming does.
+def decode_continuation(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text of a continuation, joined from the same pieces as those of streaming.
 
     Args:
         texts: the texts of the tokens.
@@ -167,9 +176,8 @@ def _decode_pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[in
         tokens: tokens of the continuation.
     """
     detokenizer = Detokenizer(texts, prompt)
-    for token in tokens:
-        yield from (piece.text for piece in detokenizer.take(token))
-    yield from (piece.text for piece in detokenizer.end())
+    pieces = [piece for token in tokens for piece in detokenizer.take(token)]
+    return "".join(piece.text for piece in (*pieces, *detokenizer.end()))
 
 
 def _remove_padding(tokens: list[int], ends: set[int], pad: int | None) -> list[int]:
@@ -198,9 +206,9 @@ class _StopStrings(StoppingCriteria):
     several tokens.
     """
 
-    def __init__(self, texts: TokenTexts, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(texts, prompt)
-        self._length = len(prompt)
+    def __init__(self, texts: TokenTexts, before: Sequence[int], length: int, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(texts, before)
+        self._length = length
         self._stops = stops
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:

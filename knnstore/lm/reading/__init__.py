@@ -18,6 +18,7 @@ from knnstore.lm.reading.model_cache import (
     get_cache_argument_name,
 )
 from knnstore.lm.reading.models import (
+    Kind,
     check_matches,
     check_runs,
     check_tokenizer,
@@ -26,13 +27,21 @@ from knnstore.lm.reading.models import (
     identify,
     identify_text,
     is_causal,
+    is_seq2seq,
     load_model,
     load_text_parts,
     loaded,
     warn_of_unknown_tokens,
 )
 from knnstore.lm.reading.new_documents import NewDocuments
-from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, tokenized, usable_documents
+from knnstore.lm.reading.reader import (
+    DocumentTokenizer,
+    TextReader,
+    check_tokens,
+    in_chunks,
+    tokenized,
+    usable_documents,
+)
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.token_text import (
     Detokenizer,
@@ -43,18 +52,29 @@ from knnstore.lm.reading.token_text import (
     named_panics,
     split_text,
 )
-from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch, pack, prefix_of
+from knnstore.lm.reading.windows import (
+    BATCH_TOKENS,
+    SourceBatch,
+    Tokens,
+    WindowBatch,
+    decoder_prefix_of,
+    pack,
+    prefix_of,
+)
 
 __all__ = [
     "BATCH_TOKENS",
     "CACHE_NAMES",
     "Added",
     "Detokenizer",
+    "DocumentTokenizer",
     "DummyLayer",
     "Encoded",
     "Encoder",
+    "Kind",
     "LogProbs",
     "NewDocuments",
+    "SourceBatch",
     "Synced",
     "TextReader",
     "TokenPiece",
@@ -72,6 +92,7 @@ __all__ = [
     "choose_window",
     "create_not_finite_error",
     "decode_tokens",
+    "decoder_prefix_of",
     "find_cache",
     "get_cache_argument_name",
     "get_model_name",
@@ -80,6 +101,7 @@ __all__ = [
     "identify_text",
     "in_chunks",
     "is_causal",
+    "is_seq2seq",
     "load_model",
     "load_text_parts",
     "loaded",

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.checks import check_name, distinct_names
-from knnstore.documents import NOT_MEMBERS, OnBad, TextDocument, documents_of
+from knnstore.documents import NOT_MEMBERS, SOURCE, OnBad, TextDocument, documents_of
 from knnstore.errors import (
     DiskFullError,
     InputError,
@@ -24,7 +24,7 @@ from knnstore.errors import (
 )
 from knnstore.lm.reading.encoder import create_not_finite_error
 from knnstore.lm.reading.new_documents import NewDocuments
-from knnstore.lm.reading.reader import TextReader
+from knnstore.lm.reading.reader import DocumentTokenizer, TextReader
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
 from knnstore.store import Ingest, KNNStore, NewDocument, Selection
@@ -124,7 +124,8 @@ def add(
     Args:
         lm: the model; its store is opened for writing.
         documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids. Any
-            iterable, for example a `datasets` stream; it is read once.
+            iterable, for example a `datasets` stream; it is read once. For an encoder-decoder model, pairs
+            ``{"id", "source", "text", ...metadata}``, such as a sentence and its translation.
         domain: the domain's name; a new domain is created.
         tags: tags that are added to every document; tags that a stored document has are kept.
         on_bad: called with the error of each document that cannot be used, for example one without tokens or
@@ -146,8 +147,11 @@ def add(
     """
     shown, store = progress or Progress(), lm.store
     reader = None if store.is_keyless else replace(lm.reader, batch_tokens=batch_tokens)
-    vocabulary = store.identity.vocab_size if reader is None else reader.encoder.vocabulary
-    tokenizer = lm.tokenizer or lm.reader.tokenizer  # raises an error if the store has no tokenizer
+    if reader is None:
+        # `lm.reader` raises an error if the store has no tokenizer.
+        tokenizer = DocumentTokenizer(lm.tokenizer or lm.reader.tokenizer, store.identity.vocab_size)
+    else:
+        tokenizer = reader.document_tokenizer
     check_name(domain, "the domain's name")
     given = distinct_names(tags, "tag")
     pace = _GroupSize(reader, commit_tokens, commit_seconds)
@@ -171,9 +175,7 @@ def add(
         pace.record_speed(tokens_stored - before, time.perf_counter() - began)
 
     # 1) Find the new and the changed documents; commit the group each time it is large enough.
-    incoming = NewDocuments(
-        store, tokenizer, documents, domain=domain, tags=given, vocabulary=vocabulary, on_bad=on_bad
-    )
+    incoming = NewDocuments(store, tokenizer, documents, domain=domain, tags=given, on_bad=on_bad)
     for new in incoming:
         if total_bytes is not None and incoming.bytes_tokenized:
             remaining_bytes = total_bytes - incoming.bytes_unchanged
@@ -273,9 +275,14 @@ def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: In
         ModelOutputError: a key is NaN or infinite; the message names the document.
         InvalidVectorError: the adapter refuses a finite key, e.g. because it is out of range.
     """
-    for batch in reader.batches([document.tokens for document in documents]):
-        keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
-        reader.encoder.check_once(batch.input_ids)
+    sources = None
+    if reader.reads_pairs:
+        sources = reader.document_tokenizer.tokenize_sources(
+            [document.metadata[SOURCE] for document in documents]
+        )
+    for batch in reader.batches([document.tokens for document in documents], sources):
+        keys = reader.encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
+        reader.encoder.check_once(batch.input_ids, batch.source)
         try:
             ingest.add(batch.documents, batch.positions, batch.gold, keys)
         except InvalidVectorError as error:

@@ -18,12 +18,16 @@ from knnstore.lm.keys import (
     KeyDescription,
     KeyLocation,
     Projection,
+    Source,
     hidden_forward,
     keys_forward,
     locate,
+    make_inputs,
     model_precision,
+    reads_source,
 )
 from knnstore.lm.reading.model_cache import as_cache_argument
+from knnstore.lm.reading.windows import SourceBatch
 
 _CHUNK_VALUES = 1 << 24
 """Number of logits that are in memory at once on a GPU: 64 MiB of float32."""
@@ -63,14 +67,16 @@ class LogProbs(NamedTuple):
 
 
 class Encoder:
-    """Computes keys and target-token probabilities with a causal language model.
+    """Computes keys and target-token probabilities with a language model.
+
+    An encoder-decoder model reads a source with each text.
 
     The output head is most of the cost of a small model, so it runs only in `log_probs` and only on the
     selected positions. Some models cap or scale the output of the head. The encoder detects this with one
     trial, and then uses the logits of the full model.
 
     Args:
-        model: a causal language model in evaluation mode.
+        model: a language model in evaluation mode.
         location: the place of the hidden states that make keys.
         joining: how a key is computed from the states of several tokens; default is a single state.
         projection: linear map of keys to fewer dimensions; None leaves keys unchanged.
@@ -91,6 +97,11 @@ class Encoder:
         self._is_checked = False
 
     @property
+    def reads_source(self) -> bool:
+        """True for an encoder-decoder model, which predicts a text together with its source."""
+        return reads_source(self.model)
+
+    @property
     def vocabulary(self) -> int:
         """Number of tokens that the model both accepts as input and predicts."""
         return vocabulary_size(self.model)
@@ -100,7 +111,7 @@ class Encoder:
         """Create the encoder that computes keys as a store has them: same place, joining and projection.
 
         Args:
-            model: the causal language model.
+            model: the language model.
             store: the store, or another object that describes its keys.
 
         Raises:
@@ -111,7 +122,7 @@ class Encoder:
         place, joining = Joining.parse(store.identity.key)
         return cls(model, locate(model, place), joining, Projection.load(store))
 
-    def check_once(self, input_ids: NDArray[np.int64]) -> None:
+    def check_once(self, input_ids: NDArray[np.int64], source: SourceBatch | None = None) -> None:
         """Check the model's logits for the first tokens of a text; later calls do nothing after one success.
 
         Adding documents computes only keys, so without this check a model with damaged logits would not be
@@ -119,6 +130,7 @@ class Encoder:
 
         Args:
             input_ids: tokens of the text that will be stored, shape (b, t). Empty input is not checked.
+            source: the source of each row for an encoder-decoder model, else None.
 
         Raises:
             ModelOutputError: at some position the largest logit is NaN or infinite.
@@ -126,12 +138,18 @@ class Encoder:
         if self._is_checked or not input_ids.size:
             return
         ids = torch.as_tensor(input_ids[:1, :_CHECKED_TOKENS], device=self.model.device)
+        first = None if source is None else SourceBatch(source.input_ids[:1], source.attention_mask[:1])
         with torch.inference_mode():
-            output: Any = self.model(ids, use_cache=False)
+            output: Any = self.model(**self._make_inputs(ids, first), use_cache=False)
         check_logits(self.model, output.logits)
         self._is_checked = True
 
-    def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
+    def keys(
+        self,
+        input_ids: NDArray[np.int64] | Tensor,
+        at: NDArray[np.int64] | Tensor,
+        source: SourceBatch | None = None,
+    ) -> Tensor:
         """Compute the keys at selected positions of rows of tokens.
 
         Layers after the place of the keys do not run, if the model allows it.
@@ -139,14 +157,15 @@ class Encoder:
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
             at: indices into the b * t flattened positions, int64, shape (n,).
+            source: the source of each row for an encoder-decoder model, else None.
 
         Returns:
             The keys, float32, shape (n, d), on the model's device.
         """
         wanted = torch.as_tensor(at, device=self.model.device)
-        return self.project(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
+        return self.project(self.joining(self.key_states(input_ids, source)).flatten(0, 1)[wanted])
 
-    def key_states(self, input_ids: NDArray[np.int64] | Tensor) -> Tensor:
+    def key_states(self, input_ids: NDArray[np.int64] | Tensor, source: SourceBatch | None = None) -> Tensor:
         """Compute the hidden states of rows of tokens at the place in the model where keys are captured.
 
         `joining` and `project` turn the states into keys. Layers after this place do not run, if the model
@@ -154,17 +173,24 @@ class Encoder:
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
+            source: the source of each row for an encoder-decoder model, else None.
 
         Returns:
             The states, h components each, shape (b, t, h), in the model's dtype, on its device; padding has
             states too.
         """
         ids = torch.as_tensor(input_ids, device=self.model.device)
+        given = self._move_source(source)
         if self._stops_at_keys:
-            return keys_forward(self.model, self.location, ids)
-        return hidden_forward(self.model, self.location, ids)[0]
+            return keys_forward(self.model, self.location, ids, given)
+        return hidden_forward(self.model, self.location, ids, given)[0]
 
-    def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
+    def encode(
+        self,
+        input_ids: NDArray[np.int64] | Tensor,
+        at: NDArray[np.int64] | Tensor,
+        source: SourceBatch | None = None,
+    ) -> Encoded:
         """Run the model, and return its keys and hidden states at selected positions.
 
         `log_probs` computes log-probabilities from the states.
@@ -172,6 +198,7 @@ class Encoder:
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
             at: indices into the b * t flattened positions, int64, shape (n,).
+            source: the source of each row for an encoder-decoder model, else None.
 
         Returns:
             Keys and states at the n positions, on the model's device.
@@ -179,10 +206,10 @@ class Encoder:
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
         if self._head_suffices:
-            keys, states = hidden_forward(self.model, self.location, ids)
+            keys, states = hidden_forward(self.model, self.location, ids, self._move_source(source))
         else:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
-                states = self.model(ids, use_cache=False).logits
+                states = self.model(**self._make_inputs(ids, source), use_cache=False).logits
             keys = capture.keys(*ids.shape)
         return Encoded(self.project(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
@@ -190,6 +217,8 @@ class Encoder:
         self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor, most: int
     ) -> Generator[None, None, Encoded]:
         """Compute the result of `encode` for one row, in several forward passes with a KV cache.
+
+        Only for a model that reads no source.
 
         Args:
             input_ids: token ids, shape (1, t).
@@ -294,6 +323,21 @@ class Encoder:
         """
         return keys.float() if self.projection is None else self.projection(keys)
 
+    def _make_inputs(self, ids: Tensor, source: SourceBatch | None) -> dict[str, Tensor]:
+        """Return the model's arguments for a pass over texts, with the source of each text if it reads one.
+
+        Args:
+            ids: token ids of the texts, on the model's device, shape (b, t).
+            source: the source of each row for an encoder-decoder model, else None.
+        """
+        return make_inputs(self.model, ids, self._move_source(source))
+
+    def _move_source(self, source: SourceBatch | None) -> Source | None:
+        """Return sources as tensors on the model's device; None stays None."""
+        if source is None:
+            return None
+        return Source(*(torch.as_tensor(part, device=self.model.device) for part in source))
+
     @cached_property
     def _stops_at_keys(self) -> bool:
         """True if the model may stop after the layer that gives the keys, because the keys stay the same.
@@ -303,10 +347,11 @@ class Encoder:
         test, because layers that accelerate moves to the device would stay there after a stop.
         """
         ids = torch.arange(8, device=self.model.device)[None]
+        source = Source.make_probe(self.model, 1)
         # Layers that accelerate moves to the device for their turn would stay on the device.
         return not hasattr(self.model, "hf_device_map") and torch.equal(
-            keys_forward(self.model, self.location, ids),
-            hidden_forward(self.model, self.location, ids)[0],
+            keys_forward(self.model, self.location, ids, source),
+            hidden_forward(self.model, self.location, ids, source)[0],
         )
 
     @cached_property
@@ -319,9 +364,10 @@ class Encoder:
         if self.head is None or self.model.base_model is self.model:
             return False
         ids = torch.arange(8, device=self.model.device)[None]
+        inputs = make_inputs(self.model, ids, Source.make_probe(self.model, 1))
         with torch.inference_mode():
-            whole: Any = self.model(ids, use_cache=False).logits
-            hidden = self.model.base_model(ids, use_cache=False)[0]
+            whole: Any = self.model(**inputs, use_cache=False).logits
+            hidden = self.model.base_model(**inputs, use_cache=False)[0]
             try:
                 logits = self.head(hidden)
             except RuntimeError:  # a layer before the head changes the width

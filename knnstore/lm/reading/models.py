@@ -4,15 +4,18 @@ import json
 import logging
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -25,16 +28,20 @@ from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import (
     AUTO,
     Joining,
+    Source,
     compute_fingerprint,
     key_dim,
     locate,
+    make_inputs,
     model_fingerprint,
+    pair_fingerprint,
+    reads_source,
     same_model,
     tokenizer_fingerprint,
 )
 from knnstore.lm.reading.encoder import check_logits
 from knnstore.lm.reading.token_text import is_panic
-from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
+from knnstore.lm.reading.windows import check_window, decoder_prefix_of, max_length_of, prefix_of
 from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
 from knnstore.store import Identity
 
@@ -61,7 +68,8 @@ _WORD_START = "▁"
 """Token of the beginning of a word, the only one that some tokenizers without files have."""
 
 _DEFAULT_WINDOW = 2_048
-"""Number of tokens in a window of a store without keys whose model names no limit; nothing depends on it."""
+"""Number of tokens in a window of an encoder-decoder model that names no limit (T5), and of a store without
+keys for such a model, where nothing depends on it."""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""
@@ -70,8 +78,13 @@ _REASON_CHARACTERS = 300
 """Largest number of characters of another package's error message in a message of ours."""
 
 
+Kind = Literal["causal", "seq2seq"]
+"""Kind of a language model: ``causal`` continues a text; ``seq2seq`` (encoder-decoder) reads a source, and
+generates a text."""
+
+
 class Loaded(NamedTuple):
-    """A causal language model in evaluation mode, and its tokenizer."""
+    """A language model in evaluation mode, and its tokenizer."""
 
     model: PreTrainedModel
     """The model, on its device."""
@@ -85,9 +98,10 @@ def load_model(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     gguf_file: str | None = None,
+    kind: Kind | None = None,
     **options: Any,
 ) -> Loaded:
-    """Load a causal language model and its tokenizer.
+    """Load a causal language model or an encoder-decoder model, and its tokenizer.
 
     Args:
         name: a folder or a hub id; or the path of a GGUF file, for example ``models/small.gguf``.
@@ -95,7 +109,8 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16``; default is float32 on the CPU, and the dtype in which
             the model was saved on a GPU.
         gguf_file: name of the GGUF file in the folder or hub id `name`.
-        **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map, ...).
+        kind: refuse a model of the other kind; None accepts both.
+        **options: passed on to ``from_pretrained`` of the `Auto` class (revision, device_map, ...).
 
     Returns:
         The model in evaluation mode, on its device, and the tokenizer.
@@ -116,7 +131,7 @@ def load_model(
     try:
         _check_device_exists(torch.device(place))
         config, tokenizer = load_text_parts(name, revision=options.get("revision"))
-        _check_is_causal(name, config)
+        auto_class = _choose_auto_class(name, config, kind)
         _check_sizes(name, config)
         # Without this option transformers asks on the terminal if it may run code from the repository.
         safe: dict[str, Any] = {"trust_remote_code": False}
@@ -128,7 +143,7 @@ def load_model(
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
         if gguf_file is None:
             check_shards(folder, **options)
-        loading: Any = AutoModelForCausalLM.from_pretrained(
+        loading: Any = auto_class.from_pretrained(
             folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
         model, found = loading
@@ -202,21 +217,49 @@ def load_text_parts(
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
-    """Check whether a configuration is that of a causal language model, which knnstore can run.
+    """Check whether a configuration is that of a causal language model, which continues a text.
 
     False for encoder-decoder models and for models that do not predict the next token of a text.
     """
     return not config.is_encoder_decoder and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _check_is_causal(name: str, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if a model is not a causal language model; the message says what can be done."""
-    if not is_causal(config):
-        kind = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
+def is_seq2seq(config: PreTrainedConfig) -> bool:
+    """Check whether a configuration is that of an encoder-decoder model that reads and generates text."""
+    return config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+
+def _choose_auto_class(name: str, config: PreTrainedConfig, wanted: Kind | None) -> Any:
+    """Return the `Auto` class of transformers that loads a model.
+
+    Args:
+        name: name of the model, for the message.
+        config: the model's configuration.
+        wanted: the kind of model that the caller needs; None for both.
+
+    Raises:
+        ConfigError: the model is neither a causal language model nor an encoder-decoder model of texts, or it
+            is refused; the message says what can be done.
+    """
+    if is_causal(config):
+        if wanted == "seq2seq":
+            raise ConfigError(
+                f"the model {name!r} ({config.model_type}) is a causal one, and this needs an "
+                "encoder-decoder model"
+            )
+        return AutoModelForCausalLM
+    if is_seq2seq(config) and wanted != "causal":
+        return AutoModelForSeq2SeqLM
+    if is_seq2seq(config):
         raise ConfigError(
-            f"the model {name!r} ({config.model_type}) is {kind}, and knnstore runs only causal ones; with a "
-            "store of `knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
+            f"the model {name!r} ({config.model_type}) is an encoder-decoder model, and this needs a "
+            "causal one"
         )
+    kind = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
+    raise ConfigError(
+        f"the model {name!r} ({config.model_type}) is {kind}, and knnstore does not run it; with a store of "
+        "`knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
+    )
 
 
 def _find_damaged_file(folder: Path) -> str | None:
@@ -252,14 +295,14 @@ def loaded(
     """Load a model by its name, or accept a loaded model; return it with its tokenizer.
 
     Args:
-        model: a folder, a hub id, or a loaded causal language model, e.g. quantized, distributed over devices
-            or with adapters of PEFT. A loaded model is set to evaluation mode.
+        model: a folder, a hub id, or a loaded causal language model or encoder-decoder model, e.g. quantized,
+            distributed over devices or with adapters of PEFT. A loaded model is set to evaluation mode.
         tokenizer: default is the tokenizer in the model's folder or hub id.
         device: device of the model; only for a model that is given by its name. Default is the GPU if torch
             finds one, else the CPU.
         dtype: dtype of the weights; only for a model that is given by its name.
-        **options: passed on to ``AutoModelForCausalLM.from_pretrained``; only for a model that is given by
-            its name.
+        **options: passed on to ``from_pretrained`` of the `Auto` class; only for a model that is given by its
+            name.
 
     Raises:
         ConfigError: a loaded model is given together with options for loading; its tokenizer is not found;
@@ -420,14 +463,16 @@ def check_runs(model: PreTrainedModel) -> None:
     Logs a warning if the logits depend on later tokens, as for BERT without ``is_decoder``.
 
     Raises:
-        ConfigError: the forward pass fails, or its result does not have logits for each token.
+        ConfigError: the forward pass fails, or its result does not have logits for each token; or an
+            encoder-decoder model has a vocabulary for sources and another one for texts.
         ModelOutputError: the logits are NaN or infinite.
     """
     name = type(model).__name__
     ids = torch.tensor([[0, 1, 2], [0, 1, 0]], device=model.device)
     try:
+        inputs = make_inputs(model, ids, Source.make_probe(model, len(ids)))
         with torch.inference_mode():
-            logits: Any = model(ids, use_cache=False).logits
+            logits: Any = model(**inputs, use_cache=False).logits
         shape = tuple(logits.shape)
     except Exception as error:  # any exception of the model's layers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -435,6 +480,10 @@ def check_runs(model: PreTrainedModel) -> None:
     if len(shape) != 3 or shape[:2] != (2, 3):
         raise ConfigError(
             f"the model does not predict text: {name} gives logits of shape {shape} for 2 x 3 tokens"
+        )
+    if reads_source(model) and shape[2] != model.config.vocab_size:
+        raise ConfigError(
+            f"{name} has a vocabulary for sources, and another one for texts: that is not supported"
         )
     check_logits(model, logits)
     before = logits[:, :2].float()
@@ -480,7 +529,7 @@ def identify(
     """Create the identity of a store: what its model, tokenizer, keys, metric and windows must be.
 
     Args:
-        model: a causal language model in evaluation mode.
+        model: a causal language model or an encoder-decoder model, in evaluation mode.
         tokenizer: the model's tokenizer.
         name: the folder or hub id from which the model can be loaded again.
         key: name of the place in the model where keys are captured, as `locate` takes it.
@@ -491,12 +540,17 @@ def identify(
 
     Raises:
         ConfigError: the place of the keys, the metric, the prefix or the window is not possible for this
-            model.
+            model; or the tokenizer of an encoder-decoder model has two vocabularies, or no EOS token.
     """
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     location, joined = locate(model, key), joining or Joining()
-    prefix, vocabulary = prefix_of(tokenizer), int(model.config.get_text_config().vocab_size)
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    if reads_source(model):
+        _check_pair_tokenizer(tokenizer, name)
+        prefix = decoder_prefix_of(model)
+    else:
+        prefix = prefix_of(tokenizer)
     _check_prefix(prefix, vocabulary, tokenizer)
     window = choose_window(model, max_length)
     step = stride or max(1, window // 2)
@@ -504,15 +558,30 @@ def identify(
     return Identity(
         model=name,
         model_fingerprint=model_fingerprint(model),
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint=_compute_tokenizer_fingerprint(tokenizer, model),
         key=f"{location}{joined}",
         dim=key_dim(model, location),
         metric=metric,
         vocab_size=vocabulary,
         max_length=window,
         stride=step,
-        has_prefix=prefix is not None,
+        has_prefix=bool(prefix),
     )
+
+
+def _check_pair_tokenizer(tokenizer: Any, name: str) -> None:
+    """Check that a tokenizer can be used with an encoder-decoder model.
+
+    Raises:
+        ConfigError: it has a vocabulary for sources and another one for texts, or no EOS token, which ends
+            every text.
+    """
+    if getattr(tokenizer, "separate_vocabs", False):  # Marian's
+        raise ConfigError(
+            f"the tokenizer of {name!r} has two vocabularies, for source and target: that is not supported"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no EOS token, with which a translation ends")
 
 
 def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, name: str) -> Identity:
@@ -555,39 +624,44 @@ def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, 
         vocab_size=vocabulary,
         max_length=window,
         stride=max(1, window // 2),
-        has_prefix=prefix is not None,
+        has_prefix=bool(prefix),
     )
 
 
-def _check_prefix(prefix: int | None, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a model has the token that its tokenizer puts before each document.
+def _check_prefix(prefix: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model has the tokens that precede each document.
 
     Args:
-        prefix: the token id; None if there is no such token.
+        prefix: the token ids; empty if there are no such tokens.
         vocabulary: number of token ids of the model.
         tokenizer: the tokenizer, for the message.
 
     Raises:
-        ConfigError: the id is not below `vocabulary`.
+        ConfigError: an id is not below `vocabulary`.
     """
-    if prefix is not None and prefix >= vocabulary:
-        raise ConfigError(
-            f"the tokenizer begins texts with token {prefix} ({tokenizer.convert_ids_to_tokens(prefix)!r}), "
-            f"which is not among the model's {vocabulary:,} tokens: use the tokenizer that the model was "
-            "trained with"
-        )
+    for token in prefix:
+        if token >= vocabulary:
+            raise ConfigError(
+                f"the tokenizer begins texts with token {token} "
+                f"({tokenizer.convert_ids_to_tokens(token)!r}), which is not among the model's "
+                f"{vocabulary:,} tokens: use the tokenizer that the model was trained with"
+            )
 
 
 def choose_window(model: PreTrainedModel, max_length: int | None = None) -> int:
     """Return the number of tokens in a window: `max_length`, or the model's limit if `max_length` is None.
 
+    An encoder-decoder model without a limit gets windows of 2,048 tokens.
+
     Raises:
-        ConfigError: `max_length` is above the model's limit; or `max_length` is None and the model has no
-            limit.
+        ConfigError: `max_length` is above the model's limit; or `max_length` is None and a causal model has
+            no limit.
     """
     try:
         limit = max_length_of(model.config)
     except ConfigError:
+        if max_length is None and reads_source(model):
+            return _DEFAULT_WINDOW
         if max_length is None:
             raise
         return max_length  # a model without a limit
@@ -611,7 +685,7 @@ def check_matches(
     """
     check_fingerprint(model_fingerprint(model), model.config.name_or_path or type(model).__name__, identity)
     if tokenizer is not None:
-        check_tokenizer(tokenizer, identity)
+        check_tokenizer(tokenizer, identity, model)
 
 
 def check_fingerprint(found: str, name: str, identity: Identity) -> None:
@@ -638,19 +712,43 @@ def check_fingerprint(found: str, name: str, identity: Identity) -> None:
         )
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, identity: Identity) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, identity: Identity, model: PreTrainedModel | None = None
+) -> None:
     """Check that this tokenizer is the one that a store was made with.
 
     Args:
         tokenizer: the tokenizer to check.
         identity: the store's identity.
+        model: the model. Needed for a store of an encoder-decoder model, whose decoder begins texts as the
+            generation configuration says: this must be as it was, too.
 
     Raises:
-        FingerprintMismatchError: the tokenizer differs; the message names both fingerprints.
+        FingerprintMismatchError: the tokenizer differs; the message names both fingerprints. Or languages or
+            first tokens of an encoder-decoder model differ.
     """
-    found = tokenizer_fingerprint(tokenizer)
+    found = _compute_tokenizer_fingerprint(tokenizer, model)
     if found != identity.tokenizer_fingerprint:
+        if model is not None and reads_source(model):
+            raise FingerprintMismatchError(
+                f"the store was made with another tokenizer of {identity.model}, other languages of the "
+                "tokenizer, or another decoder_start_token_id or forced_bos_token_id of the generation "
+                "configuration: load the model as it was then"
+            )
         raise FingerprintMismatchError(
             f"the store was made with the tokenizer of {identity.model} "
             f"({identity.tokenizer_fingerprint[:12]}), this is {tokenizer.name_or_path} ({found[:12]})"
         )
+
+
+def _compute_tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> str:
+    """Return the fingerprint of a tokenizer as a store's identity has it.
+
+    Args:
+        tokenizer: the tokenizer.
+        model: the model. For an encoder-decoder model the fingerprint also covers the special tokens around a
+            source and the tokens with which the decoder begins.
+    """
+    if model is not None and reads_source(model):
+        return pair_fingerprint(tokenizer, decoder_prefix_of(model))
+    return tokenizer_fingerprint(tokenizer)

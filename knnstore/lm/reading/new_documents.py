@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
-from knnstore.documents import OnBad, TextDocument, documents_of
+from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import InputError, UnusableDocumentError
-from knnstore.lm.reading.reader import check_tokens, in_chunks, tokenized, unusable_document_error
+from knnstore.lm.reading.reader import DocumentTokenizer, in_chunks, unusable_document_error
 from knnstore.store import KNNStore, NewDocument, StoredVersion, classify_change
 
 _logger = logging.getLogger(__name__)
@@ -33,11 +32,10 @@ class NewDocuments:
 
     Args:
         store: the store, opened for writing.
-        tokenizer: the tokenizer of the store's model.
+        tokenizer: the object that reads and tokenizes documents for the store's model.
         documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids.
         domain: the domain's name.
         tags: tags that are added to every document; tags that a stored document has are kept.
-        vocabulary: number of tokens that the model has.
         on_bad: called with the error of each document that cannot be used, which is skipped. None ends the
             iteration after the usable documents of the same chunk, and sets `refused`.
     """
@@ -45,12 +43,11 @@ class NewDocuments:
     def __init__(
         self,
         store: KNNStore,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: DocumentTokenizer,
         documents: Iterable[object],
         *,
         domain: str,
         tags: frozenset[str],
-        vocabulary: int,
         on_bad: OnBad | None,
     ) -> None:
         self.counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0}
@@ -68,12 +65,11 @@ class NewDocuments:
         self._documents = documents
         self._domain = domain
         self._tags = tags
-        self._vocabulary = vocabulary
         self._on_bad = on_bad
         self._new_ids: dict[str, str] = {}  # id of each new document, by content hash
 
     def __iter__(self) -> Iterator[TokenizedDocument]:
-        chunks = in_chunks(documents_of(self._documents, on_bad=self._on_bad))
+        chunks = in_chunks(self._tokenizer.read(self._documents, self._on_bad))
         while self.refused is None:
             try:
                 chunk = next(chunks, None)
@@ -132,7 +128,7 @@ class NewDocuments:
             documents: the new and the changed documents of a chunk.
             versions: the stored versions, by id.
         """
-        texts = tokenized(self._tokenizer, [document.text for document in documents])
+        texts = self._tokenizer.tokenize([document.text for document in documents])
         for document, tokens in zip(documents, texts, strict=True):
             problem = self._find_problem(document, tokens)
             if problem is not None:
@@ -158,16 +154,13 @@ class NewDocuments:
     def _find_problem(
         self, document: TextDocument, tokens: NDArray[np.uint32]
     ) -> UnusableDocumentError | None:
-        """Return the error of a document that has no tokens, or a token that the model lacks; else None.
+        """Return the error of a document that has no tokens, or that the model cannot read; else None.
 
         Args:
             document: the document.
             tokens: token ids of the document.
         """
-        try:
-            if not len(tokens):
-                raise InputError("the tokenizer makes no token of the text")
-            check_tokens(tokens, self._vocabulary, self._tokenizer)
-        except InputError as error:
-            return unusable_document_error(document, error)
-        return None
+        reason = self._tokenizer.find_problem(document, tokens)
+        if len(tokens) <= len(self._tokenizer.end):
+            reason = InputError("the tokenizer makes no token of the text")
+        return None if reason is None else unusable_document_error(document, reason)

@@ -1,4 +1,7 @@
-"""A model with its tokenizer and windows (`TextReader`), and checks that it can process documents."""
+"""A model with its tokenizer and windows (`TextReader`), and checks that it can process documents.
+
+`DocumentTokenizer` reads documents and tokenizes them; it needs no model.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,14 +12,103 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.documents import OnBad, Origin, TextDocument, documents_of
-from knnstore.errors import InputError, UnusableDocumentError
+from knnstore.documents import FIELDS, PAIR_FIELDS, Fields, OnBad, Origin, TextDocument, documents_of
+from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, get_token_letters, named_panics
-from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, pack, prefix_of
+from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, decoder_prefix_of, pack, prefix_of
 from knnstore.store import Letters
 
 _CHUNK_DOCUMENTS = 64  # documents that are tokenized together, because fast tokenizers work in parallel
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentTokenizer:
+    """Reads documents, and converts them to the tokens that a store keeps.
+
+    A document of an encoder-decoder model is a pair of a source and a text. The tokens of such a text end
+    with the EOS token, because the model must also predict where a translation ends.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer."""
+    vocabulary: int
+    """Number of tokens that the model has."""
+    max_source: int | None = None
+    """Largest number of tokens in a source, special tokens included; None if documents have no sources."""
+
+    @property
+    def fields(self) -> Fields:
+        """Names of the fields of a row; with a source if documents are pairs."""
+        return FIELDS if self.max_source is None else PAIR_FIELDS
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The token that ends the tokens of every document; empty if documents are not pairs."""
+        return () if self.max_source is None else (int(self.tokenizer.eos_token_id),)
+
+    def read(self, rows: Iterable[object], on_bad: OnBad | None = None) -> Iterator[TextDocument]:
+        """Convert rows to documents, with sources if documents are pairs; see `documents_of`."""
+        return documents_of(rows, fields=self.fields, on_bad=on_bad)
+
+    def tokenize(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        """Return the token ids of each text as a document has them, uint32, shapes (n_i,).
+
+        Special tokens are left out, except the EOS token after the text of a pair. Whether the model has the
+        tokens is not checked.
+
+        Raises:
+            InputError: the tokenizer fails on one of the texts.
+        """
+        if self.max_source is None:
+            return tokenized(self.tokenizer, texts)
+        found = _tokenize(self.tokenizer, text_target=texts, add_special_tokens=False) if texts else []
+        return [np.append(tokens, np.array(self.end, np.uint32)) for tokens in found]
+
+    def get_source(self, document: TextDocument) -> str:
+        """Return the source of a document, which must be a pair.
+
+        Raises:
+            InputError: the document has no source.
+        """
+        return str(TextDocument.from_row(document, self.fields).source)
+
+    def tokenize_sources(self, sources: list[str]) -> list[NDArray[np.uint32]]:
+        """Return the token ids of each source as the encoder reads it, with special tokens.
+
+        Returns:
+            uint32, shapes (m_i,).
+
+        Raises:
+            InputError: the tokenizer fails on a source; or a source has too many tokens, no token, or a token
+                that the model does not have.
+        """
+        assert self.max_source is not None
+        found = _tokenize(self.tokenizer, text=sources) if sources else []
+        for tokens in found:
+            if not 0 < len(tokens) <= self.max_source:
+                raise InputError(
+                    f"the source has {len(tokens):,} tokens, and 1 to {self.max_source:,} are possible"
+                )
+            check_tokens(tokens, self.vocabulary, self.tokenizer)
+        return found
+
+    def find_problem(self, document: TextDocument, tokens: NDArray[np.uint32]) -> InputError | None:
+        """Return the reason why the model cannot read a document; None if it can.
+
+        Args:
+            document: the document.
+            tokens: token ids of the document.
+        """
+        try:
+            check_tokens(tokens, self.vocabulary, self.tokenizer)
+            if self.max_source is not None:
+                self.tokenize_sources([self.get_source(document)])
+            elif document.source is not None:
+                raise InputError("the document is a pair, and the model reads no source")
+        except InputError as error:
+            return error
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +120,27 @@ class TextReader:
     tokenizer: PreTrainedTokenizerBase
     """The model's tokenizer."""
     max_length: int
-    """Number of tokens in a window, the prefix included."""
+    """Number of tokens in a window, the prefix included; also the largest number of tokens in a source."""
     stride: int
     """Number of tokens between the ends of two windows."""
     batch_tokens: int = BATCH_TOKENS
     """Number of tokens in one forward pass, padding included."""
 
     @property
-    def prefix(self) -> int | None:
-        """The token that precedes every document; None if documents have no prefix."""
-        return prefix_of(self.tokenizer)
+    def reads_pairs(self) -> bool:
+        """True for an encoder-decoder model, whose documents are pairs of a source and a text."""
+        return self.encoder.reads_source
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens that precede every document; empty if documents have no prefix."""
+        return decoder_prefix_of(self.encoder.model) if self.reads_pairs else prefix_of(self.tokenizer)
+
+    @property
+    def document_tokenizer(self) -> DocumentTokenizer:
+        """The object that reads and tokenizes documents for the model."""
+        limit = self.max_length if self.reads_pairs else None
+        return DocumentTokenizer(self.tokenizer, self.encoder.vocabulary, limit)
 
     @property
     def letters(self) -> Letters:
@@ -45,29 +148,46 @@ class TextReader:
         return get_token_letters(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text, without special tokens, uint32, shape (length,).
+        """Return the token ids of a text as a document has them, uint32, shape (length,).
+
+        Special tokens are left out, except the EOS token after the text of a pair.
 
         Raises:
             InputError: the text has a token that the model does not have.
         """
-        tokens = tokenized(self.tokenizer, [text])[0]
+        tokens = self.document_tokenizer.tokenize([text])[0]
         check_tokens(tokens, self.encoder.vocabulary, self.tokenizer)
         return tokens
 
     def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
-        """Return the token ids of each document, without special tokens, uint32, shapes (length,).
+        """Return the token ids of each document as a store has them, uint32, shapes (length,).
+
+        Special tokens are left out, except the EOS token after the text of a pair.
 
         Raises:
-            InputError: a document has a token that the model does not have; the message names the document.
+            InputError: a document has a token that the model does not have, or a source that it cannot read;
+                the message names the document.
         """
-        texts = tokenized(self.tokenizer, [document.text for document in documents])
-        vocabulary = self.encoder.vocabulary
+        tokenizer = self.document_tokenizer
+        texts = tokenizer.tokenize([document.text for document in documents])
         for document, tokens in zip(documents, texts, strict=True):
-            try:
-                check_tokens(tokens, vocabulary, self.tokenizer)
-            except InputError as error:
-                raise InputError(f"{document.place}: {error}") from error
+            problem = tokenizer.find_problem(document, tokens)
+            if problem is not None:
+                raise InputError(f"{document.place}: {problem}") from problem
         return texts
+
+    def sources(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]] | None:
+        """Return the token ids of the source of each document, uint32, shapes (m_i,).
+
+        None for a model that reads no sources.
+
+        Raises:
+            InputError: a document has no source, or the model cannot read it.
+        """
+        if not self.reads_pairs:
+            return None
+        tokenizer = self.document_tokenizer
+        return tokenizer.tokenize_sources([tokenizer.get_source(document) for document in documents])
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -82,18 +202,31 @@ class TextReader:
         """
         return TokenTexts(self.tokenizer).pieces(tokens, before)
 
-    def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[WindowBatch]:
+    def batches(
+        self,
+        texts: Sequence[NDArray[np.integer[Any]]],
+        sources: Sequence[NDArray[np.integer[Any]]] | None = None,
+    ) -> Iterator[WindowBatch]:
         """Cut texts into windows of `max_length` tokens, and yield batches of windows.
 
         Args:
             texts: token ids of each text, shapes (n_i,).
+            sources: token ids of the source of each text, as `sources` returns them.
+
+        Raises:
+            ConfigError: the model reads sources, and the caller has none.
         """
+        if self.reads_pairs and sources is None:
+            raise ConfigError(
+                "an encoder-decoder model predicts a text together with its source, and here is only a text"
+            )
         return pack(
             texts,
             prefix=self.prefix,
             max_length=self.max_length,
             stride=self.stride,
             batch_tokens=self.batch_tokens,
+            sources=sources,
         )
 
     def count_predicted(self, documents: Iterable[TextDocument]) -> int:
@@ -105,7 +238,7 @@ class TextReader:
         Raises:
             InputError: a document has a token that the model does not have.
         """
-        context = 0 if self.prefix is not None else 1
+        context = 0 if self.prefix else 1
         return sum(
             max(0, len(ids) - context) for chunk in in_chunks(documents) for ids in self.tokenized(chunk)
         )
@@ -114,29 +247,30 @@ class TextReader:
 def usable_documents(
     reader: TextReader, documents: Iterable[object], on_bad: OnBad | None = None
 ) -> Iterator[TextDocument]:
-    """Yield the documents whose tokens the model has. Documents without tokens are yielded as well.
+    """Yield the documents that the model can read. Documents without tokens are yielded as well.
 
     Args:
         reader: the object with the model and its tokenizer.
         documents: rows (dicts), texts or `TextDocument`s.
         on_bad: called with the error of each row that is not a document, and of each document with a token
-            that the model does not have; the row or document is skipped. None raises the first error.
+            that the model does not have or a source that it cannot read; the row or document is skipped. None
+            raises the first error.
 
     Raises:
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
     """
-    for chunk in in_chunks(documents_of(documents, on_bad=on_bad)):
-        texts = tokenized(reader.tokenizer, [document.text for document in chunk])
+    tokenizer = reader.document_tokenizer
+    for chunk in in_chunks(tokenizer.read(documents, on_bad)):
+        texts = tokenizer.tokenize([document.text for document in chunk])
         for document, tokens in zip(chunk, texts, strict=True):
-            try:
-                check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
-            except InputError as error:
-                problem = unusable_document_error(document, error)
-                if on_bad is None:
-                    raise problem from error
-                on_bad(problem)
-            else:
+            reason = tokenizer.find_problem(document, tokens)
+            if reason is None:
                 yield document
+                continue
+            problem = unusable_document_error(document, reason)
+            if on_bad is None:
+                raise problem from reason
+            on_bad(problem)
 
 
 def unusable_document_error(document: TextDocument, reason: InputError) -> UnusableDocumentError:
@@ -160,8 +294,17 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDAr
     Raises:
         InputError: the tokenizer fails on one of the texts.
     """
+    return _tokenize(tokenizer, text=texts, add_special_tokens=False) if texts else []
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> list[NDArray[np.uint32]]:
+    """Call a tokenizer with at least one text, and return the token ids of each text, uint32, shapes (n_i,).
+
+    Raises:
+        InputError: the tokenizer fails on one of the texts.
+    """
     with named_panics():
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        encoded = tokenizer(**arguments, verbose=False)["input_ids"]
     return [np.array(tokens, np.uint32) for tokens in encoded]
 
 

@@ -1,8 +1,9 @@
 """Cutting documents into windows, and packing windows into batches; used for adding and for scoring.
 
 No context is shared between documents. A prefix (the tokenizer's BOS or EOS token) has position -1, before
-the tokens 0, 1, ..., so that the model can predict the first token as well. With ``max_length=6`` and
-``stride=3`` a prefixed document of 10 tokens has three windows::
+the tokens 0, 1, ..., so that the model can predict the first token as well. A decoder that reads a source may
+have a prefix of several tokens, whose last one has position -1. With ``max_length=6`` and ``stride=3`` a
+document of 10 tokens with a prefix of one token has three windows::
 
     position   -1  0  1  2  3  4  5  6  7  8  9
     window 1   [B  *  *  *  *  *]                     B the prefix, context only
@@ -10,11 +11,12 @@ the tokens 0, 1, ..., so that the model can predict the first token as well. Wit
     window 3                  [.  .  .  .  *  *]      * predicted here
 
 Every token is predicted once, and each one after the first window from at least
-``max_length - stride`` tokens of context.
+``max_length - stride`` tokens of context. Every window of a pair (a text with its source) is read with the
+whole source.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ class Window(NamedTuple):
     """Consecutive positions of one document that the model processes in one row."""
 
     start: int
-    """First position of the window; -1 is the prefix."""
+    """First position of the window; negative positions are in the prefix."""
 
     stop: int
     """One past the last position."""
@@ -39,7 +41,7 @@ class Window(NamedTuple):
     """First position whose token is predicted; the window predicts ``first .. stop - 1``."""
 
 
-def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> Iterator[Window]:
+def windows(length: int, max_length: int, stride: int, *, prefix_length: int) -> Iterator[Window]:
     """Cut one document into windows that predict every token exactly once.
 
     A document without target tokens gives no windows.
@@ -48,30 +50,50 @@ def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> I
         length: number of tokens in the document, without the prefix, >= 0.
         max_length: largest number of tokens in a window, the prefix included, >= 2.
         stride: number of tokens between the ends of two windows, 1 <= stride < max_length.
-        has_prefix: True if a prefix precedes the document. Without a prefix the first token is not predicted,
-            because it has no context.
+        prefix_length: number of tokens in the prefix of the document. With 0 the first token is not
+            predicted, because it has no context.
 
     Raises:
-        ConfigError: `max_length` or `stride` is out of range.
+        ConfigError: `max_length` or `stride` is out of range, or the prefix fills a window.
 
     Example:
-        >>> [tuple(window) for window in windows(10, 6, 3, has_prefix=True)]
+        >>> [tuple(window) for window in windows(10, 6, 3, prefix_length=1)]
         [(-1, 5, 0), (2, 8, 5), (4, 10, 8)]
     """
     check_window(max_length, stride)
-    origin = -1 if has_prefix else 0
-    first, stop = origin + 1, min(origin + max_length, length)
+    if prefix_length >= max_length:
+        raise ConfigError(f"max_length is {max_length}, and {prefix_length} tokens precede every document")
+    origin = -prefix_length
+    first, stop = 0 if prefix_length else 1, min(origin + max_length, length)
     while first < length:
         yield Window(max(origin, stop - max_length), stop, first)
         first, stop = stop, min(stop + stride, length)
+
+
+class SourceBatch(NamedTuple):
+    """The sources of the rows of a batch: the texts that the encoder of an encoder-decoder model reads."""
+
+    input_ids: NDArray[np.int64]
+    """Token ids, int64, shape (rows, width), padded on the right with token 0."""
+    attention_mask: NDArray[np.int64]
+    """1 at tokens and 0 at padding, int64, shape (rows, width)."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[NDArray[np.integer[Any]]]) -> "SourceBatch":
+        """Pad the token ids of at least one source, shapes (n_i,), to the same length."""
+        lengths = np.array([len(row) for row in rows])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        input_ids = np.zeros(mask.shape, np.int64)
+        input_ids[mask] = np.concatenate(rows)
+        return cls(input_ids, mask.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class WindowBatch:
     """Windows that the model processes together, and the positions of their predictions.
 
-    Short rows are padded on the right. No attention mask is needed, because a position of a causal model
-    attends only to earlier positions, and padding comes last. The last token of a window is not in its row,
+    Short rows are padded on the right. No attention mask is needed, because a position attends only to
+    earlier positions of its text, and padding comes last. The last token of a window is not in its row,
     because no token is predicted from it.
     """
 
@@ -94,14 +116,18 @@ class WindowBatch:
     gold: Tokens
     """The target tokens, shape (n,)."""
 
+    source: SourceBatch | None = None
+    """The source of each row; None for a model that reads no source."""
+
 
 def pack(
     documents: Sequence[NDArray[np.integer[Any]]],
     *,
-    prefix: int | None,
+    prefix: Sequence[int],
     max_length: int,
     stride: int,
     batch_tokens: int,
+    sources: Sequence[NDArray[np.integer[Any]]] | None = None,
 ) -> Iterator[WindowBatch]:
     """Cut documents into windows, and group the windows into batches of rows of similar length.
 
@@ -112,11 +138,14 @@ def pack(
 
     Args:
         documents: token ids of each document, shapes (n_i,).
-        prefix: the token that precedes every document; None for no prefix.
+        prefix: the tokens that precede every document; empty for no prefix.
         max_length: largest number of tokens in a window, the prefix included.
         stride: number of tokens between the ends of two windows.
         batch_tokens: largest number of tokens in a batch, padding included. A window that is longer is a
-            batch of its own.
+            batch of its own. Sources count too: a batch has at most this number of tokens of windows, and at
+            most this number of tokens of sources.
+        sources: token ids of the source of each document, shapes (m_i,), m_i >= 1; None for a model that
+            reads no source.
 
     Yields:
         Batches that together predict every token of every document once; without a prefix every token except
@@ -129,29 +158,35 @@ def pack(
     if batch_tokens < 1:
         raise ConfigError(f"batch_tokens must be at least 1, got {batch_tokens}")
     # 1) Concatenate all documents, each after its prefix.
-    before = [] if prefix is None else [np.array([prefix], np.int64)]
-    pieces = [piece for document in documents for piece in (*before, np.asarray(document, np.int64))]
+    before = np.array(prefix, np.int64)
+    pieces = [piece for document in documents for piece in (before, np.asarray(document, np.int64))]
     text = np.concatenate([np.zeros(0, np.int64), *pieces])
     lengths = np.array([len(document) for document in documents], np.int64)
     # Index of token 0 of each document in `text`.
     origins = np.cumsum(lengths + len(before)) - lengths
-    # 2) Cut the documents into windows, and sort these by length, longest first.
+    # 2) Cut the documents into windows, and sort these by length, longest first. A window with a longer
+    # source counts as long as the source.
     table = np.array(
         [
             (document, *window)
             for document, length in enumerate(lengths.tolist())
-            for window in windows(length, max_length, stride, has_prefix=prefix is not None)
+            for window in windows(length, max_length, stride, prefix_length=len(prefix))
         ],
         np.int64,
     ).reshape(-1, 4)
     widths = table[:, 2] - table[:, 1] - 1
-    order = np.argsort(-widths, kind="stable")
-    # 3) Yield batches; the first window of a batch is the longest and sets the width.
+    sizes = widths
+    if sources is not None:
+        sizes = np.maximum(widths, np.array([len(source) for source in sources], np.int64)[table[:, 0]])
+    order = np.argsort(-sizes, kind="stable")
+    # 3) Yield batches; the first window of a batch is the longest and sets the number of rows.
     done = 0
     while done < len(order):
-        width = int(widths[order[done]])
-        rows = order[done : done + max(1, batch_tokens // width)]
-        yield _create_batch(text, origins, table[rows], width)
+        rows = order[done : done + max(1, batch_tokens // int(sizes[order[done]]))]
+        batch = _create_batch(text, origins, table[rows], int(widths[rows].max()))
+        if sources is not None:
+            batch = replace(batch, source=SourceBatch.from_rows([sources[i] for i in table[rows, 0]]))
+        yield batch
         done += len(rows)
 
 
@@ -186,10 +221,35 @@ def _create_batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width
     )
 
 
-def prefix_of(tokenizer: Any) -> int | None:
-    """Return the id of the tokenizer's BOS token, else of its EOS token, else None."""
+def prefix_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that precede every document of a causal model.
+
+    One token, the tokenizer's BOS token or else its EOS token; empty if the tokenizer has neither.
+    """
     candidates = (getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id"))
-    return next((int(token) for token in candidates if token is not None), None)
+    return next(((int(token),) for token in candidates if token is not None), ())
+
+
+def decoder_prefix_of(model: Any) -> tuple[int, ...]:
+    """Return the tokens with which the decoder of an encoder-decoder model begins every text.
+
+    These are the token that starts the decoder, and the token that `generate` forces to be the first one, if
+    there is one, for example the language in which a multilingual model answers (``forced_bos_token_id``).
+
+    Raises:
+        ConfigError: the generation configuration names no single token that starts the decoder.
+    """
+    config = model.generation_config
+    start = config.decoder_start_token_id
+    if start is None:
+        start = config.bos_token_id
+    if not isinstance(start, int):
+        raise ConfigError(
+            f"{type(model).__name__}: decoder_start_token_id of the generation configuration is {start}, "
+            "and one token is needed with which every text begins"
+        )
+    forced = config.forced_bos_token_id
+    return (start,) if forced is None else (start, int(forced))
 
 
 def max_length_of(config: Any) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.documents import documents_of
-from knnstore.errors import InputError
+from knnstore.errors import ConfigError, InputError
 from knnstore.lm.mixture import mixture_of
 from knnstore.lm.scoring.token_scores import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
@@ -103,8 +103,11 @@ def audit(
 
     Raises:
         InputError: no document has two tokens to predict.
+        ConfigError: the model is an encoder-decoder model.
     """
     settings, reader = resolve(lm.store, knn or lm.knn), lm.reader
+    if reader.reads_pairs:
+        raise ConfigError("an audit is for causal models, and this is an encoder-decoder model")
     listed, rng = list(documents_of(documents)), np.random.default_rng(seed)
     texts = reader.tokenized(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]
@@ -200,7 +203,7 @@ def _check_base(lm: ReadingModel, sample: Texts, scored: Sequence[_Scored], sett
         settings: the settings in force.
     """
     model_alone = KNNSettings(lam=0, selection=settings.selection)
-    first = 0 if lm.reader.prefix is not None else 1
+    first = 0 if lm.reader.prefix else 1
     same = all(
         both.positions == alone.positions == list(range(first, len(text)))
         and bool(((both.base - alone.mixed).abs() < _TOLERANCE).all())
@@ -248,12 +251,11 @@ def _compute_distributions(lm: Predicts, tokens: NDArray[np.uint32], settings: K
         Float32, shape (n, v). If the tokenizer has no BOS token, the first row is uniform.
     """
     reader = lm.reader
-    prefix = [] if reader.prefix is None else [reader.prefix]
-    ids = torch.tensor([[*prefix, *tokens.tolist()]], device=reader.encoder.model.device)
+    ids = torch.tensor([[*reader.prefix, *tokens.tolist()]], device=reader.encoder.model.device)
     with torch.inference_mode():
         rows: Tensor = lm(ids, knn=settings).logits[0, :-1].float().cpu()
     if settings.is_model_alone:  # `forward` then returns the logits of the model
         rows = rows.log_softmax(-1)
-    if prefix:
+    if reader.prefix:
         return rows
     return torch.cat([torch.full_like(rows[:1], 1 / rows.shape[1]).log(), rows])

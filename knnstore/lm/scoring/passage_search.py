@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import Keys, record_ids
-from knnstore.errors import InputError
+from knnstore.errors import ConfigError, InputError
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.store import LONGEST_NGRAM, Matches, Provenance, Reader, Selection
 
@@ -65,9 +65,12 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
 
     Raises:
         InputError: the text is empty.
+        ConfigError: the model is an encoder-decoder model.
     """
     settings, reader, store = resolve(lm.store, knn or lm.knn), lm.reader, lm.store
-    prefix = [] if reader.prefix is None else [reader.prefix]
+    if reader.reads_pairs:
+        raise ConfigError("a search is for causal models, and this is an encoder-decoder model")
+    prefix = reader.prefix
     tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:
         raise InputError("the text is empty")

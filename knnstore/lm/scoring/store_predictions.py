@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import Keys
-from knnstore.documents import TextDocument, documents_of
+from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm.mixture import mixture_of
 from knnstore.lm.reading import in_chunks
@@ -78,7 +78,7 @@ def keys(lm: ReadingModel, text: str) -> Keys:
     """
     reader = lm.reader
     tokens = reader.tokens(text)
-    first = 0 if reader.prefix is not None else 1
+    first = 0 if reader.prefix else 1
     rows = np.zeros((max(0, len(tokens) - first), lm.store.identity.dim), np.float32)
     for batch in reader.batches([tokens]):
         rows[batch.positions - first] = reader.encoder.encode(batch.input_ids, batch.at).keys.cpu().numpy()
@@ -95,7 +95,7 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
             (groups of records with near keys), all records of the nearest cells are returned.
     """
     settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
-    parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))
+    parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_record_ids=True))
     count = sum(map(len, parts))
     shape = (count, max((part.evidence.distances.shape[1] for part in parts), default=0))
     first = len(tokens) - count
@@ -187,9 +187,11 @@ def export(
     )
     settings, bar, row_count = select_store_alone(lm, knn), progress or Progress(), 0
     with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
-        for chunk in in_chunks(documents_of(documents)):
-            texts = lm.reader.tokenized(chunk)
-            for scores in score_texts(lm.store, lm.reader, texts, settings, with_sources=True):
+        for chunk in in_chunks(lm.reader.document_tokenizer.read(documents)):
+            texts, sources = lm.reader.tokenized(chunk), lm.reader.sources(chunk)
+            for scores in score_texts(
+                lm.store, lm.reader, texts, settings, sources=sources, with_record_ids=True
+            ):
                 rows = list(_export_rows(lm, scores, settings, chunk, neighbors))
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 row_count += len(rows)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.documents import TextDocument, documents_of
+from knnstore.documents import TextDocument
 from knnstore.errors import InputError
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form, bound_record_count, limit_k_to_store, probes_cells
@@ -179,7 +179,7 @@ class HeldOut(NamedTuple):
         Raises:
             InputError: a document cannot be used.
         """
-        listed = list(documents_of(documents))
+        listed = list(reader.document_tokenizer.read(documents))
         exact = store.stored_content((document.content_hash for document in listed), selection)
         overlaps = store.overlaps(reader.tokenized(listed), selection, reader.letters)
         stored = {
@@ -277,7 +277,8 @@ def score_documents(
     """
     bar, preceding = progress or Progress(), 0
     for chunk in in_chunks(documents):
-        for scores in score_texts(store, reader, reader.tokenized(chunk), settings):
+        texts, sources = reader.tokenized(chunk), reader.sources(chunk)
+        for scores in score_texts(store, reader, texts, settings, sources=sources):
             yield scores.with_documents(scores.documents + preceding)
             bar.advance(len(scores))
         preceding += len(chunk)
@@ -289,7 +290,8 @@ def score_texts(
     texts: Sequence[NDArray[np.integer[Any]]],
     settings: KNNSettings,
     *,
-    with_sources: bool = False,
+    sources: Sequence[NDArray[np.integer[Any]]] | None = None,
+    with_record_ids: bool = False,
 ) -> Iterator[TokenScores]:
     """Run the model on texts given by their tokens, and look up what the store predicts for each token.
 
@@ -298,16 +300,18 @@ def score_texts(
         reader: the object that runs the model.
         texts: token ids of each text, shapes (n_i,).
         settings: the settings in force.
-        with_sources: True to keep each retrieved record with its id in the evidence, which needs more memory.
+        sources: token ids of the source of each text for an encoder-decoder model, else None.
+        with_record_ids: True to keep each retrieved record with its id in the evidence, which needs more
+            memory.
 
     Yields:
         The scores of a few tokens at a time; `TokenScores.documents` has indices into `texts`.
     """
     settings = replace(settings, k=limit_k_to_store(store, settings))
-    lookup = EvidenceLookup(store, settings, Form.SOURCES if with_sources else Form.TARGET)
+    lookup = EvidenceLookup(store, settings, Form.SOURCES if with_record_ids else Form.TARGET)
     document_texts = _follow_texts(reader, texts, settings)
-    predictions = (predict_windows(reader, batch) for batch in reader.batches(texts))
-    min_tokens = _QUERIES if probes_cells(store, settings) and not with_sources else 1
+    predictions = (predict_windows(reader, batch) for batch in reader.batches(texts, sources))
+    min_tokens = _QUERIES if probes_cells(store, settings) and not with_record_ids else 1
     for read in _join_batches(predictions, min_tokens):
         yield from lookup(read, _extend_texts(document_texts, read, settings))
 
@@ -321,7 +325,7 @@ def score_text_in_turns(
 ) -> Iterator[TokenScores | None]:
     """Score one text in turns. A turn is a short piece of work; between two turns a server can do other work.
 
-    The scores are those of `score_texts` with ``with_sources=True``, which keeps the ids of retrieved
+    The scores are those of `score_texts` with ``with_record_ids=True``, which keeps the ids of retrieved
     records. They may differ by rounding, because the model runs over one window at a time, in parts of 128
     tokens. After each window the store is searched for a few of its tokens at a time.
 
@@ -379,7 +383,7 @@ def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings)
 
 def predict_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:
     """Run the model over one batch of windows (parts of documents), and return its predictions."""
-    encoded = reader.encoder.encode(batch.input_ids, batch.at)
+    encoded = reader.encoder.encode(batch.input_ids, batch.at, batch.source)
     return _collect_predictions(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch)
 
 
