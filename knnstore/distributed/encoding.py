@@ -85,7 +85,7 @@ class ShardEncoder:
         dtype: see `encode_shards`.
 
     Raises:
-        ConfigError: the model cannot be loaded.
+        ConfigError: the model cannot be loaded, or is an encoder-decoder model.
         PlanError: the folder has no plan, or its file is damaged.
         FingerprintMismatchError: the model is not the model of the store.
     """
@@ -99,7 +99,7 @@ class ShardEncoder:
         dtype: str | torch.dtype | None = None,
     ) -> None:
         identity = folder.identity
-        base = load_model(model or identity.model, device=device, dtype=dtype).model
+        base = load_model(model or identity.model, device=device, dtype=dtype, kind="causal").model
         check_matches(base, None, identity)
         self._encoder = Encoder.of(base, folder)
         self._folder = folder
