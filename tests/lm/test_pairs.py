@@ -15,6 +15,7 @@ from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, U
 from knnstore.lm import (
     CacheSettings,
     FixedLambda,
+    KeylessText,
     KNNLMForCausalLM,
     KNNLMForSeq2SeqLM,
     KNNSettings,
@@ -266,6 +267,13 @@ def test_another_language_is_refused(folder, tmp_path, change) -> None:
         tokenizer.backend_tokenizer.post_processor = None
     with pytest.raises(FingerprintMismatchError, match="other languages"):
         knnstore.load(tmp_path / "home", model=model, tokenizer=tokenizer)
+
+
+def test_a_store_of_pairs_says_so(lm) -> None:
+    assert lm.store.identity.is_paired
+    assert len(lm.store.identity.tokenizer_fingerprint) == 64
+    with pytest.raises(FingerprintMismatchError, match="the store has pairs for the encoder-decoder model"):
+        KeylessText(lm.store, make_tokenizer())
 
 
 def test_each_class_names_the_other_for_models_of_the_other_kind(lm, make_model, tokenizer) -> None:
