@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from knnstore.catalog.schema import upgrade_catalog
     from knnstore.catalog.types import (
         KEYLESS,
+        PAIR_MARK,
         Document,
         Domain,
         Engine,
@@ -39,6 +40,7 @@ else:
 
 __all__ = [
     "KEYLESS",
+    "PAIR_MARK",
     "PASSWORD_VARIABLE",
     "URL",
     "AccessKey",

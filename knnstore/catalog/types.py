@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+PAIR_MARK = "pair:"
+"""Beginning of the fingerprint of a tokenizer that reads pairs, for an encoder-decoder model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -20,7 +23,8 @@ class Identity:
     model_fingerprint: str
     """Text by which the model is recognized: a hash, a colon, and a sample of the weights."""
     tokenizer_fingerprint: str
-    """Hash by which the tokenizer is recognized."""
+    """Hash by which the tokenizer is recognized; it begins with `PAIR_MARK` for an encoder-decoder model, and
+    then also covers the languages."""
     key: str
     """Name of the place in the model where keys (hidden states) are taken, and how several hidden states are
     joined into one key."""
@@ -40,6 +44,11 @@ class Identity:
     record too; otherwise it has none."""
     projection: str | None = None
     """File of the weights that project keys to `dim` components; None if keys are not projected."""
+
+    @property
+    def is_paired(self) -> bool:
+        """True if documents are pairs of a source and a text, for an encoder-decoder model."""
+        return self.tokenizer_fingerprint.startswith(PAIR_MARK)
 
 
 KEYLESS = "none"

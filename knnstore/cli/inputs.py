@@ -26,7 +26,7 @@ from knnstore.documents import (
     decode_text,
     read_documents,
 )
-from knnstore.errors import InputError, UnusableDocumentError
+from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 
 if TYPE_CHECKING:
     from knnstore.store import KNNStore
@@ -289,6 +289,22 @@ class SyncDocuments(Documents):
             if self.fields != FIELDS:
                 raise typer.BadParameter("--text-field and --id-field are for rows, and not for --git")
             self.tree = GitTree(self.git, "HEAD" if self.ref is None else self.ref, self.only or ())
+
+    def expect_pairs(self, *, is_paired: bool) -> None:
+        """Read rows as the store has documents: as pairs with a source, or without.
+
+        Args:
+            is_paired: True if the store has pairs for an encoder-decoder model.
+
+        Raises:
+            ConfigError: an option does not fit the store.
+        """
+        if is_paired and self.git is not None:
+            raise ConfigError("--git is for causal models, and the store has pairs")
+        if not is_paired and self.source_field is not None:
+            raise ConfigError("--source-field is for encoder-decoder models: leave it out")
+        if is_paired and self.source_field is None:
+            self.source_field = SOURCE
 
     def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:
         """Return the ids of documents that need not be read, because the stored content is the commit's.

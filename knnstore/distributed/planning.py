@@ -56,13 +56,15 @@ def make_plan(
     Raises:
         InputError: a name is not valid, or a document cannot be used and `on_bad` is None.
         PlanError: the folder has a plan of other documents or of another store, which is not committed.
-        ConfigError: the store keeps no keys.
+        ConfigError: the store keeps no keys, or has pairs for an encoder-decoder model.
         FingerprintMismatchError: the store was made with another tokenizer.
         ReadOnlyError: the store was opened for reading.
     """
     shown = progress or Progress()
     if store.is_keyless:
         raise ConfigError("a store without keys needs no plan: adding documents takes no pass of the model")
+    if store.identity.is_paired:
+        raise ConfigError("plans and workers are for causal models, and the store has pairs")
     check_tokenizer(tokenizer, store.identity)
     check_name(domain, "the domain's name")
     names = distinct_names(tags, "tag")

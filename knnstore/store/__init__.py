@@ -7,6 +7,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 if TYPE_CHECKING:
     from knnstore.catalog import (
         KEYLESS,
+        PAIR_MARK,
         Difference,
         Document,
         Domain,
@@ -46,6 +47,7 @@ __all__ = [
     "KEYLESS",
     "KNOWN",
     "LONGEST_NGRAM",
+    "PAIR_MARK",
     "Difference",
     "Document",
     "Domain",

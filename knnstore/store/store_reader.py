@@ -17,7 +17,7 @@ from knnstore.catalog import (
     find_other_ids,
 )
 from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
-from knnstore.documents import TextDocument
+from knnstore.documents import PAIR_FIELDS, TextDocument
 from knnstore.errors import (
     AmbiguousDocumentError,
     DocumentNotFoundError,
@@ -276,6 +276,8 @@ class StoreReader:
             tags: tags that each document should carry; additional tags of stored documents are no change.
             kept: ids of further documents that the domain should have as they are stored.
         """
+        if self.identity.is_paired:
+            documents = (TextDocument.from_row(document, PAIR_FIELDS) for document in documents)
         return Difference.of(self._catalog, domain, documents, frozenset(tags), kept)
 
     def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.conftest import call
 from tests.lm.seq2seq import make_model, make_pairs, make_tokenizer
+from tests.repositories import Repository
 
 PAIRS, HELD_OUT = make_pairs(30), make_pairs(8, 1)
 SURE = "--lambda 0.95 --k 4 --probes 0 --knn-temperature 1"
@@ -76,14 +77,32 @@ def test_an_explanation_shows_the_sources_of_the_pairs(run) -> None:
     assert all(line.endswith(f"<- {pair['source']}") for line in lines[1::2])
 
 
-def test_what_is_not_built_for_pairs_is_refused(run) -> None:
-    for line in ("generate w5", "search w5", "eval pairs.jsonl --audit", "sync pairs.jsonl --domain first",
+def test_a_domain_is_made_equal_to_a_file_of_pairs(run, home) -> None:
+    """Another source is another version, and a pair under another id is the same records."""
+    assert run("sync pairs.jsonl --domain first --json").json["unchanged"] == 30
+    pairs = [{**PAIRS[0], "source": "w7 w8"}, {**PAIRS[1], "id": "new"}, *PAIRS[2:29]]
+    (home / "changed.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (home / "half.jsonl").write_text('{"id": "x", "text": "w5"}')
+    assert "half.jsonl row 1: no 'source'" in run("sync half.jsonl --domain first").err
+    for line in ("--dry-run", ""):
+        found = run(f"sync changed.jsonl --domain first --json {line}").json
+        counts = [found[name] for name in ("added", "renamed", "replaced", "removed", "unchanged")]
+        assert counts == [0, 1, 1, 1, 27]
+    found = run("sync pairs.jsonl --domain first --json").json
+    assert (found["added"], found["renamed"], found["replaced"]) == (1, 1, 1)
+
+
+def test_what_is_not_built_for_pairs_is_refused(run, home) -> None:
+    for line in ("generate w5", "search w5", "eval pairs.jsonl --audit",
                  "calibrate --stored 100 --repetition"):  # fmt: skip
         refused = run(line)
         assert (refused.status, refused.out) == (1, "")
         assert "(bart) is an encoder-decoder model, and this needs a causal one" in refused.err
     for option in ("--plan plan", "--workers 2"):
-        assert "are for causal models" in run(f"add pairs.jsonl --domain first {option}").err
+        refused = run(f"add pairs.jsonl --domain first {option}")
+        assert "plans and workers are for causal models, and the store has pairs" in refused.err
+    Repository(home / "code").commit({"a.txt": "w5"})
+    assert "--git is for causal models" in run("sync --git code --domain first").err
     assert "together with its source" in run("explain w5").err
     assert len(run("documents --domain first --json").json) == 30
 
@@ -95,6 +114,8 @@ def test_a_causal_model_translates_nothing(knnstore, workplace, store) -> None:
     (workplace / "pairs.jsonl").write_text('{"id": "a", "text": "The harbour.", "en": "Der Hafen."}')
     refused = knnstore("add pairs.jsonl --domain pairs --source-field en")
     assert "the document is a pair, and the model reads no source" in refused.err
+    refused = knnstore("sync pairs.jsonl --domain pairs --source-field en")
+    assert "--source-field is for encoder-decoder models" in refused.err
 
 
 @pytest.mark.parametrize(

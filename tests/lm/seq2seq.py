@@ -66,11 +66,13 @@ FAMILIES = {
 }
 
 
-def make_model(name: str) -> PreTrainedModel:
+def make_model(name: str, **changes: Any) -> PreTrainedModel:
     """Build a model; the same weights each time, large enough that predictions depend on the context."""
     family = FAMILIES[name]
+    config = deepcopy(family.config)
+    config.update(changes)
     torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(deepcopy(family.config)).eval()
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, NllbTokenizer
 
 import knnstore
 from knnstore.documents import TextDocument
@@ -15,6 +15,7 @@ from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, U
 from knnstore.lm import (
     CacheSettings,
     FixedLambda,
+    KeylessText,
     KNNLMForCausalLM,
     KNNLMForSeq2SeqLM,
     KNNSettings,
@@ -268,6 +269,13 @@ def test_another_language_is_refused(folder, tmp_path, change) -> None:
         knnstore.load(tmp_path / "home", model=model, tokenizer=tokenizer)
 
 
+def test_a_store_of_pairs_says_so(lm) -> None:
+    assert lm.store.identity.is_paired
+    assert len(lm.store.identity.tokenizer_fingerprint) == 64
+    with pytest.raises(FingerprintMismatchError, match="the store has pairs for the encoder-decoder model"):
+        KeylessText(lm.store, make_tokenizer())
+
+
 def test_each_class_names_the_other_for_models_of_the_other_kind(lm, make_model, tokenizer) -> None:
     with pytest.raises(ConfigError, match="is an encoder-decoder model: use KNNLMForSeq2SeqLM"):
         KNNLMForCausalLM.from_base(lm.base, lm.store)
@@ -356,3 +364,36 @@ def test_translations_are_scored_beside_those_of_the_model_alone(lm) -> None:
     assert 0 < found.knn_bleu < 100
     with pytest.raises(InputError, match="there is no pair"):
         lm.score_translations([])
+
+
+def test_a_model_of_many_languages_keeps_those_of_its_folder(tmp_path) -> None:
+    """NLLB: its tokenizer puts a language before a source, and the decoder begins with the other one."""
+    letters = {letter: 5 + at for at, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    names = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, **letters}
+    languages = {"src_lang": "eng_Latn", "tgt_lang": "fra_Latn"}
+    tokenizer = NllbTokenizer(vocab=names, merges=[], **languages)
+    french = tokenizer.convert_tokens_to_ids("fra_Latn")
+    model = make_model("m2m_100", vocab_size=len(tokenizer), pad_token_id=1, eos_token_id=2)
+    options = {
+        "decoder_start_token_id": 2,
+        "forced_bos_token_id": french,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    }
+    for name, value in options.items():
+        setattr(model.generation_config, name, value)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    pairs = [{"source": "the cat", "text": "le chat"}, {"source": "a dog", "text": "un chien"}]
+    with knnstore.create(tmp_path / "home", str(tmp_path / "model")).store as store:
+        lm = KNNLMForSeq2SeqLM.from_base(model, store, KNNSettings(k=1, lam=1.0, temperature=1.0), tokenizer)
+        lm.add(pairs, domain="a")
+        assert lm.reader.prefix == (2, french)
+        assert lm.translate([pair["source"] for pair in pairs], num_beams=2) == texts_of(pairs)
+        assert "".join(token.text for token in lm.explain("le chat", source="the cat")) == "le chat</s>"
+        assert store.token_counts()[french] == 0
+    with knnstore.load(tmp_path / "home").store as store:
+        assert store.record_count() == 19
+    german = NllbTokenizer.from_pretrained(tmp_path / "model", src_lang="deu_Latn")
+    with pytest.raises(FingerprintMismatchError, match="other languages"):
+        knnstore.load(tmp_path / "home", tokenizer=german)

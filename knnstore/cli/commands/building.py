@@ -324,10 +324,6 @@ def _add_planned(
             model = resolve_model_location(store, runtime.model_at)
             with show_activity("loading the tokenizer"):
                 tokenizer = load_tokenizer(model)
-                from knnstore.lm import is_causal, load_text_parts
-
-                if not is_causal(load_text_parts(model, tokenizer).config):
-                    raise ConfigError("--plan and --workers are for causal models: leave them out")
                 from knnstore.distributed import (
                     SHARD_TOKENS,
                     PlanFolder,
@@ -404,6 +400,7 @@ def sync(
 
     with Bar() as bar:
         with knnstore.open(runtime.home) as store:
+            documents.expect_pairs(is_paired=store.identity.is_paired)
             unread = documents.find_unchanged(store, domain, tags or ())
             difference = store.difference(domain, documents.read_documents(bar, unread), tags or (), unread)
             is_settled = not store.has_unsettled_documents()
@@ -462,7 +459,7 @@ def sync(
                 )
         tokens = 0
         if difference.added or difference.replaced or difference.described:
-            with runtime.open_for_adding("causal") as lm:
+            with runtime.open_for_adding() as lm:
                 reread_documents = documents.copy_to_reread()
                 added = lm.add(
                     reread_documents.read_documents(bar, unread),

@@ -12,8 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from knnstore.errors import CatalogError
+from knnstore.store import PAIR_MARK
 
 _VALUES_PER_TENSOR = 16
+_LENGTH = 64
+"""Number of characters of a tokenizer's fingerprint."""
 
 _IGNORED_FIELDS = frozenset(
     (
@@ -186,14 +189,14 @@ def pair_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
         prefix: the tokens with which the decoder begins every text.
 
     Returns:
-        SHA-256, hexadecimal.
+        `PAIR_MARK`, and the beginning of a SHA-256, hexadecimal; 64 characters together.
     """
     digest = hashlib.sha256(tokenizer_fingerprint(tokenizer).encode())
     for probe in _PROBE_TEXTS:
         digest.update(repr(tokenizer(probe)["input_ids"]).encode())
         digest.update(repr(tokenizer(text_target=probe, add_special_tokens=False)["input_ids"]).encode())
     digest.update(repr(tuple(prefix)).encode())
-    return digest.hexdigest()
+    return f"{PAIR_MARK}{digest.hexdigest()}"[:_LENGTH]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

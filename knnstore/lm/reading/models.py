@@ -729,6 +729,11 @@ def check_tokenizer(
     """
     found = _compute_tokenizer_fingerprint(tokenizer, model)
     if found != identity.tokenizer_fingerprint:
+        if identity.is_paired and (model is None or not reads_source(model)):
+            raise FingerprintMismatchError(
+                f"the store has pairs for the encoder-decoder model {identity.model}, and this needs a store "
+                "of a causal model"
+            )
         if model is not None and reads_source(model):
             raise FingerprintMismatchError(
                 f"the store was made with another tokenizer of {identity.model}, other languages of the "
