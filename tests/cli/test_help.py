@@ -16,12 +16,12 @@ COMMANDS = {
     if name not in ("knnstore", "knnstore db", "knnstore key")
 }
 OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke", "knnstore sync --git")
-OWN_TESTS += ("knnstore encode", "knnstore commit", "knnstore plan")
+OWN_TESTS += ("knnstore encode", "knnstore commit", "knnstore plan", "knnstore translate")
 EXAMPLES = [
     line.strip()
     for text in COMMANDS.values()
     for line in text.partition("\n  Examples:\n")[2].splitlines()
-    if not line.strip().startswith(OWN_TESTS)
+    if not any(command in line for command in OWN_TESTS)
 ]
 
 
