@@ -16,7 +16,7 @@ COMMANDS = {
     if name not in ("knnstore", "knnstore db", "knnstore key")
 }
 OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke", "knnstore sync --git")
-OWN_TESTS += ("knnstore encode", "knnstore commit", "knnstore plan", "knnstore translate")
+OWN_TESTS += ("knnstore encode", "knnstore commit", "knnstore plan", "knnstore translate", "eval pairs.jsonl")
 EXAMPLES = [
     line.strip()
     for text in COMMANDS.values()
