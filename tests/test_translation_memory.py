@@ -77,7 +77,9 @@ def test_a_unit_without_a_language_is_named_and_left_out(tmp_path) -> None:
     assert str(problems[0]).startswith(f"{tmp_path}/memory.tmx unit 2: no language 'fr'")
     assert "there is 'en-gb', 'de': name the languages" in str(problems[0])
     variants = "".join(f'<tuv xml:lang="en-{one}"><seg>a</seg></tuv>' for one in ("GB", "US"))
-    with pytest.raises(UnusableDocumentError, match="several variants of it; there is 'en-gb', 'en-us'"):
+    with pytest.raises(
+        UnusableDocumentError, match="several texts or variants of it; there is 'en-gb', 'en-us'"
+    ):
         read(tmp_path, tmx(f"<tu>{variants}</tu>"), Fields("en"))
 
 
@@ -121,3 +123,18 @@ def test_a_segment_is_as_long_as_a_document_may_be(tmp_path, monkeypatch) -> Non
     monkeypatch.setattr(translation_memory, "MAX_DOCUMENT_BYTES", 30)
     with pytest.raises(UnusableDocumentError, match="a segment has more than"):
         read(tmp_path, tmx("<tu><tuv xml:lang='de'><seg>" + "Boot " * 7 + "</seg></tuv></tu>"))
+
+
+def test_a_unit_with_two_texts_in_one_language_is_refused(tmp_path):
+    unit = "<tu><tuv xml:lang='en'><seg>A</seg></tuv>" + 2 * "<tuv xml:lang='de'><seg>B</seg></tuv>" + "</tu>"
+    with pytest.raises(UnusableDocumentError, match="no language 'de', or several texts or variants of it"):
+        read(tmp_path, tmx(unit))
+
+
+def test_properties_with_names_of_fields_are_renamed(tmp_path):
+    texts = "<tuv xml:lang='en'><seg>A</seg></tuv><tuv xml:lang='de'><seg>B</seg></tuv>"
+    properties = "".join(f"<prop type='{name}'>x</prop>" for name in ("source", "id", "de", "client"))
+    (document,) = read(tmp_path, tmx(f"<tu tuid='1'>{properties}{texts}</tu>"))
+    assert (document.id, document.source, document.text) == ("1", "A", "B")
+    metadata = {"prop:source": "x", "prop:id": "x", "prop:de": "x", "client": "x", "source": "A"}
+    assert dict(document.metadata) == metadata

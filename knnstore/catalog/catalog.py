@@ -528,7 +528,7 @@ class Catalog:
             ]
 
     def withdrawn_ids(self, lease: str, domain: str) -> set[str]:
-        """Return the ids of documents that were added after a lease was made, and removed again or renamed.
+        """Return the ids of documents that were removed or renamed after a lease was made.
 
         Args:
             lease: id of an open lease; other leases give an empty set.

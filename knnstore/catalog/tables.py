@@ -192,7 +192,7 @@ class LeaseRow(Base):
 
 
 class WithdrawalRow(Base):
-    """Table of documents that were added after an open lease was made, and removed again or renamed.
+    """Table of documents that were removed or renamed after an open lease was made.
 
     The commit of the lease's plan does not add documents with these ids. The rows are deleted with the lease,
     and when it is committed.

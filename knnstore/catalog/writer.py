@@ -243,7 +243,7 @@ class CatalogWriter:
     def retire(self, rows: Sequence[int]) -> None:
         """Change live documents to the state "deleting", so that readers no longer see them.
 
-        Open leases note the ids of documents that were added after them; see `Catalog.withdrawn_ids`.
+        Open leases note the ids of the documents; see `Catalog.withdrawn_ids`.
 
         Args:
             rows: primary keys of the documents. Unknown keys, and keys of documents that are not live, are
@@ -579,19 +579,17 @@ def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int
 
 
 def _note_withdrawals(session: Session, rows: Sequence[int]) -> None:
-    """Note in each open lease the ids of live documents that were added after it, and now lose these ids.
-
-    A document that was stored before needs no note: a plan knows the version that it replaces.
+    """Note in each open lease the ids of live documents that are removed or renamed now.
 
     Args:
         session: session of the transaction.
         rows: primary keys of the documents.
     """
     for lease in session.scalars(select(LeaseRow).where(LeaseRow.committed_at.is_(None))).all():
-        added_after = (
+        withdrawn = (
             select(literal(lease.id), DomainRow.name, DocumentRow.external_id)
             .join(DomainRow, DomainRow.id == DocumentRow.domain_id)
-            .where(DocumentRow.id.in_(rows), IS_LIVE, DocumentRow.start >= lease.stop)
+            .where(DocumentRow.id.in_(rows), IS_LIVE)
         )
         noted = exists().where(
             WithdrawalRow.lease_id == lease.id,
@@ -599,7 +597,7 @@ def _note_withdrawals(session: Session, rows: Sequence[int]) -> None:
             WithdrawalRow.external_id == DocumentRow.external_id,
         )
         columns = ["lease_id", "domain", "external_id"]
-        session.execute(insert(WithdrawalRow).from_select(columns, added_after.where(~noted)))
+        session.execute(insert(WithdrawalRow).from_select(columns, withdrawn.where(~noted)))
 
 
 def _increment_revision(session: Session) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 from xml.parsers import expat
 
-from knnstore.documents.document import Entry, Fields, Reason, RefusedError, TextDocument
+from knnstore.documents.document import SOURCE, Entry, Fields, Reason, RefusedError, TextDocument
 from knnstore.documents.source_files import MAX_DOCUMENT_BYTES, Source, is_utf8, make_too_large_error
 from knnstore.errors import InputError
 
@@ -31,7 +31,7 @@ def read_translation_memory(source: Source, fields: Fields) -> Iterator[Entry]:
     A unit has a field for each language (``xml:lang``), with the text without inline markup. `fields` name
     the languages of text and source: ``de`` also means the only language that begins with ``de-``, and upper
     and lower case do not matter. Other languages are left out. The id is the unit's ``tuid``; notes,
-    properties and dates are metadata.
+    properties and dates are metadata. A property with the name of one of the fields gets ``prop:`` before it.
 
     Args:
         source: the file.
@@ -62,8 +62,8 @@ class _Unit:
 
     metadata: dict[str, str]
     """Dates, notes and properties, by name."""
-    languages: dict[str, str] = field(default_factory=dict)
-    """The text in each language, by the language's code in lower case."""
+    languages: dict[str, str | None] = field(default_factory=dict)
+    """The text in each language, by the language's code in lower case; None if there are several texts."""
     id: str | None = None
     """The unit's ``tuid``; None if it has none."""
 
@@ -78,7 +78,9 @@ def _convert_unit(unit: _Unit, fields: Fields) -> TextDocument:
     Raises:
         InputError: the unit lacks a language, or the document is not valid.
     """
-    row: dict[str, Any] = {**unit.metadata, fields.id: unit.id}
+    taken = {fields.text, fields.id, fields.source, SOURCE}
+    row: dict[str, Any] = {f"prop:{of}" if of in taken else of: value for of, value in unit.metadata.items()}
+    row[fields.id] = unit.id
     for name in [fields.text] if fields.source is None else [fields.text, fields.source]:
         text = _find_language(unit.languages, name)
         if text is not None:
@@ -86,14 +88,14 @@ def _convert_unit(unit: _Unit, fields: Fields) -> TextDocument:
         else:
             names = ", ".join(map(repr, unit.languages)) or "no language"
             raise InputError(
-                f"no language {name!r}, or several variants of it; there is {names}: name the languages of "
-                "text and source (--text-field, --source-field)"
+                f"no language {name!r}, or several texts or variants of it; there is {names}: name the languages "
+                "of text and source (--text-field, --source-field)"
             )
     return TextDocument.from_row(row, fields)
 
 
-def _find_language(languages: dict[str, str], name: str) -> str | None:
-    """Return the text in a language; None if there is none, or several variants of the language.
+def _find_language(languages: dict[str, str | None], name: str) -> str | None:
+    """Return the text in a language; None if there is none, or several texts or variants of the language.
 
     Args:
         languages: the text of each language, by its code in lower case.
@@ -180,7 +182,8 @@ class _UnitParser:
             if self._unit is None:  # a note or a property of the whole file
                 return
             if name == "seg":
-                self._unit.languages[self._language] = text
+                is_second = self._language in self._unit.languages
+                self._unit.languages[self._language] = None if is_second else text
             else:
                 earlier = self._unit.metadata.get(self._property)
                 self._unit.metadata[self._property] = text if earlier is None else f"{earlier}\n{text}"

@@ -1,5 +1,6 @@
 """`KNNStore`: documents in a catalog (SQL), their keys in a datastore (vector engine); both always agree."""
 
+import atexit
 import os
 import shutil
 import stat
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, Lease, NewDocument
 from knnstore.errors import ConfigError, KnnstoreError, ReadOnlyError
 from knnstore.progress import Progress
-from knnstore.store.counting import Counting
 from knnstore.store.current import Current, Mode, check_mode
 from knnstore.store.erasing import Erased, erase
 from knnstore.store.fitted import SavedSettings, Weights
@@ -30,6 +30,9 @@ from knnstore.store.verify import find_problems
 
 Folder = str | os.PathLike[str]
 Params = Mapping[str, Any] | None
+
+_OPEN_STORES: "weakref.WeakSet[KNNStore]" = weakref.WeakSet()
+"""All stores of this process; see `_close_open_stores`."""
 
 
 class KNNStore(StoreReader):
@@ -69,8 +72,8 @@ class KNNStore(StoreReader):
                     self._changes.purge_what_fits()  # what a killed writer left
                     self._relocation.finish_or_warn()
             self._opened = opened.pop_all()
-        # A script may forget to close: then the store is closed with the object, or when Python exits.
-        weakref.finalize(self, _close, self._counting, self._opened, os.getpid())
+        self._process = os.getpid()
+        _OPEN_STORES.add(self)
 
     @classmethod
     def create(
@@ -158,7 +161,8 @@ class KNNStore(StoreReader):
 
     def close(self) -> None:
         """Close the datastore, the catalog and the writer's lock. A second call does nothing."""
-        _close(self._counting, self._opened, os.getpid())
+        self._counting.stop_background()
+        self._opened.close()
 
     def __repr__(self) -> str:
         return f"KNNStore({str(self.home.path)!r}, mode={self.mode!r})"
@@ -496,17 +500,15 @@ class _FolderState:
         return cls(mode, tuple(parent for parent in path.parents if not parent.exists()))
 
 
-def _close(counting: Counting, opened: ExitStack, process: int) -> None:
-    """Close what a store has opened. A second call does nothing.
+@atexit.register
+def _close_open_stores() -> None:
+    """Close the stores that a script has not closed, when Python exits.
 
-    Args:
-        counting: counts of the store's n-grams.
-        opened: the open datastore, catalog and lock.
-        process: id of the process that opened them. A fork of it does nothing, because the lock is shared.
+    A fork of the process that opened a store does not close it, because both share the writer's lock.
     """
-    if os.getpid() == process:
-        counting.stop_background()
-        opened.close()
+    for store in list(_OPEN_STORES):
+        if store._process == os.getpid():
+            store.close()
 
 
 def _remove_home(home: Home, before: _FolderState | None) -> None:

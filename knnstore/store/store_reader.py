@@ -335,7 +335,7 @@ class StoreReader:
         return self._catalog.leases()
 
     def withdrawn_ids(self, lease: Lease, domain: str) -> set[str]:
-        """Return the ids of documents that were added after an open lease was made, and removed or renamed.
+        """Return the ids of documents that were removed or renamed after an open lease was made.
 
         Args:
             lease: the lease.

@@ -243,6 +243,25 @@ def test_documents_that_came_and_went_meanwhile_are_not_added(workshop: Workshop
     assert workshop.problems() == []
 
 
+def test_documents_of_earlier_plans_and_renamed_ones_do_not_come_back(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """Their positions are lower than those of the plan."""
+    workshop.add([{"id": "old", "text": "the wall"}])
+    earlier = tmp_path / "earlier"
+    workshop.plan(DOCUMENTS[:1], folder=earlier)
+    workshop.plan(DOCUMENTS[:3])
+    workshop.encode()
+    encode_shards(PlanFolder(earlier))
+    assert workshop.commit(earlier).documents == 1
+    with KNNStore.open(workshop.home, "a") as store:
+        store.rename("news", {"old": "d1"})
+    workshop.remove("d0")
+    workshop.remove("d1")
+    assert set(workshop.commit().skipped) == {"d0", "d1"}
+    assert workshop.ids() == {"d2"}
+
+
 def test_tags_that_were_set_after_the_plan_are_kept(workshop: Workshop) -> None:
     workshop.add(DOCUMENTS[:2])
     workshop.plan([{**document, "text": "changed"} for document in DOCUMENTS[:2]])

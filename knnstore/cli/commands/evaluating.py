@@ -97,6 +97,8 @@ def evaluate(
         )
     if audited and translates:
         raise ConfigError("--audit is for causal models, and --translate for encoder-decoder models")
+    if beams != 1 and not translates:
+        raise ConfigError("--beams needs --translate")
     documents.check_files()
     if per_token is not None:
         check_writable(per_token)

@@ -218,7 +218,8 @@ class TextReader:
         """
         if self.reads_pairs and sources is None:
             raise ConfigError(
-                "an encoder-decoder model predicts a text together with its source, and here is only a text"
+                "an encoder-decoder model predicts a text together with its source, and here is only a text: "
+                "`explain` takes it as source=... (--source)"
             )
         return pack(
             texts,
