@@ -1,0 +1,139 @@
+"""Tables of what was measured, made from the kept steps alone."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from judging import right_of
+from numpy.typing import NDArray
+from sides import MODEL
+from steps import Step, read_step
+
+from knnstore.lm.scoring import Interval, assign_blocks, compute_interval
+
+FROM = 200
+"""Position from which tokens are judged apart: the beginning of a document holds headers and licences."""
+_HEAD = (
+    "| | perplexity | ÷ the model | top-1, % | perplexity from 200 | ÷ the model | top-1 from 200, % "
+    "| − the model, points | rare terms, % | − the model, points |"
+)
+
+
+class Found(NamedTuple):
+    """All steps of one domain."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    """Log-probabilities and correct predictions of all sides; the target tokens' places, and `rare`."""
+    values: Mapping[str, dict[str, Any]]
+    """Values of each step, by its name."""
+
+
+def read_steps(folder: Path) -> Found:
+    """Read all kept steps of a domain."""
+    arrays: dict[str, NDArray[Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.glob("*.json")):
+        found: Step = read_step(folder, file.stem)
+        arrays.update(found.log_probs)
+        values[file.stem] = found.values
+    return Found(arrays, values)
+
+
+def list_sides(found: Found) -> list[str]:
+    """Return the names of the sides, the model first, then as they are named."""
+    names = [name for name in found.arrays if right_of(name) in found.arrays]
+    return sorted(names, key=lambda name: (name != MODEL, name))
+
+
+def make_report(domain: str, found: Found) -> str:
+    """Return the tables of one domain as Markdown."""
+    model = found.values["model"]
+    positions = found.arrays["positions"]
+    late, rare = positions >= FROM, found.arrays["rare"]
+    lines = [
+        f"### {domain}",
+        "",
+        f"{len(positions):,} tokens of test in {model['test_documents']} documents, {int(late.sum()):,} of "
+        f"them from token {FROM} on, {int(rare.sum()):,} in rare terms. {model['dev_tokens']:,} tokens of "
+        f"dev in {model['dev_documents']} documents. {model['store_tokens']:,} tokens to store in "
+        f"{model['store_documents']:,} documents. Share of a test document that the store has: at most "
+        f"{max(model['shared_with_store']):.1%}, on average {np.mean(model['shared_with_store']):.1%}.",
+        "",
+        _HEAD,
+        "|---" * (_HEAD.count("|") - 1) + "|",
+        *(make_row(found, side) for side in list_sides(found)),
+        "",
+        "| step | what it took and chose |",
+        "|---|---|",
+        *(f"| {name} | {json.dumps(describe_values(values))} |" for name, values in found.values.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def describe_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step's values without the long ones, with few digits."""
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in values.items()
+        if name not in ("settings", "tried", "shared_with_store", "with everything")
+    }
+
+
+def make_row(found: Found, side: str) -> str:
+    """Return one line of the table of outcomes."""
+    every = np.ones(len(found.arrays["positions"]), np.bool_)
+    late, rare = found.arrays["positions"] >= FROM, found.arrays["rare"]
+    cells = [side]
+    for tokens in (every, late):
+        cells.append(f"{perplexity(found, side, tokens).ppl:.2f}")
+        cells.append(shown_ratio(perplexity(found, side, tokens, MODEL)))
+        cells.append(f"{100 * found.arrays[right_of(side)][tokens].mean():.1f}")
+    cells.append(shown_points(accuracy_gain(found, side, late)))
+    cells += [f"{100 * found.arrays[right_of(side)][rare].mean():.1f}" if rare.any() else "–"]
+    cells.append(shown_points(accuracy_gain(found, side, rare)) if rare.any() else "–")
+    return f"| {' | '.join(cells)} |"
+
+
+def perplexity(found: Found, side: str, tokens: NDArray[np.bool_], other: str | None = None) -> Interval:
+    """Return a side's perplexity on some tokens, or its ratio to another side's, with its interval.
+
+    Args:
+        found: what was measured.
+        side: name of the side.
+        tokens: mask of the tokens, shape (n,).
+        other: name of the side to divide by.
+    """
+    losses = -found.arrays[side][tokens].astype(np.float64)
+    if other is not None:
+        losses += found.arrays[other][tokens].astype(np.float64)
+    return compute_mean(losses, found.arrays["documents"][tokens])
+
+
+def accuracy_gain(found: Found, side: str, tokens: NDArray[np.bool_]) -> Interval:
+    """Return a side's gain in accuracy over the model on some tokens, in points, with its interval.
+
+    The fields of the result are points, not perplexities.
+    """
+    right = (found.arrays[right_of(name)][tokens].astype(np.float64) for name in (side, MODEL))
+    gains = np.subtract(*right)
+    mean = compute_mean(gains, found.arrays["documents"][tokens])
+    # `compute_mean` gives exp of a mean; its logarithm is the mean itself.
+    return Interval(*(100 * math.log(value) if 0 < value < math.inf else value for value in mean))
+
+
+def compute_mean(values: NDArray[np.float64], documents: NDArray[np.int64]) -> Interval:
+    """Return exp of the mean of a value over tokens, with its interval of 95 % over documents."""
+    blocks = assign_blocks(documents.astype(np.int64))
+    return compute_interval(np.bincount(blocks, values), np.bincount(blocks))
+
+
+def shown_ratio(ratio: Interval) -> str:
+    return f"{ratio.ppl:.3f} ({ratio.low:.3f} – {ratio.high:.3f})"
+
+
+def shown_points(gain: Interval) -> str:
+    return f"{gain.ppl:+.1f} ({gain.low:+.1f} – {gain.high:+.1f})"
