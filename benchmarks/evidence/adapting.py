@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 from texts import reader_of
 from training import fine_tune, perplexity, saved
@@ -42,6 +43,7 @@ def adapt(
     """
     reader = reader_of(model)
     tuned = reader.encoder.model
+    torch.manual_seed(0)  # adapters begin at random
     adapter = None
     if kind == LORA:
         config = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules="all-linear", task_type="CAUSAL_LM")

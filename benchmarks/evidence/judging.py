@@ -1,6 +1,7 @@
 """Judging sides on a text: the log-probability of each target token, and whether it is the most probable."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from knnstore.documents import TextDocument
-from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form
 from knnstore.lm.contexts import DocumentTexts
-from knnstore.lm.mixing import compute_entropy
+from knnstore.lm.mixing import Evidence, compute_entropy
 from knnstore.lm.mixture import look_up, mixture_of
 
 _ROWS = 256
@@ -35,7 +36,7 @@ def judge(
 
     Args:
         lm: the model with its store.
-        sides: settings without unset fields, by the name of the side.
+        sides: settings without unset fields, by the name of the side; all select the whole store.
         documents: the documents.
 
     Returns:
@@ -70,10 +71,18 @@ def judge(
                 store.identity.vocab_size,
                 targets=targets[rows],
             )
+            # What n-grams predict does not depend on their weight, so it is looked up once.
+            counted: dict[NGramSettings, Evidence] = {}
             for name, settings in sides.items():
-                asked = Batch(**{**vars(positions), "contexts": contexts[name].select_rows(rows)})
-                mixture = mixture_of(settings, look_up(store, settings, asked, Form.DISTRIBUTION))
-                found = mixture.likelihoods(lm_log_probs, targets[rows], 1)
+                asked = replace(positions, contexts=contexts[name].select_rows(rows))
+                evidence = look_up(store, replace(settings, ngrams=None), asked, Form.DISTRIBUTION)
+                if settings.ngrams is not None:
+                    order = NGramSettings(settings.ngrams.order)
+                    if order not in counted:
+                        alone = KNNSettings(k=1, lam=0.0, ngrams=order)
+                        counted[order] = look_up(store, alone, asked, Form.DISTRIBUTION)
+                    evidence = replace(evidence, found={**counted[order].found, **evidence.found})
+                found = mixture_of(settings, evidence).likelihoods(lm_log_probs, targets[rows], 1)
                 parts[name].append(found.gold.numpy())
                 parts[right_of(name)].append((found.tokens[:, 0] == targets[rows]).numpy())
     joined = TokenPlaces(*(np.concatenate(column) for column in zip(*places, strict=True)))
