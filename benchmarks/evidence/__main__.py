@@ -10,9 +10,9 @@ continuous cache; n-grams of parts of the store and of everything; keys of parts
 part and of everything; chunks of the stored text before the document, found with BM25 again every 200
 tokens; models trained by LoRA, or with all weights, for one epoch on the text that is stored as keys; and
 n-grams together with chunks and with trained models. The measures are perplexity and accuracy of the most
-probable token: of whole documents, from a document's 200th token on, and of rare terms (see `selecting`).
-Intervals are of 95 % over documents. Costs are seconds of the processor, which are independent of what else
-the machine does, and bytes.
+probable token: of whole documents, from a document's 200th token on, and of rare terms there (`selecting`
+says which). Intervals are of 95 % over documents. Costs are bytes and seconds of the processor, so that
+other programs on the machine change them little.
 
 The phases are run in the order in which they are given, each for all domains. Each step's log-probabilities
 are kept in OUT as .npz, and a run that was stopped goes on after the last step; the model's own passes are

@@ -16,9 +16,12 @@ from knnstore.lm.scoring import Interval, assign_blocks, compute_interval
 
 FROM = 200
 """Position from which tokens are judged apart: the beginning of a document holds headers and licences."""
+KNOWN_SHARE = 0.1
+"""A document of test is new if the store has less of it, word for word."""
 _HEAD = (
-    "| | perplexity | ÷ the model | top-1, % | perplexity from 200 | ÷ the model | top-1 from 200, % "
-    "| − the model, points | rare terms, % | − the model, points |"
+    "| | perplexity | ÷ the model | top-1, % | perplexity from 200 | ÷ the model | the same, new documents "
+    "| top-1 from 200, % "
+    "| − the model, points | rare terms from 200, % | − the model, points |"
 )
 
 
@@ -52,15 +55,17 @@ def make_report(domain: str, found: Found) -> str:
     """Return the tables of one domain as Markdown."""
     model = found.values["model"]
     positions = found.arrays["positions"]
-    late, rare = positions >= FROM, found.arrays["rare"]
+    late = positions >= FROM
+    rare = late & found.arrays["rare"]
     lines = [
         f"### {domain}",
         "",
         f"{len(positions):,} tokens of test in {model['test_documents']} documents, {int(late.sum()):,} of "
-        f"them from token {FROM} on, {int(rare.sum()):,} in rare terms. {model['dev_tokens']:,} tokens of "
-        f"dev in {model['dev_documents']} documents. {model['store_tokens']:,} tokens to store in "
+        f"them from token {FROM} on, {int(rare.sum()):,} of these in rare terms. {model['dev_tokens']:,} "
+        f"tokens of dev in {model['dev_documents']} documents. {model['store_tokens']:,} tokens to store in "
         f"{model['store_documents']:,} documents. Share of a test document that the store has: at most "
-        f"{max(model['shared_with_store']):.1%}, on average {np.mean(model['shared_with_store']):.1%}.",
+        f"{max(model['shared_with_store']):.1%}, on average {np.mean(model['shared_with_store']):.1%}; a "
+        f"tenth or more in {len(list_known_documents(found))}, the others are new.",
         "",
         _HEAD,
         "|---" * (_HEAD.count("|") - 1) + "|",
@@ -86,16 +91,26 @@ def describe_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def make_row(found: Found, side: str) -> str:
     """Return one line of the table of outcomes."""
     every = np.ones(len(found.arrays["positions"]), np.bool_)
-    late, rare = found.arrays["positions"] >= FROM, found.arrays["rare"]
+    late = found.arrays["positions"] >= FROM
+    rare = late & found.arrays["rare"]
     cells = [side]
+    new = late & ~np.isin(found.arrays["documents"], list_known_documents(found))
     for tokens in (every, late):
         cells.append(f"{perplexity(found, side, tokens).ppl:.2f}")
         cells.append(shown_ratio(perplexity(found, side, tokens, MODEL)))
+        if tokens is late:
+            cells.append(f"{perplexity(found, side, new, MODEL).ppl:.3f}" if new.any() else "–")
         cells.append(f"{100 * found.arrays[right_of(side)][tokens].mean():.1f}")
     cells.append(shown_points(accuracy_gain(found, side, late)))
     cells += [f"{100 * found.arrays[right_of(side)][rare].mean():.1f}" if rare.any() else "–"]
     cells.append(shown_points(accuracy_gain(found, side, rare)) if rare.any() else "–")
     return f"| {' | '.join(cells)} |"
+
+
+def list_known_documents(found: Found) -> list[int]:
+    """Return the documents of test of which the store has a tenth or more, word for word."""
+    shares = found.values["model"]["shared_with_store"]
+    return [number for number, share in enumerate(shares) if share >= KNOWN_SHARE]
 
 
 def perplexity(found: Found, side: str, tokens: NDArray[np.bool_], other: str | None = None) -> Interval:
