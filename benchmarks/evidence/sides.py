@@ -162,7 +162,7 @@ class Sides:
         _, judged = judge(lm, {BM25: ALONE}, self._texts.test)
         test_seconds = lm.encoder.count_seconds() - before
         found, seconds = self._calibrate(lm)
-        sides = {f"{BM25} + {NGRAMS} + cache": chosen(found, lm)}
+        sides = {f"{BM25} + {NGRAMS}{CACHED}": chosen(found, lm)}
         _, together = judge(lm, sides, self._texts.test)
         values = {
             "size": size,

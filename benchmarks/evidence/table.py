@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from adapting import FULL, LORA
 from judging import right_of
 from numpy.typing import NDArray
-from sides import MODEL
+from sides import ALL, BM25, CACHED, MIXED, MODEL, NGRAMS
 from steps import Step, read_step
 
 from knnstore.lm.scoring import Interval, assign_blocks, compute_interval
@@ -71,12 +72,34 @@ def make_report(domain: str, found: Found) -> str:
         "|---" * (_HEAD.count("|") - 1) + "|",
         *(make_row(found, side) for side in list_sides(found)),
         "",
+        f"| from token {FROM} on | perplexity ÷ perplexity |",
+        "|---|---|",
+        *(make_comparison(found, *pair) for pair in list_pairs(found)),
+        "",
         "| step | what it took and chose |",
         "|---|---|",
         *(f"| {name} | {json.dumps(describe_values(values))} |" for name, values in found.values.items()),
         "",
     ]
     return "\n".join(lines)
+
+
+def list_pairs(found: Found) -> list[tuple[str, str]]:
+    """Return the pairs of measured sides that are compared with each other."""
+    cheap = f"{NGRAMS} of {ALL}{CACHED}"
+    mixed = [side for side in list_sides(found) if side.startswith(MIXED) and side.endswith(CACHED)]
+    alone = [BM25, LORA, FULL]
+    together = [f"{side} + {NGRAMS}{CACHED}" for side in alone]
+    pairs = [(side, cheap) for side in (*mixed, *alone, *together)]
+    pairs += zip(together, alone, strict=True)
+    sides = list_sides(found)
+    return [(one, other) for one, other in pairs if one in sides and other in sides]
+
+
+def make_comparison(found: Found, side: str, other: str) -> str:
+    """Return one line of the table of comparisons."""
+    late = found.arrays["positions"] >= FROM
+    return f"| {side} ÷ {other} | {shown_ratio(perplexity(found, side, late, other))} |"
 
 
 def describe_values(values: Mapping[str, Any]) -> dict[str, Any]:
