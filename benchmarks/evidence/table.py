@@ -72,6 +72,8 @@ def make_report(domain: str, found: Found) -> str:
         "|---" * (_HEAD.count("|") - 1) + "|",
         *(make_row(found, side) for side in list_sides(found)),
         "",
+        *make_gains(found, f"{NGRAMS} of {ALL}{CACHED}"),
+        "",
         f"| from token {FROM} on | perplexity ÷ perplexity |",
         "|---|---|",
         *(make_comparison(found, *pair) for pair in list_pairs(found)),
@@ -82,6 +84,30 @@ def make_report(domain: str, found: Found) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def make_gains(found: Found, side: str) -> list[str]:
+    """Return a table of where a side's gain over the model lies, in nats; empty without the side."""
+    if side not in found.arrays:
+        return []
+    gains = found.arrays[side].astype(np.float64) - found.arrays[MODEL]
+    positions, before = found.arrays["positions"], found.arrays[MODEL]
+    late = positions >= FROM
+    total, of_late = gains.sum(), gains[late].sum()
+    highest = np.sort(gains[late])[::-1][: max(1, int(late.sum()) // 100)].sum()
+    shares = {
+        "of the gain, at a document's first token": gains[positions == 0].sum() / total,
+        f"of the gain, at its tokens 1 to {FROM - 1}": gains[(positions > 0) & ~late].sum() / total,
+        f"of the gain, from token {FROM} on": of_late / total,
+        f"of the gain from {FROM} on, at the hundredth of tokens with the highest": highest / of_late,
+        f"of the tokens from {FROM} on, more probable than by the model": float((gains[late] > 0).mean()),
+        f"of the tokens from {FROM} on, less than .05 probable by the model": float(
+            (before[late] < math.log(0.05)).mean()
+        ),
+        f"of the gain from {FROM} on, at these": gains[late & (before < math.log(0.05))].sum() / of_late,
+    }
+    rows = [f"| {name} | {100 * share:.0f} % |" for name, share in shares.items()]
+    return [f"| share, {side} | |", "|---|---|", *rows]
 
 
 def list_pairs(found: Found) -> list[tuple[str, str]]:
