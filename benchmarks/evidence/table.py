@@ -94,12 +94,14 @@ def make_gains(found: Found, side: str) -> list[str]:
     positions, before = found.arrays["positions"], found.arrays[MODEL]
     late = positions >= FROM
     total, of_late = gains.sum(), gains[late].sum()
+    by_document = np.sort(np.bincount(found.arrays["documents"][late], gains[late]))[::-1]
     highest = np.sort(gains[late])[::-1][: max(1, int(late.sum()) // 100)].sum()
     shares = {
         "of the gain, at a document's first token": gains[positions == 0].sum() / total,
         f"of the gain, at its tokens 1 to {FROM - 1}": gains[(positions > 0) & ~late].sum() / total,
         f"of the gain, from token {FROM} on": of_late / total,
         f"of the gain from {FROM} on, at the hundredth of tokens with the highest": highest / of_late,
+        f"of the gain from {FROM} on, in the two documents with the highest": by_document[:2].sum() / of_late,
         f"of the tokens from {FROM} on, more probable than by the model": float((gains[late] > 0).mean()),
         f"of the tokens from {FROM} on, less than .05 probable by the model": float(
             (before[late] < math.log(0.05)).mean()
