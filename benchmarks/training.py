@@ -20,8 +20,16 @@ WARMUP = 0.05
 BATCH_TOKENS = 2_048
 
 
-def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int, rate: float) -> float:
-    """Train all weights on some documents with AdamW.
+def fine_tune(
+    reader: TextReader,
+    documents: Sequence[TextDocument],
+    epochs: int,
+    rate: float,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    in_bfloat16: bool = False,
+) -> float:
+    """Train all weights that are not frozen on some documents with AdamW.
 
     Every token is predicted once an epoch, from the window that it falls in; windows do not overlap, as is
     usual in training, which makes this up to twice as fast as storing's windows would be.
@@ -31,6 +39,8 @@ def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int
         documents: the text.
         epochs: how many times it is read.
         rate: the highest learning rate.
+        batch_tokens: number of tokens in a step, padding included.
+        in_bfloat16: True to multiply matrices in bfloat16; weights and optimizer stay in single precision.
 
     Returns:
         Seconds of training.
@@ -42,9 +52,9 @@ def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int
     order = np.random.default_rng(0)
     lm = reader.encoder.model
     started = time.perf_counter()
-    apart = replace(reader, stride=reader.max_length - 1, batch_tokens=BATCH_TOKENS)
+    apart = replace(reader, stride=reader.max_length - 1, batch_tokens=batch_tokens)
     batches = list(apart.batches(apart.tokenized(documents)))
-    weights = list(lm.parameters())
+    weights = [weight for weight in lm.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
         [
             {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": 0.1},
@@ -60,7 +70,8 @@ def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int
     lm.train()
     for _ in range(epochs):
         for at in order.permutation(len(batches)).tolist():
-            loss = cross_entropy(*_predicted(lm, batches[at]))
+            with torch.autocast(lm.device.type, torch.bfloat16, enabled=in_bfloat16):
+                loss = cross_entropy(*_predicted(lm, batches[at]))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()

@@ -88,8 +88,8 @@ def _convert_unit(unit: _Unit, fields: Fields) -> TextDocument:
         else:
             names = ", ".join(map(repr, unit.languages)) or "no language"
             raise InputError(
-                f"no language {name!r}, or several texts or variants of it; there is {names}: name the languages "
-                "of text and source (--text-field, --source-field)"
+                f"no language {name!r}, or several texts or variants of it; there is {names}: "
+                "name the languages of text and source (--text-field, --source-field)"
             )
     return TextDocument.from_row(row, fields)
 

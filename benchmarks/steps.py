@@ -16,8 +16,8 @@ class Step(NamedTuple):
     """What a step found."""
 
     values: dict[str, Any]
-    log_probs: Mapping[str, Floats]
-    """By the name of a side: of each test token, shape (n,)."""
+    log_probs: Mapping[str, NDArray[Any]]
+    """By the name of a side: of each test token, shape (n,). Other arrays may stand beside them."""
 
 
 def step(folder: Path, name: str, make: Callable[[], Step]) -> Step:
@@ -30,5 +30,10 @@ def step(folder: Path, name: str, make: Callable[[], Step]) -> Step:
         part = known.with_suffix(".part")
         part.write_text(json.dumps(made.values, indent=1) + "\n", encoding="utf-8")
         os.replace(part, known)
-    with np.load(arrays) as opened:
-        return Step(json.loads(known.read_text(encoding="utf-8")), dict(opened))
+    return read_step(folder, name)
+
+
+def read_step(folder: Path, name: str) -> Step:
+    """Read the result of a step that was run."""
+    with np.load(folder / f"{name}.npz") as opened:
+        return Step(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")), dict(opened))
