@@ -37,12 +37,15 @@ class KeptPasses(Encoder):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
-    def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
+    def encode(
+        self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor, source: None = None
+    ) -> Encoded:
         """Return keys and final hidden states at selected positions, from the files where they are known.
 
         Args:
             input_ids: token ids, shape (b, t); rows may be padded on the right.
             at: indices into the b * t flattened positions, ascending, int64, shape (n,).
+            source: None, because the model is causal.
         """
         ids = np.asarray(input_ids)
         row_numbers, columns = np.divmod(np.asarray(at), ids.shape[1])
@@ -96,7 +99,7 @@ class PromptedPasses(KeptPasses):
     """Passes in which the model sees retrieved chunks of the stored text before the document.
 
     A document is predicted in pieces of `EVERY` tokens. Before each piece except the first, chunks are
-    retrieved with the tokens of the preceding piece as the query, and the model reads the prefix token, the
+    retrieved with the tokens of the preceding piece as the query, and the model reads the prefix, the
     chunks, and the document up to the piece's end (Ram et al. 2023, https://arxiv.org/abs/2302.00083).
 
     Args:
@@ -104,7 +107,7 @@ class PromptedPasses(KeptPasses):
         folder: folder of the files.
         index: the chunks.
         decode: function that returns the text of tokens.
-        prefix: the token that precedes every document; None if documents have no prefix.
+        prefix: the tokens that precede every document; empty if documents have no prefix.
     """
 
     EVERY = 200
@@ -115,7 +118,7 @@ class PromptedPasses(KeptPasses):
         folder: Path,
         index: ChunkIndex,
         decode: Callable[[Sequence[int]], str],
-        prefix: int | None,
+        prefix: Sequence[int],
     ) -> None:
         super().__init__(encoder, folder)
         self._index, self._decode, self._prefix = index, decode, prefix
@@ -125,7 +128,8 @@ class PromptedPasses(KeptPasses):
 
     def _run_in_pieces(self, row: Row) -> States:
         """Return the states of one window, each piece after the chunks that were retrieved for it."""
-        headed = int(self._prefix is not None and len(row) > 0 and row[0] == self._prefix)
+        length = len(self._prefix)
+        headed = length if np.array_equal(row[:length], self._prefix) else 0
         pieces = []
         for start in range(0, len(row), self.EVERY):
             piece = row[start : start + self.EVERY]

@@ -116,7 +116,7 @@ class Sides:
             "dev_tokens": lm.reader.count_predicted(self._texts.dev),
             "shared_with_store": [round(float(overlap.share), 4) for overlap in overlaps],
             "rare_terms": len(self._terms),
-            "test_seconds": lm.encoder.count_seconds(),
+            "test_seconds": lm.key_encoder.count_seconds(),
         }
         lm.store.close()
         return Step(values, {**judged, **places._asdict(), "rare": rare})
@@ -146,21 +146,21 @@ class Sides:
     def _judge_chunks(self) -> Step:
         """Choose the size of chunks on dev, and judge the model with chunks, alone and with n-grams."""
         lm = self._open_everything()
-        encoder, tried, costs = lm.encoder, {}, {}
+        encoder, tried, costs = lm.key_encoder, {}, {}
         for size in self._plan.chunk_sizes:
             with processor_time() as indexing:
                 index = self._index(lm, size)
             costs[size] = {"indexing": indexing[0], "bytes": index.bytes}
-            lm.encoder = self._prompt(encoder, index, size, lm)
+            lm.key_encoder = self._prompt(encoder, index, size, lm)
             _, judged = judge(lm, {MODEL: ALONE}, self._texts.dev[: self._plan.chunk_dev])
             tried[size] = float(judged[MODEL].mean())
             self._say(f"chunks of {size}: {np.exp(-tried[size]):.3f} on dev")
         size = max(tried, key=lambda each: tried[each])
         index = self._index(lm, size)
-        lm.encoder = self._prompt(encoder, index, size, lm)
-        before = lm.encoder.count_seconds()
+        lm.key_encoder = self._prompt(encoder, index, size, lm)
+        before = lm.key_encoder.count_seconds()
         _, judged = judge(lm, {BM25: ALONE}, self._texts.test)
-        test_seconds = lm.encoder.count_seconds() - before
+        test_seconds = lm.key_encoder.count_seconds() - before
         found, seconds = self._calibrate(lm)
         sides = {f"{BM25} + {NGRAMS}{CACHED}": chosen(found, lm)}
         _, together = judge(lm, sides, self._texts.test)
@@ -287,7 +287,7 @@ class Sides:
             lm = knnstore.create(home, model, device="cpu", dtype="float32", key=key)
         if texts:
             lm.add(list(texts), domain=_DOMAIN)
-        lm.encoder = KeptPasses(lm.encoder, self._work / "passes" / passes)
+        lm.key_encoder = KeptPasses(lm.key_encoder, self._work / "passes" / passes)
         return lm
 
     def _index(self, lm: KNNLMForCausalLM, size: int) -> ChunkIndex:
@@ -303,10 +303,10 @@ class Sides:
 
     def _calibrate(self, lm: KNNLMForCausalLM) -> tuple[Calibration, float]:
         """Calibrate a store on dev; return the result and processor seconds without the model's passes."""
-        before = lm.encoder.count_seconds()
+        before = lm.key_encoder.count_seconds()
         with processor_time() as calibrating:
             found = lm.calibrate(self._texts.dev)
-        return found, calibrating[0] - (lm.encoder.count_seconds() - before)
+        return found, calibrating[0] - (lm.key_encoder.count_seconds() - before)
 
     @cached_property
     def _base_reader(self) -> Any:
