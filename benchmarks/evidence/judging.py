@@ -71,7 +71,7 @@ def judge(
                 store.identity.vocab_size,
                 targets=targets[rows],
             )
-            # What n-grams predict does not depend on their weight, so it is looked up once.
+            # The predictions of n-grams do not depend on their weight, so they are looked up once.
             counted: dict[NGramSettings, Evidence] = {}
             for name, settings in sides.items():
                 asked = replace(positions, contexts=contexts[name].select_rows(rows))

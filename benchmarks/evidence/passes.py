@@ -18,7 +18,7 @@ from knnstore.lm.reading import Encoded, Encoder
 Row = NDArray[np.int64]
 """Token ids of one window, shape (t,)."""
 States = tuple[Tensor, Tensor]
-"""Of one window: the states that keys are made of, and the final hidden states; float32, shapes (t, h)."""
+"""The hidden states of one window from which keys are made, and its final ones; float32, shapes (t, h)."""
 
 
 class KeptPasses(Encoder):

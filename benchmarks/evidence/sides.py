@@ -35,7 +35,7 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and with how much of the text."""
+    """Sizes and settings of the comparison: the model, numbers of tokens, chunk sizes and learning rates."""
 
     model: str
     ngram_tokens: Sequence[int]

@@ -504,7 +504,7 @@ class _FolderState:
 def _close_open_stores() -> None:
     """Close the stores that a script has not closed, when Python exits.
 
-    A fork of the process that opened a store does not close it, because both share the writer's lock.
+    A fork of the process that opened a store does not close it, because both share its connections.
     """
     for store in list(_OPEN_STORES):
         if store._process == os.getpid():

@@ -57,7 +57,7 @@ def texts_of(pairs):
 
 
 def test_a_store_knows_its_pairs_and_forgets_the_removed_ones(lm) -> None:
-    """What is left predicts as if the others had never been there, to the bit."""
+    """After a removal, the store predicts as if the removed pairs had never been there, to the bit."""
     lm.add(FIRST, domain="first")
     batch = make_tokenizer()([pair["source"] for pair in HELD_OUT], padding=True, return_tensors="pt")
     options = {"num_beams": 3, "max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True}
@@ -350,7 +350,7 @@ def test_translations_keep_the_order_of_their_sources_whatever_is_read_together(
 
 
 def test_translations_are_scored_beside_those_of_the_model_alone(lm) -> None:
-    """What is stored word for word is translated so; the scores of other pairs are those of sacrebleu."""
+    """A stored source is translated as stored; the scores of other pairs are those of sacrebleu."""
     lm.add(FIRST, domain="first")
     found = lm.score_translations(FIRST[:12])
     assert (found.pairs, found.knn_bleu, found.knn_chrf) == (12, pytest.approx(100), pytest.approx(100))

@@ -78,7 +78,7 @@ class Operation(NamedTuple):
     run: Callable[[KNNStore], object]
     result: Callable[[Contents], Contents]
     prepare: Callable[[KNNStore], object] = lambda _: None
-    """What is done to the store before."""
+    """Prepares the store before the operation."""
 
 
 BEFORE: Contents = {("a", "1"): 1, ("a", "2"): 1, ("b", "1"): 1, ("b", "3"): 1}

@@ -108,9 +108,9 @@ class TranslationScores:
     knn_chrf: float
     """chrF of the mixture."""
     bleu_signature: str
-    """How sacrebleu computed BLEU, for reports."""
+    """Signature of sacrebleu for BLEU: its version and settings, to be named in reports."""
     chrf_signature: str
-    """How sacrebleu computed chrF, for reports."""
+    """Signature of sacrebleu for chrF: its version and settings, to be named in reports."""
 
 
 def score_translations(
