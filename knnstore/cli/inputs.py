@@ -113,7 +113,12 @@ class Documents:
         """Names of the fields of a row that hold its text, its id and, if the option was given, its source.
 
         Without the option, a model that reads sources takes them from the metadata.
+
+        Raises:
+            ConfigError: text and source have the same field.
         """
+        if self.source_field == self.text_field:
+            raise ConfigError("--source-field and --text-field are the same field: name two")
         return Fields(self.text_field, self.id_field, self.source_field)
 
     def check_files(self) -> None:

@@ -68,6 +68,7 @@ def test_translations_are_scored_beside_the_perplexities(run) -> None:
     assert "bleu_signature" in shown
     assert "for encoder-decoder models" in run("eval pairs.jsonl --translate --audit").err
     assert "--beams needs --translate" in run("eval pairs.jsonl --beams 2").err
+    assert "are the same field" in run("eval pairs.jsonl --text-field de --source-field de").err
 
 
 def test_an_explanation_shows_the_sources_of_the_pairs(run) -> None:
