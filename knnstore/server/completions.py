@@ -43,6 +43,9 @@ _EVENT_TOKENS = 128
 """Largest number of tokens whose scores one event of a stream contains."""
 _MAX_TOKENS = 16
 """Default of `max_tokens` for a completion, as in OpenAI's protocol."""
+_TIMES_SOURCE, _MORE = 2, 20
+"""Default of `max_tokens` for an encoder-decoder model: this many times the tokens of the longest source, and
+this many tokens more, as `translate` has it."""
 
 
 def declare_completions(routes: Endpoints, serving: Serving) -> None:
@@ -110,12 +113,18 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
             model does not have.
     """
     ends = frozenset[int]()
+    if serving.reads_source:
+        _refuse_for_sources(body)
     if body.suffix:
         prompts: tuple[Prompt, ...] = (serving.make_infilling_prompt(str(body.prompts[0]), body.suffix),)
         ends = serving.infilling.ends if serving.infilling is not None else ends
     else:
         prompts = tuple(serving.make_prompt(one) for one in body.prompts)
-    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        longest = max(len(prompt.source) for prompt in prompts)
+        room = serving.window - len(prompts[0].tokens) + 1
+        max_tokens = min(room, _TIMES_SOURCE * longest + _MORE) if longest else _MAX_TOKENS
     for prompt in prompts:
         serving.check_window(prompt, max_tokens)
     echoed: list[str] = []
@@ -134,6 +143,18 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
     return _GenerationPlan(
         prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs, ends
     )
+
+
+def _refuse_for_sources(body: CompletionRequest) -> None:
+    """Check that a request asks for nothing that an encoder-decoder model cannot do.
+
+    Raises:
+        ApiError: 400 if the prompt, which is the source, is to be repeated or scored.
+    """
+    if body.echo:
+        raise refused("echo: an encoder-decoder model does not score its prompt, the source", "echo")
+    if body.max_tokens == 0:
+        raise refused("max_tokens: 0 generates nothing, and a source is not scored", "max_tokens")
 
 
 def _plan_infilling(serving: Serving, body: InfillRequest, completion: CompletionRequest) -> _GenerationPlan:
@@ -210,6 +231,8 @@ def _render_conversation(serving: Serving, body: ChatRequest) -> str:
         ApiError: 400 if the model has no chat template, the messages are too long, or the template refuses
             them.
     """
+    if serving.reads_source:
+        raise refused("an encoder-decoder model has no conversations: use /v1/completions", "model")
     characters = sum(len(one.text) + len(one.thoughts) for one in body.messages)
     serving.check_length(characters, serving.window, "messages")
     template = serving.chat_template
@@ -323,7 +346,7 @@ class _Answer:
         self._shape = plan.shape
         self._task = task
         self._quota = quota
-        self._prompt_tokens = sum(len(prompt.tokens) - prompt.hidden for prompt in plan.prompts)
+        self._prompt_tokens = sum(prompt.given for prompt in plan.prompts)
         quota.check_and_spend(self._prompt_tokens)
         self._pieces = serving.submit_task(task)
         self._generated: defaultdict[int, list[int]] = defaultdict(list)
@@ -488,7 +511,8 @@ class _Answer:
             return {}
         prompt = self._task.prompts[index // self._task.copies]
         _check_sources(self._body, len(self._generated[index]))
-        self._quota.spend_unchecked(len(prompt.tokens) + len(self._generated[index]))
+        read = len(prompt.source) + len(prompt.tokens) + len(self._generated[index])
+        self._quota.spend_unchecked(read)
         sources = await explain_generated_tokens(
             self._serving, self._task.knn, prompt, self._generated[index], count
         )

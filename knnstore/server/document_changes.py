@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.documents import OnBad
-from knnstore.lm import Added, Encoder, KNNLMForCausalLM, TextReader, add_documents
+from knnstore.lm import KNNLM, Added, Encoder, SourceBatch, TextReader, add_documents
 from knnstore.progress import Progress
 from knnstore.server.engine import Engine, Turns
 from knnstore.store import KNNStore
@@ -38,7 +38,7 @@ class StoreWriter:
         engine: the engine whose thread runs the model.
     """
 
-    def __init__(self, lm: KNNLMForCausalLM, engine: Engine) -> None:
+    def __init__(self, lm: KNNLM, engine: Engine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "knnstore-writing")
         tokenizer = copy.deepcopy(lm.tokenizer)
@@ -51,7 +51,7 @@ class StoreWriter:
         """Add a document in the writer's thread, and wait until it is stored.
 
         Args:
-            document: the document, in any form that `KNNLMForCausalLM.add` takes.
+            document: the document, in any form that `KNNLM.add` takes.
             domain: name of the domain that the document is added to.
             tags: tags (labels) of the document.
             count: function that is called after each part of the document that the model has read, with the
@@ -145,7 +145,9 @@ class _TurnEncoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
 
-    def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64], source: None = None) -> Tensor:
+    def keys(
+        self, input_ids: NDArray[np.int64], at: NDArray[np.int64], source: SourceBatch | None = None
+    ) -> Tensor:
         """Return the keys of some positions of texts, computed in the engine's thread.
 
         The result is that of `Encoder.keys`. The call waits for the engine's thread, so it must be made in
@@ -154,7 +156,7 @@ class _TurnEncoder:
         Args:
             input_ids: token ids of the texts, shape (b, t).
             at: the positions whose keys are computed.
-            source: None, because the server's model reads no source.
+            source: the source of each text for an encoder-decoder model, else None.
         """
 
         def compute_in_turns() -> Turns[Tensor]:
@@ -163,8 +165,8 @@ class _TurnEncoder:
             A single text of more than `_TURN_TOKENS` tokens takes several turns (parts, between which the
             engine can generate text). Other texts take one turn.
             """
-            if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS:
-                return self._encoder.keys(input_ids, at)
+            if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS or source is not None:
+                return self._encoder.keys(input_ids, at, source)
             encoded = yield from self._encoder.encode_in_parts(input_ids, at, _TURN_TOKENS)
             return encoded.keys
 

@@ -12,7 +12,7 @@ from fastapi import Query, Request
 
 from knnstore.catalog import Right
 from knnstore.checks import MAX_NAME
-from knnstore.documents import documents_of
+from knnstore.documents import FIELDS, PAIR_FIELDS, documents_of
 from knnstore.errors import DocumentNotFoundError, UnusableDocumentError
 from knnstore.server.access import Access, Endpoints, access
 from knnstore.server.errors import ApiError, refused
@@ -93,7 +93,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
         quota = access(request).quota
         quota.check_and_spend(0)
-        new_documents = await serving.run_tokenizing(lambda: list(documents_of(body.documents)))
+        fields = PAIR_FIELDS if serving.reads_source else FIELDS
+        new_documents = await serving.run_tokenizing(
+            lambda: list(documents_of(body.documents, fields=fields))
+        )
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []
         for (
@@ -163,6 +166,8 @@ def _get_document_text(serving: Serving, document: Document) -> str | None:
         tokens = serving.lm.store.tokens(document.id, domain=document.domain)
     except DocumentNotFoundError:
         return None
+    if serving.reads_source:
+        tokens = tokens[:-1]  # without the EOS token
     return serving.detokenize(tokens.tolist()) if len(tokens) else ""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from numpy.typing import NDArray
 
 from knnstore.catalog import Right
 from knnstore.lm import (
@@ -138,15 +139,19 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         """
         serving.lm  # noqa: B018
 
-        def make_plan() -> tuple[Scope, int, list[int]]:
-            """Return the scope of the request, the number of tokens before `text`, and all tokens."""
+        def make_plan() -> tuple[Scope, int, list[int], list[int]]:
+            """Return the scope of the request, the number of tokens before `text`, and all tokens.
+
+            Also returns the tokens of the source; empty for a causal model.
+            """
             scope = serving.scopes.parse_scope(body.model, body.knn, access(request))
-            plan = scope, *_tokenize_explained_text(serving, body)
+            source = _tokenize_source(serving, body.source)
+            plan = scope, *_tokenize_explained_text(serving, body), source
             serving.scopes.fill_caches(scope)
             return plan
 
-        scope, start, tokens = await serving.run_tokenizing(make_plan)
-        access(request).quota.check_and_spend(len(tokens))
+        scope, start, tokens, source = await serving.run_tokenizing(make_plan)
+        access(request).quota.check_and_spend(len(source) + len(tokens))
 
         def explain_in_engine() -> Turns[bytes]:
             """Explain the text in the engine's thread, in parts between decoding steps.
@@ -158,7 +163,12 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
                 _ExplanationJson(serving.limits.answer_bytes),
             )
             turns = explain_in_turns(
-                serving.lm, np.array(tokens, np.uint32), settings, neighbors=body.neighbors, start=start
+                serving.lm,
+                np.array(tokens, np.uint32),
+                settings,
+                neighbors=body.neighbors,
+                start=start,
+                source=_to_array(source),
             )
             documents = yield from _run_explanation(turns, explanation_json.add_tokens)
             for start_document in range(0, len(documents), _DOCUMENTS_AT_ONCE):
@@ -207,7 +217,14 @@ async def explain_generated_tokens(
         """
         shown = list[dict[str, Any]]()
         settings = serving.lm.resolve_settings(serving.scopes.resolve_settings(scope), Purpose.GENERATION)
-        turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(prompt_tokens))
+        turns = explain_in_turns(
+            serving.lm,
+            tokens,
+            settings,
+            neighbors=count,
+            start=len(prompt_tokens),
+            source=_to_array(prompt.source),
+        )
         yield from _run_explanation(turns, lambda part: shown.extend(map(_token_fields, part)))
         return shown
 
@@ -221,6 +238,23 @@ def describe_second_pass(serving: Serving) -> dict[str, Any]:
     again, in a pass of its own. Rounding makes its probabilities differ slightly from vLLM's.
     """
     return {} if serving.upstream is None else {"second_pass": True}
+
+
+def _tokenize_source(serving: Serving, source: str | None) -> list[int]:
+    """Return the tokens of the source of an explained text; empty for a causal model.
+
+    Raises:
+        ApiError: 400 if an encoder-decoder model has no source or cannot read it, or a causal model has one.
+    """
+    if serving.reads_source != (source is not None):
+        problem = "is missing: the model reads it" if source is None else "is for encoder-decoder models"
+        raise refused(f"source: the source of the text {problem}", "source")
+    return [] if source is None else serving.make_source(source, "source")
+
+
+def _to_array(source: Sequence[int]) -> NDArray[np.uint32] | None:
+    """Return the tokens of a source as an array; None for no tokens, as for a causal model."""
+    return np.array(source, np.uint32) if source else None
 
 
 def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
@@ -239,7 +273,8 @@ def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[in
             does not have a token.
     """
     serving.check_length(len(body.after) + len(body.text), MOST_EXPLAINED, "text")
-    start, tokens = len(serving.tokenize(body.after)), serving.tokenize(body.after + body.text)
+    start = len(serving.tokenize_document(body.after))
+    tokens = [*serving.tokenize_document(body.after + body.text), *serving.document_end]
     if len(tokens) > MOST_EXPLAINED:
         raise refused(
             f"the text has {len(tokens):,} tokens, at most {MOST_EXPLAINED:,} are explained at once",

@@ -146,6 +146,7 @@ _UNSUPPORTED_SAMPLING = {
     "typical_p": Unsupported(_NO_SAMPLER, (1,)),
     "length_penalty": Unsupported("this server has no beam search", (1,)),
     "use_beam_search": Unsupported("this server has no beam search", (False,)),
+    "num_beams": Unsupported("this server has no beam search", (1,)),
     "min_tokens": Unsupported("this server cannot forbid a text to end", (0,)),
     "ignore_eos": Unsupported("this server cannot forbid a text to end", (False,)),
 }
@@ -726,6 +727,11 @@ class ExplainRequest(Body):
         default="",
         description="Text before `text`: the model reads it first, and its tokens are not explained.",
     )
+    source: str | None = Field(
+        default=None,
+        description="For an encoder-decoder model: the source of the text, such as the sentence that it "
+        "translates.",
+    )
     neighbors: Annotated[StrictInt, Field(ge=0, le=MOST_NEIGHBORS)] = 8
     knn: Retrieval | None = None
 
@@ -735,6 +741,7 @@ class NewDocuments(Body):
 
     domain: Name
     documents: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1024)] = Field(
-        description="Objects with `id` and `text`; all other fields are metadata."
+        description="Objects with `id` and `text`; all other fields are metadata. An encoder-decoder model "
+        "also needs `source`."
     )
     tags: Annotated[list[Name], Field(max_length=MOST_NAMES)] = []

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from knnstore.catalog import AccessKeys, Catalog
 from knnstore.errors import ConfigError
-from knnstore.lm import KNNLMForCausalLM
+from knnstore.lm import KNNLM
 from knnstore.server.access import Gate
 from knnstore.server.app import Options, make_app
 from knnstore.server.connections import connections
@@ -75,7 +75,7 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
+def serve(config: Config, load: Callable[[], KNNLM]) -> None:
     """Run a server until SIGTERM or Ctrl-C.
 
     The server listens while the model is loaded, and answers requests with 503 until then.
@@ -101,7 +101,7 @@ def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
         catalog.close()
 
 
-def _run_uvicorn(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> None:
+def _run_uvicorn(config: Config, load: Callable[[], KNNLM], gate: Gate) -> None:
     """Run the HTTP server uvicorn with the application until a signal stops it.
 
     Args:

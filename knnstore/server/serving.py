@@ -22,8 +22,8 @@ from fastapi import Request
 from knnstore.datastore import Keys
 from knnstore.errors import InputError, KnnstoreError, StoreUnavailableError
 from knnstore.lm import (
+    KNNLM,
     Detokenizer,
-    KNNLMForCausalLM,
     Purpose,
     TokenTexts,
     check_tokens,
@@ -114,7 +114,7 @@ class Serving:
     upstream_address: UpstreamAddress | None = None
 
     def __post_init__(self) -> None:
-        self._lm: KNNLMForCausalLM | None = None
+        self._lm: KNNLM | None = None
         self.upstream: Upstream | None = None
         """The vLLM server that runs the tasks. None if the engine of this process runs them, or before
         `start` has ended."""
@@ -122,7 +122,7 @@ class Serving:
         self._reading = CapacityLimiter(_TOKENIZING_THREADS)
         self._rendering = CapacityLimiter(1)
 
-    def start(self, lm: KNNLMForCausalLM) -> None:
+    def start(self, lm: KNNLM) -> None:
         """Start serving a model: start the engine, warm up, and become ready. Takes seconds.
 
         Args:
@@ -140,6 +140,10 @@ class Serving:
         """Special tokens of prompts with a suffix; None if the tokenizer has none: suffixes are refused."""
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
+        self.reads_source = lm.reader.reads_pairs
+        """True for an encoder-decoder model: a prompt is a source, and a document is a pair."""
+        self.document_end = lm.reader.document_tokenizer.end
+        """The token that ends the tokens of every document; empty for a causal model."""
         # 2) Start the engine and the writer.
         self.scopes = Scopes(lm.store, self.name, self.limits.k, self.limits.probes)
         self.engine = Engine(
@@ -185,7 +189,7 @@ class Serving:
         for scope in self.scopes.list_warm_up_scopes():
             self._warm_up(lm, scope)
 
-    def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
+    def _warm_up(self, lm: KNNLM, scope: Scope) -> None:
         """Do the work in advance that the first request of a scope would have to wait for.
 
         The work is to count n-grams, to read cells (groups of near records) from disk, and to run the model
@@ -210,10 +214,15 @@ class Serving:
             text = np.zeros(1, np.uint32)
             if any(lengths.values()):  # a document can have characters but no tokens
                 text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_WARM_UP_TOKENS]
-            explain_tokens(lm, text, settings, neighbors=1)
+            # Any tokens serve as the source of an encoder-decoder model.
+            source = text if lm.key_encoder.reads_source else None
+            explain_tokens(lm, text, settings, neighbors=1, source=source)
             with torch.inference_mode():
-                generating = lm.resolve_settings(settings, Purpose.GENERATION)
-                lm(torch.from_numpy(text[None].astype(np.int64)), knn=generating)
+                generating, ids = (
+                    lm.resolve_settings(settings, Purpose.GENERATION),
+                    torch.from_numpy(text[None].astype(np.int64)),
+                )
+                lm(ids, knn=generating, **({} if source is None else {"decoder_input_ids": ids}))
 
         try:
             self.scopes.fill_caches(scope)
@@ -249,7 +258,7 @@ class Serving:
         return "ready"
 
     @property
-    def lm(self) -> KNNLMForCausalLM:
+    def lm(self) -> KNNLM:
         """The model. Outside of the engine's thread, only its store may be used, and only for reading.
 
         Raises:
@@ -325,6 +334,13 @@ class Serving:
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
+    def tokenize_document(self, text: str) -> list[int]:
+        """Return the token ids of a text as a document has them, without the token that ends a document."""
+        argument = "text_target" if self.reads_source else "text"
+        return self.call_with_tokenizer(
+            lambda one: list(one(**{argument: text}, add_special_tokens=False, verbose=False)["input_ids"])
+        )
+
     def tokenize_conversation(self, text: str) -> list[int]:
         """Return the token ids of a conversation that the chat template has rendered as text.
 
@@ -378,7 +394,8 @@ class Serving:
         """Return a checked `Prompt` for a prompt of a request.
 
         Text is tokenized. If the model has a token that begins a document, this token is put first and marked
-        as hidden. Token ids are used unchanged.
+        as hidden. Token ids are used unchanged. For an encoder-decoder model the prompt is the source, and
+        text gets the special tokens of a source.
 
         Args:
             text_or_ids: the prompt as text or as token ids.
@@ -387,6 +404,9 @@ class Serving:
         Raises:
             ApiError: 400 if the prompt has no token, is too long, or has tokens that the model does not have.
         """
+        if self.reads_source:
+            source = self.make_source(text_or_ids, param)
+            return Prompt(self.prefix, len(self.prefix), source=tuple(source))
         if isinstance(text_or_ids, str):
             self.check_length(len(text_or_ids), self.window, param)
             prompt = Prompt((*self.prefix, *self.tokenize(text_or_ids)), len(self.prefix))
@@ -394,14 +414,37 @@ class Serving:
                 raise refused("the prompt is empty, and the model has no token to begin with", param)
             self.check_tokens(prompt.tokens[len(self.prefix) :], param)
             return prompt
-        if len(text_or_ids) > self.window:
+        self._check_count(len(text_or_ids), param)
+        self.check_tokens(text_or_ids, param)
+        return Prompt(tuple(text_or_ids))
+
+    def make_source(self, text_or_ids: str | Sequence[int], param: str) -> list[int]:
+        """Return the checked token ids of a source for an encoder-decoder model.
+
+        Args:
+            text_or_ids: the source as text, or as the token ids that the encoder reads.
+            param: the field of the request that an error names.
+
+        Raises:
+            ApiError: 400 if the source is empty, is too long, or has tokens that the model does not have.
+        """
+        if isinstance(text_or_ids, str):
+            if not text_or_ids.strip():
+                raise refused(f"{param}: the source is empty", param)
+            self.check_length(len(text_or_ids), self.window, param)
+            text_or_ids = self.tokenize(text_or_ids, special=True)
+        self._check_count(len(text_or_ids), param)
+        self.check_tokens(text_or_ids, param)
+        return list(text_or_ids)
+
+    def _check_count(self, count: int, param: str) -> None:
+        """Check that the model can read a prompt of `count` tokens, else raise ApiError 400."""
+        if count > self.window:
             raise refused(
-                f"{param}: {len(text_or_ids):,} tokens are more than this model reads, {self.window:,}",
+                f"{param}: {count:,} tokens are more than this model reads, {self.window:,}",
                 param,
                 "context_length_exceeded",
             )
-        self.check_tokens(text_or_ids, param)
-        return Prompt(tuple(text_or_ids))
 
     def make_infilling_prompt(
         self, prefix: str, suffix: str, middle_start: str = "", limit: int | None = None
@@ -419,6 +462,8 @@ class Serving:
             ApiError: 400 if the model cannot fill in, or a text is too long or has tokens that the model does
                 not have.
         """
+        if self.reads_source:
+            raise refused("an encoder-decoder model reads a source, and fills in no middle", "suffix")
         if self.infilling is None:
             raise refused(
                 f"the model {self.name!r} cannot fill in the middle: its tokenizer has no tokens for a "
@@ -494,9 +539,12 @@ class Serving:
             ApiError: 400 if the prompt and the continuation are too long together.
         """
         if len(prompt.tokens) + max(0, max_tokens - 1) > self.window:
+            most = self.window - len(prompt.tokens) + 1
             raise refused(
-                f"this model reads at most {self.window} tokens, but the prompt has {len(prompt.tokens)} and "
-                f"{max_tokens} are to follow: shorten it or ask for fewer",
+                f"this model generates at most {most} tokens, not {max_tokens}: ask for fewer"
+                if prompt.source
+                else f"this model reads at most {self.window} tokens, but the prompt has "
+                f"{len(prompt.tokens)} and {max_tokens} are to follow: shorten it or ask for fewer",
                 param,
                 "context_length_exceeded",
             )

@@ -71,6 +71,11 @@ def test_translations_are_scored_beside_the_perplexities(run) -> None:
     assert "are the same field" in run("eval pairs.jsonl --text-field de --source-field de").err
 
 
+def test_a_pair_is_shown_without_the_token_that_ends_it(run) -> None:
+    shown = run("show p3 --text --json").json
+    assert (shown["text"], shown["metadata"]["source"]) == (PAIRS[3]["text"], PAIRS[3]["source"])
+
+
 def test_an_explanation_shows_the_sources_of_the_pairs(run) -> None:
     pair = PAIRS[3]
     shown = run(f"explain {shlex.quote(pair['text'])} --source {shlex.quote(pair['source'])} --neighbors 1")

@@ -93,6 +93,8 @@ def show(
         fields = get_fields(store.document(document, domain=domain))
         if text:
             tokens = store.tokens(document, domain=domain).tolist()
+            if store.identity.is_paired:
+                tokens.pop()  # the EOS token
             tokenizer = load_tokenizer(resolve_model_location(store, model_at))
             from knnstore.lm import decode_tokens
 

@@ -20,6 +20,7 @@ from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore.catalog import AccessKey, Catalog
+    from knnstore.lm import Kind
 
 _REQUIRED_PACKAGES = ("fastapi", "httpx", "uvicorn", "prometheus_client")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -135,26 +136,28 @@ def serve(
     mode: Literal["r", "a"] = "r" if read_only else "a"
     with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, to report errors early
         name, store_id = model or Path(store.identity.model).name, store.id
+        if upstream is not None and store.identity.is_paired:
+            raise ConfigError("--upstream is for causal models, and the store has pairs")
+        kind: Kind | None = "causal" if store.is_keyless or upstream is not None else None
         model_location = resolve_model_location(store, runtime.model_at)
     _configure_logging()
     quiet_transformers()
-    from knnstore import KNNLMForCausalLM, KNNSettings, load
+    from knnstore import KNNSettings, load
+    from knnstore.lm import KNNLM
     from knnstore.secret_files import read_secret
     from knnstore.server import Config, Limits, UpstreamAddress, check_upstream
     from knnstore.server import serve as run_server
 
-    def load_model() -> KNNLMForCausalLM:
-        lm = load(
+    def load_model() -> KNNLM:
+        return load(
             runtime.home,
             mode,
             knn=KNNSettings(lam=0.0),
             model=model_location,
             device=runtime.device,
             dtype=runtime.dtype,
-            kind="causal",
+            kind=kind,
         )
-        assert isinstance(lm, KNNLMForCausalLM)
-        return lm
 
     upstream_address = None
     if upstream_url is not None:

@@ -136,6 +136,7 @@ def explain_in_turns(
     *,
     neighbors: int = 8,
     start: int = 0,
+    source: NDArray[np.uint32] | None = None,
 ) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
     """Explain the tokens of a text in turns.
 
@@ -150,6 +151,7 @@ def explain_in_turns(
         neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
             token), of each token. With 0 there are none, and effects of documents are not computed.
         start: index of the first token to explain; the tokens before are only context.
+        source: tokens of the source for an encoder-decoder model, shape (m,); None for a causal model.
 
     Yields:
         At the end of each turn the tokens that were explained in this turn; often an empty list.
@@ -159,7 +161,7 @@ def explain_in_turns(
     """
     settings = resolve(lm.store, knn or lm.knn)
     max_tokens = min(_TURN_TOKENS, max(1, _TURN_SOURCES // max(1, neighbors)))
-    scored = score_text_in_turns(lm.store, lm.reader, tokens, settings, max_tokens)
+    scored = score_text_in_turns(lm.store, lm.reader, tokens, settings, max_tokens, source)
     return (yield from _explain_scored_tokens(lm, tokens, settings, scored, neighbors, start))
 
 

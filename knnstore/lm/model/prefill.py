@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knnstore.lm.keys import KeyCapture
 from knnstore.lm.mixing import Likelihoods
-from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.model.modeling import KNNLM
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.reading import as_cache_argument, check_logits
 from knnstore.lm.settings import KNNSettings
@@ -17,7 +17,7 @@ from knnstore.lm.text_state import TextState
 
 
 def read_part(
-    lm: KNNLMForCausalLM,
+    lm: KNNLM,
     tokens: Tensor,
     past: Any,
     text: TextState,
@@ -57,7 +57,7 @@ def read_part(
         return ForwardPass(output.logits, keys, None, batch, logits_to_keep, lm.prefix_for([knn]))
 
 
-def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
+def following(lm: KNNLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
     """Predict the token after a chunk of a text, with retrieval.
 
     Args:
@@ -75,7 +75,7 @@ def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tens
 
 
 def likelihoods(
-    lm: KNNLMForCausalLM, parts: Sequence[ForwardPass], gold: Sequence[Tensor], knn: KNNSettings, count: int
+    lm: KNNLM, parts: Sequence[ForwardPass], gold: Sequence[Tensor], knn: KNNSettings, count: int
 ) -> list[Likelihoods]:
     """Compute log-probabilities of the target tokens and of the most probable tokens, for several chunks.
 

@@ -214,17 +214,22 @@ class Encoder:
         return Encoded(self.project(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
     def encode_in_parts(
-        self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor, most: int
+        self,
+        input_ids: NDArray[np.int64] | Tensor,
+        at: NDArray[np.int64] | Tensor,
+        most: int,
+        source: SourceBatch | None = None,
     ) -> Generator[None, None, Encoded]:
         """Compute the result of `encode` for one row, in several forward passes with a KV cache.
 
-        Only for a model that reads no source.
+        A row with a source is read in one pass.
 
         Args:
             input_ids: token ids, shape (1, t).
             at: indices of the n selected positions, int64, shape (n,).
             most: largest number of tokens in a pass, >= 1. For a row with at most this number of tokens the
                 result equals that of `encode` to the bit; for a longer row it differs by rounding.
+            source: the source of the row for an encoder-decoder model, else None.
 
         Yields:
             None after each pass except the last.
@@ -233,8 +238,8 @@ class Encoder:
             The result of `encode`.
         """
         ids = torch.as_tensor(input_ids, device=self.model.device)
-        if ids.shape[1] <= most:
-            return self.encode(ids, at)
+        if ids.shape[1] <= most or source is not None:
+            return self.encode(ids, at, source)
         cache, keys, states = DynamicCache(), list[Tensor](), list[Tensor]()
         for start in range(0, ids.shape[1], most):
             if start:

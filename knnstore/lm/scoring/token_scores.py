@@ -322,12 +322,14 @@ def score_text_in_turns(
     text: NDArray[np.integer[Any]],
     settings: KNNSettings,
     most: int = _TURN_TOKENS,
+    source: NDArray[np.integer[Any]] | None = None,
 ) -> Iterator[TokenScores | None]:
     """Score one text in turns. A turn is a short piece of work; between two turns a server can do other work.
 
     The scores are those of `score_texts` with ``with_record_ids=True``, which keeps the ids of retrieved
     records. They may differ by rounding, because the model runs over one window at a time, in parts of 128
-    tokens. After each window the store is searched for a few of its tokens at a time.
+    tokens; an encoder-decoder model reads a window at once. After each window the store is searched for a few
+    of its tokens at a time.
 
     Args:
         store: the store that is searched.
@@ -335,6 +337,7 @@ def score_text_in_turns(
         text: token ids, shape (n,).
         settings: the settings in force.
         most: largest number of tokens of one look-up.
+        source: token ids of the source for an encoder-decoder model, else None.
 
     Yields:
         At the end of each turn the scores of a few tokens, or None if the turn scored no token.
@@ -342,7 +345,8 @@ def score_text_in_turns(
     settings = replace(settings, k=limit_k_to_store(store, settings))
     lookup = EvidenceLookup(store, settings, Form.SOURCES, most)
     document_texts = _follow_texts(reader, [text], settings)
-    for batch in replace(reader, batch_tokens=1).batches([text]):
+    sources = None if source is None else [source]
+    for batch in replace(reader, batch_tokens=1).batches([text], sources):
         yield None
         read = yield from _predict_window_in_turns(reader, batch)
         yield from lookup(read, _extend_texts(document_texts, read, settings))
@@ -400,7 +404,7 @@ def _predict_window_in_turns(reader: TextReader, batch: WindowBatch) -> Generato
         None between two turns.
     """
     encoder = reader.encoder
-    encoded = yield from encoder.encode_in_parts(batch.input_ids, batch.at, _TURN_TOKENS)
+    encoded = yield from encoder.encode_in_parts(batch.input_ids, batch.at, _TURN_TOKENS, batch.source)
     parts = []
     for start in range(0, len(batch.at), _TURN_TOKENS):
         yield

@@ -13,11 +13,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from knnstore.lm import ForwardPass, KNNLMForCausalLM, KNNSettings, Purpose, likelihoods
+from knnstore.lm import KNNLM, ForwardPass, KNNSettings, Purpose, likelihoods
+from knnstore.server.engine.pairs import PairPrefill, read_sources_together
 from knnstore.server.engine.prompts import Prefill, Remembered, prefill_together
 from knnstore.server.engine.rows import Task
 from knnstore.server.engine.tickets import Ticket
@@ -144,7 +145,7 @@ class _WaitingTask:
         """True if all texts of the task have been started, so that the task no longer waits."""
         return self.opened == len(self.task.prompts) and not self.prompts
 
-    def get_next_prompt(self, lm: KNNLMForCausalLM) -> _Prompt | None:
+    def get_next_prompt(self, lm: KNNLM) -> _Prompt | None:
         """Return the prompt of this task whose tokens the model should read next.
 
         This is the prompt whose prefill (reading by the model) began last, while it has unread tokens and is
@@ -162,11 +163,16 @@ class _WaitingTask:
             return self.prompts[-1]
         if self.opened == len(self.task.prompts):
             return None
-        prefill = Prefill(
-            lm,
-            self.task.prompts[self.opened].tokens,
-            is_scored=self.task.score_prompt,
-            is_continued=self.task.max_tokens > 0,
+        prompt = self.task.prompts[self.opened]
+        prefill = (
+            PairPrefill(lm, prompt)
+            if prompt.source
+            else Prefill(
+                lm,
+                prompt.tokens,
+                is_scored=self.task.score_prompt,
+                is_continued=self.task.max_tokens > 0,
+            )
         )
         self.prompts.append(_Prompt(self.opened, prefill))
         self.opened += 1
@@ -216,7 +222,7 @@ class Admission:
 
     def __init__(
         self,
-        lm: KNNLMForCausalLM,
+        lm: KNNLM,
         settings_of: Callable[[Hashable], KNNSettings],
         receive: Callable[[], object],
         begin: Callable[[Ticket, int, Remembered], None],
@@ -332,8 +338,8 @@ class Admission:
                     position += 1
                     continue
                 # 3) Collect short prompts, to read them in one pass after the loop.
-                prompt.is_joint = prefill.can_be_read_with_others and prefill.tokens_left <= max(
-                    chunk_budget, _CHUNK_TOKENS
+                prompt.is_joint = prefill.can_be_read_with_others and (
+                    prefill.is_read_whole or prefill.tokens_left <= max(chunk_budget, _CHUNK_TOKENS)
                 )
                 if prompt.is_joint and not _fits_one_pass(
                     [*(selected.prompt.prefill for selected in joint), prefill]
@@ -388,8 +394,11 @@ class Admission:
             joint: the selected prompts.
         """
         if len(joint) > 1:
+            read_together: Any = (
+                read_sources_together if self._lm.key_encoder.reads_source else prefill_together
+            )
             try:
-                prefill_together(
+                read_together(
                     self._lm,
                     [selected.prompt.prefill for selected in joint],
                     [selected.settings for selected in joint],
@@ -400,7 +409,7 @@ class Admission:
             prompt.is_joint = False
             try:
                 if prompt.prefill.tokens_left:
-                    prompt.prefill.read_chunk(settings, prompt.prefill.tokens_left)
+                    prompt.prefill.read_whole(settings)
             except Exception as error:
                 self._fail_task(waiting, error)
 

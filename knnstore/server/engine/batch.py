@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm import Drafts, KNNLMForCausalLM, KNNSettings
+from knnstore.lm import KNNLM, Drafts, KNNSettings
 from knnstore.server.engine.kv_cache import Memory
 from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Row
@@ -61,12 +61,16 @@ class Batch:
         lm: the model, with its store.
     """
 
-    def __init__(self, lm: KNNLMForCausalLM) -> None:
+    def __init__(self, lm: KNNLM) -> None:
         self.rows: list[Row] = []
         """The texts, in the order of the batch."""
         self._lm = lm
         self._memory = Memory()
         self._row_drafts: _RowDrafts | None = None
+
+    def fits(self, row: Row) -> bool:
+        """Check whether a text can join the batch; always True, because shorter texts are padded."""
+        return True
 
     @torch.inference_mode()
     def add_row(self, row: Row, remembered: Remembered) -> None:

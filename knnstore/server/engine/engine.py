@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
-from knnstore.lm import KNNLMForCausalLM, KNNSettings, Purpose, TokenTexts
+from knnstore.lm import KNNLM, KNNSettings, Purpose, TokenTexts
 from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count_neighbors
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
+from knnstore.server.engine.pairs import PairBatch, make_generation_rules
 from knnstore.server.engine.prompts import Remembered, has_attention_only
 from knnstore.server.engine.rows import Piece, Row, TokenScore, build_prompt_scores, find_end_tokens
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
@@ -64,7 +65,7 @@ class Engine:
 
     def __init__(
         self,
-        lm: KNNLMForCausalLM,
+        lm: KNNLM,
         settings_of: SettingsOf,
         *,
         max_rows: int = 16,
@@ -87,7 +88,8 @@ class Engine:
         self._heavy: deque[Batch] = deque()
         """Batches of texts that retrieve more than `_LIGHT_NEIGHBORS` neighbors for each token. After each
         step of the light batch, one of these batches has a step. So the texts of the light batch never wait
-        for more than one heavy batch."""
+        for more than one heavy batch. All texts of an encoder-decoder model are in batches of this list, and
+        its light batch stays empty."""
         self._tickets: dict[Row, Ticket] = {}
         self._admission = Admission(
             lm,
@@ -378,36 +380,33 @@ class Engine:
             ticket.tell(Piece(index, finish="length"))
             return
         assert remembered.next is not None
-        row = Row(task, index, self._texts, self._ends)
+        rules = make_generation_rules(self._lm, prompt, task.max_tokens) if prompt.source else None
+        row = Row(task, index, self._texts, self._ends, rules)
         # The prefill has predicted the first token: no step is needed for it.
         piece = row.choose_token(remembered.next, int(remembered.next.argmax()))
         self._first_tokens += 1
         ticket.tell(piece)
         if piece.finish:
             return
-        self._choose_batch(task.knn).add_row(row, remembered)
+        self._choose_batch(row).add_row(row, remembered)
         self._tickets[row] = ticket
 
-    def _choose_batch(self, scope: Hashable) -> Batch:
+    def _choose_batch(self, row: Row) -> Batch:
         """Return the batch for a new text: the light batch, or a heavy batch that has room.
 
-        A text is light if it retrieves at most `_LIGHT_NEIGHBORS` neighbors for each token. A heavy batch has
-        room while its texts together retrieve at most `NEIGHBORS_AT_ONCE` neighbors for each token. If no
-        heavy batch has room, a new one is added.
-
-        Args:
-            scope: the text's `Task.knn`: which documents it retrieves from, and with which settings.
+        A text is light if it retrieves at most `_LIGHT_NEIGHBORS` neighbors for each token, and the model
+        reads no source. A heavy batch has room while its texts together retrieve at most `NEIGHBORS_AT_ONCE`
+        neighbors for each token. If no heavy batch has room or fits the text, a new one is added.
         """
-        neighbors = self._count_scope_neighbors(scope)
-        if neighbors <= _LIGHT_NEIGHBORS:
+        reads_source = self._lm.key_encoder.reads_source
+        neighbors = self._count_scope_neighbors(row.task.knn)
+        if neighbors <= _LIGHT_NEIGHBORS and not reads_source:
             return self._light
         for batch in self._heavy:
-            if (
-                sum(self._count_scope_neighbors(row.task.knn) for row in batch.rows) + neighbors
-                <= NEIGHBORS_AT_ONCE
-            ):
+            retrieved = sum(self._count_scope_neighbors(other.task.knn) for other in batch.rows)
+            if batch.fits(row) and retrieved + neighbors <= NEIGHBORS_AT_ONCE:
                 return batch
-        self._heavy.append(Batch(self._lm))
+        self._heavy.append(PairBatch(self._lm) if reads_source else Batch(self._lm))
         return self._heavy[-1]
 
     def _count_scope_neighbors(self, scope: Hashable) -> int:

@@ -6,7 +6,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from knnstore.lm import (
+    KNNLM,
     DummyLayer,
     ForwardPass,
-    KNNLMForCausalLM,
     KNNSettings,
     Likelihoods,
     Purpose,
@@ -32,6 +32,15 @@ tokens."""
 
 _VALUES = 1 << 25
 """Largest number of log-probabilities (tokens × vocabulary) of a chunk that is scored. They take 128 MiB."""
+
+
+class EncodedSource(NamedTuple):
+    """A source of s tokens that an encoder-decoder model has read."""
+
+    states: Tensor
+    """Output of the encoder, shape (1, s, h)."""
+    layers: Layers
+    """Keys and values of each layer of cross-attention, for a batch of one text."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Remembered:
     next: Tensor | None = None
     """Log-probabilities of the token after the prompt, float32, shape (v,); None if no token is generated
     after it."""
+    source: EncodedSource | None = None
+    """The source of the text; None for a model that reads no source."""
 
 
 class Prefill:
@@ -64,9 +75,10 @@ class Prefill:
             not read, because its prediction is not needed.
     """
 
-    def __init__(
-        self, lm: KNNLMForCausalLM, tokens: Sequence[int], *, is_scored: bool, is_continued: bool
-    ) -> None:
+    is_read_whole: ClassVar[bool] = False
+    """True if the prompt cannot be read in chunks."""
+
+    def __init__(self, lm: KNNLM, tokens: Sequence[int], *, is_scored: bool, is_continued: bool) -> None:
         self._lm = lm
         self._length = len(tokens) if is_continued else len(tokens) - 1
         self._is_continued = is_continued
@@ -74,6 +86,7 @@ class Prefill:
         self._tokens = torch.tensor([tokens], device=lm.base.device)
         self.is_scored = is_scored
         self._layers: Layers = []
+        self._source: EncodedSource | None = None
         self._text = TextState()
         self._read = 0
         self.scores: list[Likelihoods] = []
@@ -120,6 +133,14 @@ class Prefill:
         self._layers, self._read = extract_layers(cache), end
         return forward_pass, targets
 
+    def read_whole(self, settings: KNNSettings) -> None:
+        """Read all tokens that are left in one forward pass.
+
+        Args:
+            settings: the retrieval settings, see `read_chunk`.
+        """
+        self.read_chunk(settings, self.tokens_left)
+
     @property
     def can_be_read_with_others(self) -> bool:
         """True if `prefill_together` can read the prompt together with other prompts.
@@ -130,12 +151,10 @@ class Prefill:
 
     def get_state(self) -> Remembered:
         """Return the state of the model after the tokens read so far, with the scores of these tokens."""
-        return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next)
+        return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next, self._source)
 
 
-def prefill_together(
-    lm: KNNLMForCausalLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]
-) -> None:
+def prefill_together(lm: KNNLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]) -> None:
     """Make the model read several whole prompts in one forward pass, padded on the left.
 
     The resulting state is stored in each `Prefill`. If the pass fails, the exception is raised and no prompt

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from knnstore.lm import Detokenizer, Likelihoods, TokenPiece, TokenTexts
 from knnstore.server.engine.stop_strings import StopStrings
@@ -51,6 +52,14 @@ class Prompt:
     unfinished: int = 0
     """Number of tokens at the end of the prompt that hold only the beginning of a character. Their text is
     known only when the first generated tokens complete the character."""
+    source: tuple[int, ...] = ()
+    """Ids of the tokens that the encoder of an encoder-decoder model reads. `tokens` are then the tokens with
+    which its decoder begins every text, and all of them are hidden. Empty for a causal model."""
+
+    @property
+    def given(self) -> int:
+        """Number of tokens that the client has given."""
+        return len(self.source) or len(self.tokens) - self.hidden
 
 
 class Constraint(Protocol):
@@ -169,9 +178,18 @@ class Row:
         index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
         texts: the texts of the model's tokens.
         ends: ids of the end tokens: the text ends after one of these tokens.
+        rules: logits processors of transformers that change the log-probabilities before a token is chosen;
+            None for no rules.
     """
 
-    def __init__(self, task: Task, index: int, texts: TokenTexts, ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        index: int,
+        texts: TokenTexts,
+        ends: frozenset[int],
+        rules: LogitsProcessorList | None = None,
+    ) -> None:
         prompt = task.prompts[index // task.copies]
         self.task = task
         self.index = index
@@ -180,6 +198,7 @@ class Row:
         self._prompt_length = len(self.tokens)
         self._ends = ends | task.ends
         self._constraint = None if task.constraint is None else task.constraint.fork()
+        self._rules = rules
         self._texts = texts
         before = len(self.tokens) - prompt.unfinished
         self._detokenizer = Detokenizer(texts, self.tokens[:before])
@@ -208,24 +227,28 @@ class Row:
 
         Args:
             log_probs: log-probabilities of all v tokens, float32, shape (v,).
-            likeliest: id of the most probable token. It is taken at temperature 0 if the task has no
-                constraint.
+            likeliest: id of the most probable token. It is taken at temperature 0 if the text has no rules
+                and no constraint.
 
         Returns:
             The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
             string or ends inside a character.
         """
         sampling, top = self.task.sampling, self.task.top
-        # 1) Choose a token that the constraint allows.
+        # 1) Choose a token that the rules and the constraint allow.
         allowed = log_probs
+        if self._rules:
+            input_ids: Any = torch.tensor([self.tokens], device=log_probs.device)
+            allowed = self._rules(input_ids, allowed[None])[0]
         if self._constraint is not None:
-            allowed = self._constraint.restrict(log_probs)
+            allowed = self._constraint.restrict(allowed)
+        if allowed is not log_probs:
             likeliest = int(allowed.argmax())
         token = (
             likeliest if sampling.temperature == 0 else sample_token(allowed, sampling, self._random.random)
         )
         is_complete = self._constraint is not None and self._constraint.advance(token)
-        # 2) Record its log-probability, without the constraint.
+        # 2) Record its log-probability, without rules and constraint.
         score = TokenScore(token)
         if top is not None:
             likelihoods = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
