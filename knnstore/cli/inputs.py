@@ -45,6 +45,20 @@ ParamsOption = Annotated[
 ]
 
 
+TextFieldOption = Annotated[
+    str, typer.Option(metavar="NAME", help="The field or column of a row that is its text.")
+]
+SourceFieldOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        show_default=SOURCE,
+        help="For an encoder-decoder model: the field or column of a row that is the source of its text, "
+        "such as the sentence that the text translates.",
+    ),
+]
+
+
 @dataclass
 class Documents:
     """Options that name files of documents, and counts of the documents that are left out.
@@ -64,21 +78,11 @@ class Documents:
             "at most 256 MiB. In a folder, links out of it are left out.",
         ),
     ]
-    text_field: Annotated[
-        str, typer.Option(metavar="NAME", help="The field or column of a row that is its text.")
-    ] = FIELDS.text
+    text_field: TextFieldOption = FIELDS.text
     id_field: Annotated[
         str, typer.Option(metavar="NAME", help="The field or column of a row that is its id.")
     ] = FIELDS.id
-    source_field: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default=SOURCE,
-            help="For an encoder-decoder model: the field or column of a row that is the source of its text, "
-            "such as the sentence that the text translates.",
-        ),
-    ] = None
+    source_field: SourceFieldOption = None
     encoding: Annotated[
         str,
         typer.Option(

@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument, Shard
+from knnstore.documents import SOURCE
 from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError
-from knnstore.lm import Encoder, check_matches, create_not_finite_error, load_model, pack
+from knnstore.lm import Encoder, TextReader, check_matches, create_not_finite_error, load_model, pack
 from knnstore.progress import Progress
 
 
@@ -85,9 +86,10 @@ class ShardEncoder:
         dtype: see `encode_shards`.
 
     Raises:
-        ConfigError: the model cannot be loaded, or is an encoder-decoder model.
+        ConfigError: the model cannot be loaded.
         PlanError: the folder has no plan, or its file is damaged.
-        FingerprintMismatchError: the model is not the model of the store.
+        FingerprintMismatchError: the model is not the model of the store; or, for pairs, it has another
+            tokenizer or other languages.
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class ShardEncoder:
         dtype: str | torch.dtype | None = None,
     ) -> None:
         identity = folder.identity
-        base = load_model(model or identity.model, device=device, dtype=dtype, kind="causal").model
-        check_matches(base, None, identity)
+        base, tokenizer = load_model(model or identity.model, device=device, dtype=dtype)
+        check_matches(base, tokenizer if identity.is_paired else None, identity)
         self._encoder = Encoder.of(base, folder)
+        self._reader = TextReader(self._encoder, tokenizer, identity.max_length, identity.stride)
         self._folder = folder
 
     def encode(self, shard: Shard, progress: Progress) -> None:
@@ -133,16 +136,22 @@ class ShardEncoder:
         counts = self._folder.count_records(documents)
         origins = np.cumsum(counts) - counts - plan.first  # row of token 0 of each document
         keys = np.empty((int(counts.sum()), plan.identity.dim), plan.dtype)
+        sources = None
+        if plan.identity.is_paired:
+            sources = self._reader.document_tokenizer.tokenize_sources(
+                [of.document.metadata[SOURCE] for of in documents]
+            )
         batches = pack(
             [of.document.tokens for of in documents],
-            prefix=() if plan.prefix is None else (plan.prefix,),
+            prefix=plan.prefix,
             max_length=plan.identity.max_length,
             stride=plan.identity.stride,
             batch_tokens=plan.batch_tokens,
+            sources=sources,
         )
         for batch in batches:
-            computed = self._encoder.keys(batch.input_ids, batch.at).cpu().numpy()
-            self._encoder.check_once(batch.input_ids)
+            computed = self._encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
+            self._encoder.check_once(batch.input_ids, batch.source)
             with np.errstate(over="ignore"):
                 rounded = computed.astype(plan.dtype)
             is_finite = np.isfinite(rounded).all(1)

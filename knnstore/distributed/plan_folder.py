@@ -71,8 +71,8 @@ class Plan:
     """Identity of the store: its model, and how keys are computed."""
     dtype: str
     """Dtype of the keys in the folder, ``float16`` or ``float32``."""
-    prefix: int | None
-    """The token that precedes every document; None for no prefix."""
+    prefix: tuple[int, ...]
+    """The tokens that precede every document; empty for no prefix."""
     batch_tokens: int
     """Number of tokens in one forward pass, padding included."""
     added: int
@@ -92,7 +92,7 @@ class Plan:
     @property
     def first(self) -> int:
         """Position in a document of the first token with a record: 1 without a prefix, else 0."""
-        return 0 if self.prefix is not None else 1
+        return 0 if self.prefix else 1
 
 
 @dataclass(frozen=True)
@@ -395,9 +395,10 @@ def _parse_plan(text: bytes) -> Plan:
         raise ValueError("another hash")
     values = json.loads(content["plan"])
     values["identity"] = Identity(**values["identity"])
+    values["prefix"] = tuple(values["prefix"])
     values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
     plan = Plan(**values)
-    integers = [plan.batch_tokens, plan.added, plan.replaced, plan.prefix or 0, plan.identity.dim]
+    integers = [plan.batch_tokens, plan.added, plan.replaced, *plan.prefix, plan.identity.dim]
     start = 0
     for number, shard in enumerate(plan.shards):  # their numbers are parts of file names
         sizes = [shard.number, shard.documents, shard.tokens, shard.records, shard.start]

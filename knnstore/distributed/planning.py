@@ -11,7 +11,14 @@ from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, 
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, PlanError
 from knnstore.failpoints import failpoint
-from knnstore.lm import BATCH_TOKENS, DocumentTokenizer, NewDocuments, check_tokenizer, prefix_of
+from knnstore.lm import (
+    BATCH_TOKENS,
+    DocumentTokenizer,
+    NewDocuments,
+    check_tokenizer,
+    load_decoder_prefix,
+    prefix_of,
+)
 from knnstore.progress import Progress
 from knnstore.store import KNNStore
 
@@ -27,6 +34,7 @@ def make_plan(
     *,
     domain: str,
     tags: Iterable[str] = (),
+    model: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
     batch_tokens: int = BATCH_TOKENS,
     on_bad: OnBad | None = None,
@@ -40,10 +48,13 @@ def make_plan(
     Args:
         store: the store, opened for writing. It keeps keys.
         tokenizer: the tokenizer of the store's model.
-        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids.
+        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids. A
+            store of an encoder-decoder model needs pairs, with ``source``.
         folder: folder of the plan, new, empty, or with an earlier plan of the same documents.
         domain: the domain's name; it is created when the plan is committed.
         tags: tags that are added to every document; tags that a stored document has are kept.
+        model: folder or hub id of the store's model, whose configuration is read for pairs; default is the
+            name with which the store was made.
         shard_tokens: number of tokens at which a shard ends. A document is never divided.
         batch_tokens: number of tokens in one forward pass, padding included.
         on_bad: called with the error of each document that cannot be used; the document is skipped. None
@@ -56,23 +67,25 @@ def make_plan(
     Raises:
         InputError: a name is not valid, or a document cannot be used and `on_bad` is None.
         PlanError: the folder has a plan of other documents or of another store, which is not committed.
-        ConfigError: the store keeps no keys, or has pairs for an encoder-decoder model.
-        FingerprintMismatchError: the store was made with another tokenizer.
+        ConfigError: the store keeps no keys.
+        FingerprintMismatchError: the store was made with another tokenizer, or for other languages.
         ReadOnlyError: the store was opened for reading.
     """
     shown = progress or Progress()
     if store.is_keyless:
         raise ConfigError("a store without keys needs no plan: adding documents takes no pass of the model")
-    if store.identity.is_paired:
-        raise ConfigError("plans and workers are for causal models, and the store has pairs")
-    check_tokenizer(tokenizer, store.identity)
+    identity = store.identity
+    decoder_prefix = load_decoder_prefix(model or identity.model) if identity.is_paired else None
+    check_tokenizer(tokenizer, identity, decoder_prefix)
     check_name(domain, "the domain's name")
     names = distinct_names(tags, "tag")
-    earlier, prefix = _find_earlier_plan(store, folder), prefix_of(tokenizer)
+    earlier = _find_earlier_plan(store, folder)
+    prefix = prefix_of(tokenizer) if decoder_prefix is None else decoder_prefix
     shown.start(f"planning for {domain}")
     with ShardWriter(folder, store.id, 0 if prefix else 1) as writer:
         # 1) Write the documents, shard by shard. Nothing is reserved yet.
-        reading = DocumentTokenizer(tokenizer, store.identity.vocab_size)
+        max_source = identity.max_length if identity.is_paired else None
+        reading = DocumentTokenizer(tokenizer, identity.vocab_size, max_source)
         incoming = NewDocuments(store, reading, documents, domain=domain, tags=names, on_bad=on_bad)
         waiting: list[PlannedDocument] = []
         waiting_tokens = 0
@@ -104,14 +117,13 @@ def make_plan(
         tokens = sum(shard.tokens for shard in writer.shards)
         lease = store.lease(uuid4().hex, tokens, folder.path)
         failpoint("plan.leased")
-        identity = store.identity
         plan = Plan(
             id=lease.id,
             store=store.id,
             domain=domain,
             identity=identity,
             dtype="float32" if store.datastore.capabilities.exact_keys else "float16",
-            prefix=prefix[0] if prefix else None,
+            prefix=prefix,
             batch_tokens=batch_tokens,
             added=incoming.counts["added"],
             replaced=incoming.counts["replaced"],

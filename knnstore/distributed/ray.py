@@ -49,7 +49,8 @@ def add(
     together, after all keys are computed. An interrupted call is continued by the same call.
 
     Args:
-        dataset: dataset with the columns ``id`` and ``text``; other columns become metadata.
+        dataset: dataset with the columns ``id`` and ``text``, and ``source`` for an encoder-decoder model;
+            other columns become metadata.
         home: folder of the store, on a disk of this machine.
         domain: the domain's name; it is created if it does not exist.
         tags: tags that are added to every document.
@@ -89,6 +90,7 @@ def add(
             plan_folder,
             domain=domain,
             tags=tags,
+            model=model,
             shard_tokens=shard_tokens,
             batch_tokens=batch_tokens,
             on_bad=on_bad,

@@ -156,7 +156,9 @@ def probe_keys(
     window = choose_window(model, max_length)
     encoder = Encoder(model, next(iter(places.values())))
     reader = TextReader(encoder, tokenizer, window, max(1, window // 2))
-    texts = sample_tokens(reader, documents, tokens, longest=max(1, tokens // _LEAST_TEXTS), on_bad=on_bad)
+    texts = sample_tokens(
+        reader, documents, tokens, longest=max(1, tokens // _LEAST_TEXTS), on_bad=on_bad
+    ).texts
     held_out = texts[_EVERY - 1 :: _EVERY]
     stored = [text for at, text in enumerate(texts) if at % _EVERY != _EVERY - 1]
     if len(held_out) < MIN_DOCUMENTS or sum(map(len, held_out)) < MIN_TOKENS:

@@ -105,13 +105,24 @@ def test_what_is_not_built_for_pairs_is_refused(run, home) -> None:
         refused = run(line)
         assert (refused.status, refused.out) == (1, "")
         assert "(bart) is an encoder-decoder model, and this needs a causal one" in refused.err
-    for option in ("--plan plan", "--workers 2"):
-        refused = run(f"add pairs.jsonl --domain first {option}")
-        assert "plans and workers are for causal models, and the store has pairs" in refused.err
     Repository(home / "code").commit({"a.txt": "w5"})
     assert "--git is for causal models" in run("sync --git code --domain first").err
     assert "together with its source" in run("explain w5").err
     assert len(run("documents --domain first --json").json) == 30
+
+
+def test_pairs_are_encoded_by_several_processes(run) -> None:
+    """By plan, encode and commit, and by workers; keys of one component, fitted to a table of pairs."""
+    fields = "--text-field de --source-field en"
+    made = run(f"--home small.knn init --model model --dim 1 --sample held-out.tsv {fields} --json")
+    assert made.json["dim"] == 1
+    assert run(f"--home small.knn add held-out.tsv --domain a {fields} --plan plan --json").json["added"] == 8
+    assert run("encode plan --json").json["encoded"] == 1
+    assert run("--home small.knn commit plan --json").json["documents"] == 8
+    added = run("--home small.knn add pairs.jsonl --domain b --workers 2 --shard-tokens 80 --json")
+    assert (added.json["added"], added.json["outdated"]) == (30, 0)
+    assert run("--home small.knn verify").status == 0
+    assert run(f"--home small.knn translate sentences.txt {SURE}").out.split("\n")[1] == ""
 
 
 def test_a_causal_model_translates_nothing(knnstore, workplace, store) -> None:

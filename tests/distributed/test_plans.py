@@ -24,6 +24,7 @@ from knnstore.errors import (
 )
 from knnstore.lm import find_saved_settings
 from knnstore.store import KNNStore, Lease, NewDocument
+from tests.lm.seq2seq import make_model, make_pairs, make_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "tiny-lm")
 WORDS = "the council voted to repair harbour wall before winter storms and two boats".split()  # noqa: SIM905
@@ -38,14 +39,15 @@ def write_documents(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 DOCUMENTS = write_documents(40)
+PAIRS = make_pairs(40)
 
 
 class Workshop:
     """A store in a folder, and the three calls with short names."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, model: str = MODEL, **options: Any) -> None:
         self.home, self.folder = path / "home", PlanFolder(path / "plan")
-        made = knnstore.create(self.home, MODEL, max_length=32, **options)
+        made = knnstore.create(self.home, model, max_length=32, **options)
         self.tokenizer = made.tokenizer
         made.store.close()
 
@@ -106,6 +108,17 @@ def read_store(home: Path) -> tuple[Any, ...]:
         return (documents, np.concatenate(ids), np.concatenate(groups)), keys_alone, temperature
 
 
+def check_same_store(found: Path, expected: Path) -> None:
+    """Compare documents, ids, domains, keys and temperature of two stores."""
+    rows, keys, temperature = read_store(found)
+    expected_rows, expected_keys, expected_temperature = read_store(expected)
+    assert rows[0] == expected_rows[0]
+    for values, expected_values in zip(rows[1:], expected_rows[1:], strict=True):
+        np.testing.assert_array_equal(values, expected_values)
+    np.testing.assert_allclose(keys, expected_keys, rtol=2e-3, atol=2e-3)
+    assert temperature == pytest.approx(expected_temperature, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -129,15 +142,42 @@ def test_the_same_store_as_one_process_makes(tmp_path: Path, options: dict[str, 
     many.encode(workers=2)
     committed = many.commit()
     assert (committed.documents, committed.tokens, committed.skipped) == (36, plan.tokens, ())
-    found, keys, temperature = read_store(many.home)
-    expected, expected_keys, expected_temperature = read_store(one.home)
-    assert found[0] == expected[0]
-    for values, expected_values in zip(found[1:], expected[1:], strict=True):
-        np.testing.assert_array_equal(values, expected_values)
-    np.testing.assert_allclose(keys, expected_keys, rtol=2e-3, atol=2e-3)
-    assert temperature == pytest.approx(expected_temperature, rel=1e-3)
+    check_same_store(many.home, one.home)
     assert many.problems() == []
     assert not list(many.folder.path.rglob("*.keys"))
+
+
+def save_pair_model(folder: Path) -> str:
+    """Save an encoder-decoder model whose decoder begins with two tokens, and return its folder."""
+    make_model("m2m_100").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"store": "faiss", "dim": 4, "sample": PAIRS}])
+def test_pairs_are_encoded_with_their_sources(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = {"model": save_pair_model(tmp_path / "model"), **options}
+    one, many = Workshop(tmp_path / "one", **options), Workshop(tmp_path / "many", **options)
+    one.add(PAIRS)
+    plan = many.plan(PAIRS, shard_tokens=60)
+    assert plan is not None
+    assert len(plan.shards) > 2
+    many.encode(workers=2)
+    assert many.commit().documents == len(PAIRS)
+    check_same_store(many.home, one.home)
+    assert many.problems() == []
+    with pytest.raises(InputError, match="no 'source'"):
+        many.plan([{"id": "x", "text": "w5"}])
+
+
+def test_pairs_of_other_languages_are_neither_planned_nor_encoded(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path, model=save_pair_model(tmp_path / "model"))
+    workshop.plan(PAIRS)
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "forced_bos_token_id": 7}))
+    for call in (workshop.encode, lambda: workshop.plan(PAIRS, tmp_path / "second")):
+        with pytest.raises(FingerprintMismatchError, match="other languages"):
+            call()
 
 
 def test_nothing_is_visible_before_the_commit_and_each_call_may_be_repeated(workshop: Workshop) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pytest
 import ray
@@ -16,7 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from knnstore.distributed.ray import add
 from knnstore.errors import ConfigError, InputError, PlanError
-from tests.distributed.test_plans import DOCUMENTS, MODEL, Workshop, read_store, write_documents
+from tests.distributed.test_plans import (
+    DOCUMENTS,
+    MODEL,
+    PAIRS,
+    Workshop,
+    check_same_store,
+    save_pair_model,
+    write_documents,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\..*")]
 
@@ -42,17 +49,6 @@ def find_actors() -> list[int]:
     return pids
 
 
-def check_same_store(found: Path, expected: Path) -> None:
-    """Compare documents, ids, domains, keys and temperature of two stores."""
-    rows, keys, temperature = read_store(found)
-    expected_rows, expected_keys, expected_temperature = read_store(expected)
-    assert rows[0] == expected_rows[0]
-    for values, expected_values in zip(rows[1:], expected_rows[1:], strict=True):
-        np.testing.assert_array_equal(values, expected_values)
-    np.testing.assert_allclose(keys, expected_keys, rtol=2e-3, atol=2e-3)
-    assert temperature == pytest.approx(expected_temperature, rel=1e-3)
-
-
 def test_the_same_store_as_one_process_makes(tmp_path: Path) -> None:
     one, many = Workshop(tmp_path / "one"), Workshop(tmp_path / "many")
     rows = [{**document, "place": None if at % 2 else "Leith"} for at, document in enumerate(DOCUMENTS)]
@@ -65,6 +61,15 @@ def test_the_same_store_as_one_process_makes(tmp_path: Path) -> None:
     assert (again.documents, again.tokens) == (0, 0)
     assert many.problems() == []
     assert not (many.home / "plan").exists()
+
+
+def test_pairs_are_encoded_with_their_sources(tmp_path: Path) -> None:
+    model = save_pair_model(tmp_path / "model")
+    one, many = Workshop(tmp_path / "one", model=model), Workshop(tmp_path / "many", model=model)
+    one.add(PAIRS)
+    added = add(ray.data.from_items(PAIRS), many.home, domain="news", tags=["fresh"], shard_tokens=60)
+    assert added.documents == len(PAIRS)
+    check_same_store(many.home, one.home)
 
 
 def test_actors_that_are_killed_are_replaced(tmp_path: Path) -> None:

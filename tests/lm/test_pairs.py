@@ -21,6 +21,7 @@ from knnstore.lm import (
     KNNSettings,
     NGramSettings,
 )
+from knnstore.lm.keys import Projection
 from knnstore.store import Selection
 from tests.lm.seq2seq import EOS, LANGUAGE, make_model, make_pairs, make_tokenizer
 
@@ -153,6 +154,25 @@ def test_a_long_text_is_cut_into_windows_that_all_see_the_source(folder, tmp_pat
         assert found.by_document[0].knn_ppl < 1.3
         assert found.tokens == 82
         assert found.by_document[1].base_ppl != found.by_document[0].base_ppl
+
+
+def test_keys_of_pairs_are_projected_as_fits_a_sample_of_pairs(folder, tmp_path) -> None:
+    """The directions are the principal components of the keys, which depend on the sources."""
+    exact = {"store": "faiss", "max_length": 32}
+    with knnstore.create(tmp_path / "whole", str(folder), **exact) as whole:
+        whole.add(FIRST, domain="a")
+        keys = np.concatenate([batch.keys for batch in whole.store.records()]).astype(float)
+    with knnstore.create(tmp_path / "small", str(folder), **exact, dim=4, sample=FIRST) as lm:
+        assert lm.store.identity.dim == 4
+        projection = Projection.load(lm.store)
+        assert projection is not None
+        directions = np.linalg.svd(keys - keys.mean(0))[2][:4].T
+        np.testing.assert_allclose(np.abs(directions.T @ projection.matrix.numpy()), np.eye(4), atol=0.02)
+        lm.add(FIRST, domain="a")
+        (stored,) = [batch.keys for batch in lm.store.records()]
+        np.testing.assert_allclose(stored, projection(torch.tensor(keys)), atol=0.05)
+        with pytest.raises(UnusableDocumentError, match="no 'source'"):
+            knnstore.create(tmp_path / "bad", str(folder), dim=4, sample=["w5 w6"])
 
 
 # -- everything that scores, fits and explains
@@ -303,10 +323,9 @@ def test_what_is_not_built_for_pairs_is_refused_in_one_line(lm, folder, tmp_path
     with caplog.at_level(logging.WARNING):
         lm.generate(ids, draft=True, max_new_tokens=2)
     assert "generating without drafts: the model is an encoder-decoder model" in caplog.text
-    for options in ({"key": None}, {"dim": 4, "sample": FIRST}):
-        with pytest.raises(ConfigError, match="encoder-decoder model"):
-            knnstore.create(tmp_path / "other", str(folder), **options)
-        assert not (tmp_path / "other").exists()
+    with pytest.raises(ConfigError, match="encoder-decoder model"):
+        knnstore.create(tmp_path / "other", str(folder), key=None)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_model_without_an_end_or_with_two_vocabularies_is_refused(tmp_path) -> None:

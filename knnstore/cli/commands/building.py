@@ -10,7 +10,14 @@ import typer
 
 from knnstore.checks import printable
 from knnstore.cli.commands.distributing import describe_skipped
-from knnstore.cli.inputs import Documents, ParamsOption, SyncDocuments, read_params
+from knnstore.cli.inputs import (
+    Documents,
+    ParamsOption,
+    SourceFieldOption,
+    SyncDocuments,
+    TextFieldOption,
+    read_params,
+)
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import (
     Runtime,
@@ -29,7 +36,7 @@ from knnstore.cli.options import (
     confirm,
 )
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
-from knnstore.documents import size_of
+from knnstore.documents import FIELDS, size_of
 from knnstore.errors import ConfigError, InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
@@ -42,8 +49,8 @@ def init(
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="Causal language model that the store is made for; may be a GGUF file. With --key none, any "
-            "model that generates text.",
+            help="Causal language model that the store is made for, which may be a GGUF file, or "
+            "encoder-decoder model. With --key none, any model that generates text.",
         ),
     ],
     *,
@@ -109,6 +116,8 @@ def init(
             "component; the same kinds of files as for `add`; repeatable.",
         ),
     ] = None,
+    text_field: TextFieldOption = FIELDS.text,
+    source_field: SourceFieldOption = None,
     codes: Annotated[
         str | None,
         typer.Option(
@@ -146,7 +155,7 @@ def init(
 
     check_new(home, store, codes)
     check_model(model)
-    samples = Documents(sample or [])
+    samples = Documents(sample or [], text_field, source_field=source_field)
     samples.check_files()
     with show_activity("loading transformers"):
         quiet_transformers()
@@ -341,6 +350,7 @@ def _add_planned(
                 folder,
                 domain=domain,
                 tags=tags,
+                model=model,
                 shard_tokens=shard_tokens or (SHARD_TOKENS if workers is None else _WORKER_SHARD_TOKENS),
                 on_bad=documents.make_skip_function(bar),
                 progress=bar,

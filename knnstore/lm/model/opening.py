@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from knnstore.documents import OnBad, documents_of
+from knnstore.documents import OnBad
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate, reads_source
+from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLM, choose_model_class
 from knnstore.lm.reading import (
     Encoder,
@@ -112,8 +112,6 @@ def create(
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)
-    if dim is not None and reads_source(base):
-        raise ConfigError("keys of an encoder-decoder model cannot be projected: leave dim and sample out")
     check_runs(base)
     identity = identify(
         base,
@@ -130,7 +128,7 @@ def create(
     if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)
         reader = TextReader(encoder, tokenizer, identity.max_length, identity.stride)
-        given = documents_of(sample, on_bad=on_bad)
+        given = reader.document_tokenizer.read(sample, on_bad)
         keys = sample_keys(reader, given, on_bad=on_bad, progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -41,7 +42,13 @@ from knnstore.lm.keys import (
 )
 from knnstore.lm.reading.encoder import check_logits
 from knnstore.lm.reading.token_text import is_panic
-from knnstore.lm.reading.windows import check_window, decoder_prefix_of, max_length_of, prefix_of
+from knnstore.lm.reading.windows import (
+    check_window,
+    decoder_prefix_of,
+    get_decoder_prefix,
+    max_length_of,
+    prefix_of,
+)
 from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
 from knnstore.store import Identity
 
@@ -214,6 +221,24 @@ def load_text_parts(
         raise ConfigError(
             f"the model {name!r} cannot be loaded, because of {files}: {describe_reason(error)}"
         ) from error
+
+
+def load_decoder_prefix(name: str) -> tuple[int, ...]:
+    """Return the tokens with which the decoder of an encoder-decoder model begins every text.
+
+    Only the configuration is loaded.
+
+    Args:
+        name: a folder or a hub id.
+
+    Raises:
+        ConfigError: the model does not exist, or names no single token that starts the decoder.
+    """
+    try:
+        config = GenerationConfig.from_pretrained(name, local_files_only=check_model(name))
+    except OSError:  # older models have it in their configuration
+        config = GenerationConfig.from_model_config(load_text_parts(name).config)
+    return get_decoder_prefix(config, name)
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
@@ -558,7 +583,9 @@ def identify(
     return Identity(
         model=name,
         model_fingerprint=model_fingerprint(model),
-        tokenizer_fingerprint=_compute_tokenizer_fingerprint(tokenizer, model),
+        tokenizer_fingerprint=_compute_tokenizer_fingerprint(
+            tokenizer, prefix if reads_source(model) else None
+        ),
         key=f"{location}{joined}",
         dim=key_dim(model, location),
         metric=metric,
@@ -685,7 +712,7 @@ def check_matches(
     """
     check_fingerprint(model_fingerprint(model), model.config.name_or_path or type(model).__name__, identity)
     if tokenizer is not None:
-        check_tokenizer(tokenizer, identity, model)
+        check_tokenizer(tokenizer, identity, decoder_prefix_of(model) if reads_source(model) else None)
 
 
 def check_fingerprint(found: str, name: str, identity: Identity) -> None:
@@ -713,28 +740,28 @@ def check_fingerprint(found: str, name: str, identity: Identity) -> None:
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, identity: Identity, model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase, identity: Identity, decoder_prefix: Sequence[int] | None = None
 ) -> None:
     """Check that this tokenizer is the one that a store was made with.
 
     Args:
         tokenizer: the tokenizer to check.
         identity: the store's identity.
-        model: the model. Needed for a store of an encoder-decoder model, whose decoder begins texts as the
-            generation configuration says: this must be as it was, too.
+        decoder_prefix: the tokens with which the decoder of an encoder-decoder model begins every text: they
+            must be as they were, too. None for a model without a decoder of its own.
 
     Raises:
         FingerprintMismatchError: the tokenizer differs; the message names both fingerprints. Or languages or
             first tokens of an encoder-decoder model differ.
     """
-    found = _compute_tokenizer_fingerprint(tokenizer, model)
+    found = _compute_tokenizer_fingerprint(tokenizer, decoder_prefix)
     if found != identity.tokenizer_fingerprint:
-        if identity.is_paired and (model is None or not reads_source(model)):
+        if identity.is_paired and decoder_prefix is None:
             raise FingerprintMismatchError(
                 f"the store has pairs for the encoder-decoder model {identity.model}, and this needs a store "
                 "of a causal model"
             )
-        if model is not None and reads_source(model):
+        if decoder_prefix is not None:
             raise FingerprintMismatchError(
                 f"the store was made with another tokenizer of {identity.model}, other languages of the "
                 "tokenizer, or another decoder_start_token_id or forced_bos_token_id of the generation "
@@ -746,14 +773,16 @@ def check_tokenizer(
         )
 
 
-def _compute_tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> str:
+def _compute_tokenizer_fingerprint(
+    tokenizer: PreTrainedTokenizerBase, decoder_prefix: Sequence[int] | None
+) -> str:
     """Return the fingerprint of a tokenizer as a store's identity has it.
 
     Args:
         tokenizer: the tokenizer.
-        model: the model. For an encoder-decoder model the fingerprint also covers the special tokens around a
-            source and the tokens with which the decoder begins.
+        decoder_prefix: the tokens with which the decoder of an encoder-decoder model begins every text; None
+            for another model. With them the fingerprint also covers the special tokens around a source.
     """
-    if model is not None and reads_source(model):
-        return pair_fingerprint(tokenizer, decoder_prefix_of(model))
-    return tokenizer_fingerprint(tokenizer)
+    if decoder_prefix is None:
+        return tokenizer_fingerprint(tokenizer)
+    return pair_fingerprint(tokenizer, decoder_prefix)

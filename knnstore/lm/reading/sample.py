@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,15 @@ def sample_documents(
     return [document for *_, document in sorted(chosen, reverse=True)]
 
 
+class TokenSample(NamedTuple):
+    """The tokens of a sample of documents."""
+
+    texts: list[NDArray[np.uint32]]
+    """Token ids of each document, shapes (n_i,)."""
+    sources: list[NDArray[np.uint32]] | None
+    """Token ids of the source of each document, shapes (m_i,); None for a model that reads no sources."""
+
+
 def sample_tokens(
     reader: TextReader,
     documents: Iterable[TextDocument],
@@ -63,7 +73,7 @@ def sample_tokens(
     *,
     longest: int | None = None,
     on_bad: OnBad | None = None,
-) -> list[NDArray[np.uint32]]:
+) -> TokenSample:
     """Sample documents that have `count` tokens together, and return their token ids.
 
     The documents with the lowest content hashes are chosen, so the sample does not depend on their order.
@@ -77,25 +87,27 @@ def sample_tokens(
             the document is skipped. None raises the first error.
 
     Returns:
-        The token ids of each document, uint32, shapes (n_i,); fewer than `count` in total if the documents
-        have less text.
+        The token ids of each document; fewer than `count` in total if the documents have less text.
 
     Raises:
         UnusableDocumentError: a chosen document has a token that the model does not have, and `on_bad` is
             None; the message names the document.
     """
-    texts: list[NDArray[np.uint32]] = []
+    texts, sources = list[NDArray[np.uint32]](), list[NDArray[np.uint32]]()
     longest = longest or count
     chosen = sample_documents(
         documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
     )
     for chunk in in_chunks(usable_documents(reader, chosen, on_bad)):
+        sources += reader.sources(chunk) or ()
         for tokens in reader.tokenized(chunk):
             texts.append(tokens[: min(count, longest)])
             count -= len(texts[-1])
             if count == 0:
-                return texts
-    return texts
+                break
+        if count == 0:
+            break
+    return TokenSample(texts, sources[: len(texts)] if reader.reads_pairs else None)
 
 
 def sample_keys(
@@ -123,11 +135,11 @@ def sample_keys(
             None.
     """
     shown = progress or Progress()
-    texts = sample_tokens(reader, documents, KEYS_FITTED_ON, on_bad=on_bad)
-    shown.start("sampling keys", total=sum(len(text) for text in texts))
+    sample = sample_tokens(reader, documents, KEYS_FITTED_ON, on_bad=on_bad)
+    shown.start("sampling keys", total=sum(len(text) for text in sample.texts))
     parts: list[Keys] = []
-    for batch in reader.batches(texts):
-        parts.append(reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy())
+    for batch in reader.batches(*sample):
+        parts.append(reader.encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy())
         shown.advance(len(batch.at))
     shown.finish()
     if not parts:

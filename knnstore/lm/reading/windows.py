@@ -231,21 +231,29 @@ def prefix_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def decoder_prefix_of(model: Any) -> tuple[int, ...]:
+    """Return the tokens with which the decoder of a model begins every text; see `get_decoder_prefix`."""
+    return get_decoder_prefix(model.generation_config, type(model).__name__)
+
+
+def get_decoder_prefix(config: Any, name: str) -> tuple[int, ...]:
     """Return the tokens with which the decoder of an encoder-decoder model begins every text.
 
     These are the token that starts the decoder, and the token that `generate` forces to be the first one, if
     there is one, for example the language in which a multilingual model answers (``forced_bos_token_id``).
 
+    Args:
+        config: the model's generation configuration.
+        name: the model's name, for the message.
+
     Raises:
         ConfigError: the generation configuration names no single token that starts the decoder.
     """
-    config = model.generation_config
     start = config.decoder_start_token_id
     if start is None:
         start = config.bos_token_id
     if not isinstance(start, int):
         raise ConfigError(
-            f"{type(model).__name__}: decoder_start_token_id of the generation configuration is {start}, "
+            f"{name}: decoder_start_token_id of the generation configuration is {start}, "
             "and one token is needed with which every text begins"
         )
     forced = config.forced_bos_token_id
