@@ -96,6 +96,7 @@ LAUGHS = "".join(f'<!ENTITY a{at} "{f"&a{at - 1};" * 10}">' for at in range(1, 1
         ("", "not XML, or damaged: no element found"),
         ("id,text\n1,a\n", "not XML, or damaged"),
         (tmx(""), "the file has no translation unit"),
+        (tmx("<tu>" * 300), "its elements are nested more than 256 deep"),
         (tmx().encode()[:40] + b"\xff" + tmx().encode()[40:], "not XML, or damaged"),
     ],
 )

@@ -71,8 +71,8 @@ class Documents:
         typer.Argument(
             metavar="FILE",
             help=".jsonl, .csv, .tsv or .parquet (a row a document: id, text, metadata), .json (an array of "
-            "rows, or one row), .mbox (a message a document), .tmx (a unit a document; --text-field and "
-            "--source-field are languages, such as de), .txt, .md, .rst, .html or .ipynb (one "
+            "rows, or one row), .mbox (a message a document), .tmx and .xlf (a unit a document; --text-field "
+            "and --source-field are languages, such as de), .txt, .md, .rst, .html or .ipynb (one "
             "document), a folder of such files, - for standard input, or hf:NAME[:CONFIGURATION[:SPLIT]], a "
             "data set of the Hugging Face hub; any file but parquet may be compressed (.gz). A document has "
             "at most 256 MiB. In a folder, links out of it are left out.",

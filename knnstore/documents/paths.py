@@ -43,6 +43,7 @@ from knnstore.documents.source_files import (
 )
 from knnstore.documents.text_extraction import read_html_document, read_mailbox, read_notebook_document
 from knnstore.documents.translation_memory import read_translation_memory
+from knnstore.documents.xliff import read_xliff
 from knnstore.errors import InputError, UnusableDocumentError
 
 PARQUET = ".parquet"
@@ -95,6 +96,8 @@ KINDS = {
     ".tsv": Kind(partial(read_table, delimiter="\t")),
     ".mbox": Kind(read_mailbox, is_mostly_text=False),
     ".tmx": Kind(read_translation_memory, is_mostly_text=False),
+    ".xlf": Kind(read_xliff, is_mostly_text=False),
+    ".xliff": Kind(read_xliff, is_mostly_text=False),
     ".txt": _TEXT,
     ".md": _TEXT,
     ".markdown": _TEXT,
@@ -265,7 +268,8 @@ def read_documents(
     - ``.jsonl``, ``.ndjson``, ``.csv``, ``.tsv`` and ``.parquet``: each row is a document.
     - ``.json``: an array of rows, or one row.
     - ``.mbox``: each message is a document.
-    - ``.tmx``: each translation unit is a document; `fields` name the languages of its text and its source.
+    - ``.tmx``, ``.xlf`` and ``.xliff``: each translation unit is a document, and in XLIFF 2.x each segment;
+      `fields` name the languages of its text and its source.
     - ``.txt``, ``.md``, ``.markdown``, ``.rst``, ``.html``, ``.htm`` and ``.ipynb``: the file is one
       document, and its name is the id.
 

@@ -1,14 +1,16 @@
 """Reading translation memories (TMX 1.4): each translation unit is a row with a field for each language.
 
-The file is parsed in pieces, with the expat parser of the standard library. A file that declares an entity is
-refused where the declaration begins, before the entity is used: entities can expand to any size, or name
-other files. Expat reads no other file, so a document type without declarations is harmless.
+`UnitParser` also serves other formats. It parses the file in pieces, with the expat parser of the standard
+library. A file that declares an entity is refused where the declaration begins, before the entity is used:
+entities can expand to any size, or name other files. Expat reads no other file, so a document type without
+declarations is harmless.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from xml.parsers import expat
 
 from knnstore.documents.document import SOURCE, Entry, Fields, Reason, RefusedError, TextDocument
@@ -16,10 +18,9 @@ from knnstore.documents.source_files import MAX_DOCUMENT_BYTES, Source, is_utf8,
 from knnstore.errors import InputError
 
 _PIECE_BYTES = 1 << 16
+_MAX_DEPTH = 256
 _TEXTS = ("seg", "note", "prop")
 """Elements whose text is kept: segments, notes and properties."""
-_CODES = frozenset({"bpt", "ept", "it", "ph", "ut"})
-"""Elements in a segment whose content is markup of the original file, and not text."""
 _DATES = ("creationdate", "changedate")
 """Attributes of a translation unit that become metadata."""
 
@@ -42,7 +43,18 @@ def read_translation_memory(source: Source, fields: Fields) -> Iterator[Entry]:
         InputError: the file is not XML, not TMX, has no unit, or declares an entity. The units before are
             yielded.
     """
-    parser = _UnitParser(None if is_utf8(source.encoding) else source.encoding)
+    return read_units(source, fields, _TmxParser)
+
+
+def read_units(source: Source, fields: Fields, parser_class: "type[UnitParser]") -> Iterator[Entry]:
+    """Yield an entry for each translation unit of a file; see `read_translation_memory`.
+
+    Args:
+        source: the file.
+        fields: names of the fields that contain the text, the id and, for pairs, the source.
+        parser_class: class of the parser of the file's format.
+    """
+    parser = parser_class(None if is_utf8(source.encoding) else source.encoding)
     number = 0
     with source.open() as stream:
         is_open = True
@@ -57,7 +69,7 @@ def read_translation_memory(source: Source, fields: Fields) -> Iterator[Entry]:
 
 
 @dataclass
-class _Unit:
+class TranslationUnit:
     """A translation unit: a text in several languages."""
 
     metadata: dict[str, str]
@@ -65,10 +77,20 @@ class _Unit:
     languages: dict[str, str | None] = field(default_factory=dict)
     """The text in each language, by the language's code in lower case; None if there are several texts."""
     id: str | None = None
-    """The unit's ``tuid``; None if it has none."""
+    """Id of the unit; None if it has none."""
+
+    def add_text(self, language: str, text: str) -> None:
+        """Add the text in a language. A second text of a language makes the language unusable."""
+        is_second = language.lower() in self.languages
+        self.languages[language.lower()] = None if is_second else text
+
+    def add_metadata(self, name: str, value: str) -> None:
+        """Add a value to the metadata; values of the same name are lines of one text."""
+        earlier = self.metadata.get(name)
+        self.metadata[name] = value if earlier is None else f"{earlier}\n{value}"
 
 
-def _convert_unit(unit: _Unit, fields: Fields) -> TextDocument:
+def _convert_unit(unit: TranslationUnit, fields: Fields) -> TextDocument:
     """Convert a translation unit to a document.
 
     Args:
@@ -108,38 +130,70 @@ def _find_language(languages: dict[str, str | None], name: str) -> str | None:
     return variants[0] if len(variants) == 1 else None
 
 
-class _UnitParser:
-    """Parses a TMX file in pieces, and returns the translation units that are complete.
+class UnitParser(ABC):
+    """Parses a file of translation units in pieces, and returns the units that are complete.
+
+    A subclass handles the elements of one format.
 
     Args:
         encoding: encoding of the file; None for the encoding that the file names, or UTF-8.
     """
 
+    format: ClassVar[str]
+    """Name of the format, for messages."""
+    root: ClassVar[str]
+    """Name of the first element of a file."""
+    codes: ClassVar[frozenset[str]]
+    """Elements in a segment whose content is markup of the original file, and not text."""
+    namespace_separator: ClassVar[str | None] = None
+    """Character between the namespace and the name of an element; None leaves namespaces unread."""
+
     def __init__(self, encoding: str | None) -> None:
-        self._parser = expat.ParserCreate(encoding)
+        self._parser = expat.ParserCreate(encoding, self.namespace_separator)
         self._parser.buffer_text = True
         self._parser.StartElementHandler = self._start
         self._parser.EndElementHandler = self._end
-        self._parser.CharacterDataHandler = self._add_text
+        self._parser.CharacterDataHandler = self._add_characters
         self._parser.EntityDeclHandler = self._refuse_declaration
         self._parser.SkippedEntityHandler = self._refuse_reference
-        self._complete: list[_Unit] = []
-        self._depth = 0
-        self._unit: _Unit | None = None
-        self._language = ""
-        self._property = ""  # name of the note or property that is read
+        self.complete: list[TranslationUnit] = []
+        """Units that have ended; `parse` takes them."""
+        self.path: list[str] = []
+        """Names of the open elements, the first one first."""
         self._text: list[str] | None = None  # of the segment, note or property; None outside of them
         self._length = 0
-        self._codes = 0  # number of open elements whose content is no text
+        self._open_codes = 0  # number of open elements whose content is no text
 
-    def parse(self, piece: bytes) -> Iterator[_Unit]:
+    @abstractmethod
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        """Handle the beginning of an element, whose name is the last one of `path`."""
+
+    @abstractmethod
+    def end(self, name: str) -> None:
+        """Handle the end of an element, whose parent is the last one of `path`."""
+
+    def clean_name(self, name: str) -> str:
+        """Return the name of an element as `start`, `end` and `path` have it."""
+        return name
+
+    def begin_text(self) -> None:
+        """Keep the text from here on, until `take_text`."""
+        self._text, self._length, self._open_codes = [], 0, 0
+
+    def take_text(self) -> str:
+        """Return the text since `begin_text`, without inline markup."""
+        text, self._text = "".join(self._text or ()), None
+        return text
+
+    def parse(self, piece: bytes) -> Iterator[TranslationUnit]:
         """Parse the next piece of the file, and yield the units that end in it.
 
         Args:
             piece: the bytes; empty at the end of the file.
 
         Raises:
-            InputError: the file is not XML, is not TMX, or declares an entity. The units before are yielded.
+            InputError: the file is not XML, is of another format, or declares an entity. The units before are
+                yielded.
         """
         problem = None
         try:
@@ -148,49 +202,33 @@ class _UnitParser:
             problem = InputError(f"not XML, or damaged: {error}")
         except InputError as error:
             problem = error
-        complete, self._complete = self._complete, []
+        complete, self.complete = self.complete, []
         yield from complete
         if problem is not None:
             raise problem
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         """Handle the beginning of an element."""
-        if not self._depth and name != "tmx":
-            raise InputError(f"not TMX: its first element is {name[:80]!r}")
-        self._depth += 1
-        if name == "tu":
-            dates = {date: attributes[date] for date in _DATES if date in attributes}
-            self._unit = _Unit(dates, id=attributes.get("tuid"))
-        elif name == "tuv":
-            self._language = (attributes.get("xml:lang") or attributes.get("lang") or "").lower()
-        elif name in _TEXTS:
-            self._property = attributes.get("type", name)
-            self._text, self._length, self._codes = [], 0, 0
-        elif name in _CODES:
-            self._codes += 1
+        name = self.clean_name(name)
+        if not self.path and name != self.root:
+            raise InputError(f"not {self.format}: its first element is {name[:80]!r}")
+        self.path.append(name)
+        if len(self.path) > _MAX_DEPTH:
+            raise InputError(f"its elements are nested more than {_MAX_DEPTH} deep")
+        if name in self.codes:
+            self._open_codes += 1
+        self.start(name, attributes)
 
     def _end(self, name: str) -> None:
         """Handle the end of an element."""
-        self._depth -= 1
-        if name in _CODES:
-            self._codes -= 1
-        elif name == "tu" and self._unit is not None:
-            self._complete.append(self._unit)
-            self._unit = None
-        elif name in _TEXTS:
-            text, self._text = "".join(self._text or ()), None
-            if self._unit is None:  # a note or a property of the whole file
-                return
-            if name == "seg":
-                is_second = self._language in self._unit.languages
-                self._unit.languages[self._language] = None if is_second else text
-            else:
-                earlier = self._unit.metadata.get(self._property)
-                self._unit.metadata[self._property] = text if earlier is None else f"{earlier}\n{text}"
+        name = self.path.pop()
+        if name in self.codes:
+            self._open_codes -= 1
+        self.end(name)
 
-    def _add_text(self, text: str) -> None:
+    def _add_characters(self, text: str) -> None:
         """Keep text of a segment, a note or a property, without inline markup."""
-        if self._text is None or self._codes:
+        if self._text is None or self._open_codes:
             return
         self._text.append(text)
         self._length += len(text)
@@ -204,3 +242,40 @@ class _UnitParser:
     def _refuse_reference(self, name: str, *_: Any) -> None:
         """Refuse a reference to an entity that is declared in another file."""
         raise InputError(f"the entity {name[:80]!r} is not declared here: entities are not read")
+
+
+class _TmxParser(UnitParser):
+    """Parses a TMX file."""
+
+    format = "TMX"
+    root = "tmx"
+    codes = frozenset({"bpt", "ept", "it", "ph", "ut"})
+
+    def __init__(self, encoding: str | None) -> None:
+        super().__init__(encoding)
+        self._unit: TranslationUnit | None = None
+        self._language = ""
+        self._property = ""  # name of the note or property that is read
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        if name == "tu":
+            dates = {date: attributes[date] for date in _DATES if date in attributes}
+            self._unit = TranslationUnit(dates, id=attributes.get("tuid"))
+        elif name == "tuv":
+            self._language = attributes.get("xml:lang") or attributes.get("lang") or ""
+        elif name in _TEXTS:
+            self._property = attributes.get("type", name)
+            self.begin_text()
+
+    def end(self, name: str) -> None:
+        if name == "tu" and self._unit is not None:
+            self.complete.append(self._unit)
+            self._unit = None
+        elif name in _TEXTS:
+            text = self.take_text()
+            if self._unit is None:  # a note or a property of the whole file
+                return
+            if name == "seg":
+                self._unit.add_text(self._language, text)
+            else:
+                self._unit.add_metadata(self._property, text)
