@@ -352,8 +352,13 @@ def test_text_is_generated_with_stop_strings_and_several_rows(lm) -> None:
     assert lm.generate_text(pair["source"], 12, stop_strings=words[1]) == " ".join(words[:2])
     rows = lm.generate_text(pair["source"], 12, num_beams=3, num_return_sequences=2)
     assert (rows[0], len(rows)) == (pair["text"], 2)
-    with pytest.raises(InputError, match="the source has 65 tokens"):
-        lm.generate_text("w5 " * 64, 12)
+    for source, new, reason in (
+        ("w5 " * 64, 12, "the source has 65 tokens"),
+        (" ", 12, "the source is empty"),
+        ("w5", 64, "a text has at most 63 tokens, and 64 are asked for"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            lm.generate_text(source, new)
 
 
 def test_translations_keep_the_order_of_their_sources_whatever_is_read_together(lm) -> None:

@@ -85,7 +85,7 @@ def generate_text(
 
     Raises:
         InputError: prompt and continuation exceed the model's window, a prompt is empty and the tokenizer has
-            no prefix, or a stop string is empty.
+            no prefix, a source is empty or too long, or a stop string is empty.
     """
     if seed is not None:
         set_seed(seed)
@@ -130,6 +130,8 @@ def _continue_text(
     # `read` is what the model reads. Generated rows begin with `begun`, and their text continues `before`.
     before: Sequence[int]
     if reader.reads_pairs:
+        if not prompt.strip():
+            raise InputError("the source is empty")
         read = reader.document_tokenizer.tokenize_sources([prompt])[0].tolist()
         begun, before = reader.prefix[:1], ()
     else:
@@ -137,7 +139,9 @@ def _continue_text(
         begun = before = tuple(read)
     if len(begun) + max_new_tokens > window:
         raise InputError(
-            f"the prompt has {len(begun)} tokens and {max_new_tokens} are to follow, but the window is "
+            f"a text has at most {window - len(begun)} tokens, and {max_new_tokens} are asked for: ask for fewer"
+            if reader.reads_pairs
+            else f"the prompt has {len(begun)} tokens and {max_new_tokens} are to follow, but the window is "
             f"{window}: shorten the prompt or ask for fewer"
         )
     if not read:
