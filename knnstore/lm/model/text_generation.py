@@ -139,7 +139,7 @@ def _continue_text(
         begun = before = tuple(read)
     if len(begun) + max_new_tokens > window:
         raise InputError(
-            f"a text has at most {window - len(begun)} tokens, and {max_new_tokens} are asked for: ask for fewer"
+            f"a text has at most {window - len(begun)} tokens, and {max_new_tokens} are asked for"
             if reader.reads_pairs
             else f"the prompt has {len(begun)} tokens and {max_new_tokens} are to follow, but the window is "
             f"{window}: shorten the prompt or ask for fewer"
