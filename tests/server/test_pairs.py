@@ -236,9 +236,10 @@ def test_pairs_are_added_listed_and_removed(listen, pair_home, tmp_path):
     chosen = {"domain": "third", "id": "new"}
     (shown,) = server.call("GET", "/v1/documents", params={**chosen, "text": True}).json()["data"]
     assert (shown["text"], shown["metadata"]) == (pair["text"], {"client": "x", "source": pair["source"]})
-    body["documents"] = [{"id": "bad", "text": "w5"}]
+    body["documents"] = [{**pair, "id": "good"}, {"id": "bad", "text": "w5"}]
     refused = server.call("POST", "/v1/documents", json=body)
     assert (refused.status_code, "no 'source'" in refused.text) == (400, True)
+    assert not server.call("GET", "/v1/documents", params={"id": "good"}).json()["data"]
     assert server.call("DELETE", "/v1/documents", params=chosen).json()["deleted"]
     assert not server.call("GET", "/v1/documents", params=chosen).json()["data"]
     assert texts_of(complete(server, **asked)) != [pair["text"]]
