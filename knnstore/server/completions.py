@@ -511,8 +511,7 @@ class _Answer:
             return {}
         prompt = self._task.prompts[index // self._task.copies]
         _check_sources(self._body, len(self._generated[index]))
-        read = len(prompt.source) + len(prompt.tokens) + len(self._generated[index])
-        self._quota.spend_unchecked(read)
+        self._quota.spend_unchecked(len(prompt.source) + len(prompt.tokens) + len(self._generated[index]))
         sources = await explain_generated_tokens(
             self._serving, self._task.knn, prompt, self._generated[index], count
         )

@@ -218,10 +218,8 @@ class Serving:
             source = text if lm.key_encoder.reads_source else None
             explain_tokens(lm, text, settings, neighbors=1, source=source)
             with torch.inference_mode():
-                generating, ids = (
-                    lm.resolve_settings(settings, Purpose.GENERATION),
-                    torch.from_numpy(text[None].astype(np.int64)),
-                )
+                generating = lm.resolve_settings(settings, Purpose.GENERATION)
+                ids = torch.from_numpy(text[None].astype(np.int64))
                 lm(ids, knn=generating, **({} if source is None else {"decoder_input_ids": ids}))
 
         try:

@@ -71,8 +71,9 @@ def texts_of(answer):
 
 
 def generate(lm, sources, new=NEW, **options):
-    """The texts of `generate`, which counts a token that it forces to be the first one."""
+    """The texts of `generate` without forced ends; it counts a token that it forces to be the first one."""
     new += len(lm.reader.prefix) - 1
+    lm.generation_config.forced_eos_token_id = None
     return [lm.generate_text(source, new, knn=SETTINGS, **options) for source in sources]
 
 
@@ -90,6 +91,8 @@ def test_a_greedy_translation_is_that_of_generate(inside, tmp_path, name):
         ids = [lm.reader.document_tokenizer.tokenize_sources([source])[0].tolist() for source in SOURCES]
         assert texts_of(complete(server, prompt=ids[2], max_tokens=NEW)) == expected[2:3]
         assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
+        cut = complete(server, prompt=SOURCES[0], max_tokens=1)["choices"][0]
+        assert (cut["text"], cut["finish_reason"]) == (expected[0].split()[0], "length")
         # A translation ends by itself; without a limit it may have as many tokens as with `translate`.
         alone = complete(server, prompt=SOURCES[0])
         assert texts_of(alone) == generate(lm, SOURCES[:1], 2 * len(ids[0]) + 20)
@@ -99,15 +102,13 @@ def generate_alone(lm, task, index):
     """The tokens of one text by definition: each from a pass over the whole of it, without a KV cache."""
     prompt = task.prompts[index // task.copies]
     tokens, draws = [*prompt.tokens], random.Random(f"{task.sampling.seed}:{index}")
-    for left in range(task.max_tokens, 0, -1):
+    for _ in range(task.max_tokens):
         ids = torch.tensor([prompt.source])
         with torch.inference_mode():
             output = lm(ids, decoder_input_ids=torch.tensor([tokens]), knn=task.knn, use_cache=False)
         log_p = output.logits[0, -1].double().log_softmax(-1).numpy()
         log_p[FORBIDDEN] = -np.inf
-        if left == 1:  # the configuration forces it
-            tokens.append(EOS)
-        elif task.sampling.temperature == 0:
+        if task.sampling.temperature == 0:
             tokens.append(int(log_p.argmax()))
         else:
             p = np.exp(log_p / task.sampling.temperature)

@@ -172,7 +172,8 @@ class PairBatch(Batch):
 def make_generation_rules(lm: Any, prompt: Prompt, max_tokens: int) -> LogitsProcessorList:
     """Return the logits processors that `generate` uses with the model's generation configuration.
 
-    Examples are tokens that are never generated, and a shortest length. Sampling and beams are left out.
+    Examples are tokens that are never generated, and a shortest length. Sampling and beams are left out, and
+    so is a forced last token: a text that is cut must not look complete.
 
     Args:
         lm: the encoder-decoder model.
@@ -183,6 +184,7 @@ def make_generation_rules(lm: Any, prompt: Prompt, max_tokens: int) -> LogitsPro
     config, _ = lm._prepare_generation_config(
         None, do_sample=False, num_beams=1, max_new_tokens=None, max_length=length + max_tokens
     )
+    config.forced_eos_token_id = None
     lm._prepare_special_tokens(config, True, device=device)
     processors: LogitsProcessorList = lm._get_logits_processor(
         config,
