@@ -92,7 +92,7 @@ def test_a_greedy_translation_is_that_of_generate(inside, tmp_path, name):
         assert texts_of(complete(server, prompt=ids[2], max_tokens=NEW)) == expected[2:3]
         assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
         cut = complete(server, prompt=SOURCES[0], max_tokens=1)["choices"][0]
-        assert (cut["text"], cut["finish_reason"]) == (expected[0].split()[0], "length")
+        assert (expected[0].startswith(cut["text"]), cut["finish_reason"]) == (True, "length")
         # A translation ends by itself; without a limit it may have as many tokens as with `translate`.
         alone = complete(server, prompt=SOURCES[0])
         assert texts_of(alone) == generate(lm, SOURCES[:1], 2 * len(ids[0]) + 20)
