@@ -3,13 +3,14 @@
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import knnstore
-from knnstore.lm import FixedLambda, KNNSettings
+from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings
 from knnstore.server.engine import Engine, Prompt, Sampling, Task
 from knnstore.store import Selection
 from tests.cli.conftest import call
@@ -25,6 +26,9 @@ FORBIDDEN = [24, 57]
 """Words that the model likes, and that its generation configuration forbids."""
 SETTINGS = KNNSettings(
     k=8, probes=None, mixer=FixedLambda(0.4), temperature=8.0, selection=Selection(domains=("first",))
+)
+EVERY_COMPONENT = replace(
+    SETTINGS, ngrams=NGramSettings(order=3, lam=0.3), cache=CacheSettings(size=8, temperature=8.0, lam=0.2)
 )
 NEW = 10
 
@@ -128,7 +132,7 @@ def test_texts_that_are_decoded_side_by_side_are_what_each_is_alone(lm):
             for tokens in lm.reader.document_tokenizer.tokenize_sources([*map(str, chosen)])
         )
         sampling = Sampling(temperature=float(number % 3), seed=number)
-        knn = SETTINGS if number % 4 else KNNSettings(lam=0.0)
+        knn = (KNNSettings(lam=0.0), SETTINGS, EVERY_COMPONENT)[number % 4 % 3]
         tasks.append(Task(prompts, knn, max_tokens=30, copies=1 + number % 3 // 2, sampling=sampling))
     engine = Engine(
         lm, lambda scope: scope, max_waiting=100, observe=lambda _: counts.add(len(engine._heavy))
