@@ -1,7 +1,11 @@
 """A store of many records: made, arranged, weighed, opened, searched, grown, removed from and erased.
 
     python benchmarks/large.py --rows 1000000 10000000 --keys KEYS.npy
+    python benchmarks/large.py --rows 1000000 10000000 --keys KEYS.npy --planned
     python benchmarks/large.py --smoke                a few seconds
+
+With `--planned` the store is made and grown by plans, as several machines make it: shards of 100,000 tokens
+of random words, with the same keys, are committed in one transaction for each domain.
 
 KEYS.npy holds keys of a language model, shape (n, dim). The last 4,096 are the queries and are not stored.
 The others are repeated, with a tenth of their spread added as noise, until there are enough; without `--keys`
@@ -18,6 +22,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,16 +35,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
+import knnstore
 from knnstore.catalog import Identity, NewDocument
 from knnstore.datastore import Keys, Metric, pairwise
+from knnstore.distributed import SHARD_TOKENS, PlanFolder, commit_plan, make_plan
+from knnstore.lm import load_text_parts
 from knnstore.store import KNNStore
 
+TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
 DOCUMENT = 1_000
 BATCH = 50
 """Documents of one commit."""
 DOMAINS = ("first", "second")
 QUERIES, PROBES = 4096, 16
+DIM = 256
+"""Components of synthetic keys, as the demo's model has."""
 DISTANCES = 1 << 26
 """Of so many queries at once, where many ask: as scoring does it, so that memory is bounded."""
 LADDER = [1, 2, 4, 8, 12, *range(16, 64, 4), *range(64, 256, 16), 256]
@@ -94,6 +106,72 @@ def add(store: KNNStore, domain: str, source: Path, start: int, rows: int) -> fl
     return seconds
 
 
+def write_plan(run: Run, domain: str, start: int, rows: int) -> dict[str, float]:
+    """Plan documents of random words, and write keys for their shards; returns seconds."""
+    tokenizer = load_text_parts(TINY_LM).tokenizer
+    assert tokenizer is not None
+    folder, begun = PlanFolder(find_plan(run, domain)), time.perf_counter()
+    with KNNStore.open(run.home, "a") as store:
+        plan = make_plan(store, tokenizer, write_words(tokenizer, start, rows), folder, domain=domain)
+    assert plan is not None
+    planning, begun = time.perf_counter() - begun, time.perf_counter()
+    for shard in plan.shards:
+        keys = np.concatenate([*key_batches(run.source, start + shard.start, shard.records)])
+        folder.write_keys(shard, keys.astype(plan.dtype))
+    return {
+        f"{domain}_shards": len(plan.shards),
+        f"{domain}_tokens": plan.tokens,
+        f"{domain}_planning_seconds": planning,
+        f"{domain}_keys_seconds": time.perf_counter() - begun,
+    }
+
+
+def write_words(tokenizer: PreTrainedTokenizerBase, start: int, rows: int) -> Iterator[dict[str, str]]:
+    """Yield documents of random words, with about so many tokens in all."""
+    words = [tokenizer.decode([id]) for id in range(300, 2_300)]
+    words = [word for word in words if word.strip().isalpha()]
+    for number in range(start, start + rows, DOCUMENT):
+        draw = np.random.default_rng(number)
+        yield {"id": f"{number}", "text": "".join(draw.choice(words, min(DOCUMENT, start + rows - number)))}
+
+
+def find_plan(run: Run, domain: str) -> Path:
+    """Return the folder of the plan of a domain."""
+    return run.home.with_name(f"{run.home.name}-{domain}")
+
+
+def commit(store: KNNStore, run: Run, domain: str) -> dict[str, float]:
+    """Commit the plan of a domain, and remove its folder; returns seconds."""
+    begun, processor = time.perf_counter(), time.process_time()
+    commit_plan(store, PlanFolder(find_plan(run, domain)))
+    found = {
+        f"{domain}_seconds": time.perf_counter() - begun,
+        f"{domain}_processor_seconds": time.process_time() - processor,
+    }
+    shutil.rmtree(find_plan(run, domain))
+    return found
+
+
+def planned(run: Run) -> dict[str, Any]:
+    """Make a store without records, and the plans of its two domains, of which the second has a tenth."""
+    knnstore.create(run.home, TINY_LM).store.close()
+    small = run.rows // 10
+    return write_plan(run, "second", 0, small) | write_plan(run, "first", small, run.rows - small)
+
+
+def committed(run: Run) -> dict[str, Any]:
+    """Commit both plans."""
+    with KNNStore.open(run.home, "a") as store:
+        return commit(store, run, "second") | commit(store, run, "first") | count_bytes(run)
+
+
+def grown_by_shard(run: Run) -> dict[str, Any]:
+    """Plan and commit one shard more."""
+    write_plan(run, "first", run.rows, min(run.rows, SHARD_TOKENS))
+    with KNNStore.open(run.home, "a") as store:
+        return commit(store, run, "first")
+
+
 def made(run: Run) -> dict[str, Any]:
     """Make the store, in two domains of which the second has a tenth."""
     dim, small = queries_of(run.source).shape[1], run.rows // 10
@@ -109,9 +187,14 @@ def arranged(run: Run) -> dict[str, Any]:
         begun = time.perf_counter()
         store.optimize()
         seconds = time.perf_counter() - begun
+    return {"seconds": seconds} | count_bytes(run)
+
+
+def count_bytes(run: Run) -> dict[str, float]:
+    """Return the bytes of keys for each record, and the size of the whole home in multiples of them."""
     size = sum(file.stat().st_size for file in run.home.rglob("*") if file.is_file())
     keys = sum(file.stat().st_size for file in (run.home / "keys").rglob("*") if file.is_file())
-    return {"seconds": seconds, "bytes_a_record": keys / run.rows, "home_to_keys": size / keys}
+    return {"bytes_a_record": keys / run.rows, "home_to_keys": size / keys}
 
 
 def weighed(run: Run) -> dict[str, Any]:
@@ -196,8 +279,14 @@ def erased(run: Run) -> dict[str, Any]:
 
 
 STEPS: dict[str, Callable[[Run], dict[str, Any]]] = {
-    step.__name__: step for step in (made, arranged, weighed, searched, grown, removed, erased)
-}
+    step.__name__: step
+    for step in (
+        made, arranged, planned, committed, weighed, searched, grown, grown_by_shard, removed, erased
+    )
+}  # fmt: skip
+ASKED = ["weighed", "searched"]
+ADDED = ["made", "arranged", *ASKED, "grown", "removed", "erased"]
+PLANNED = ["planned", "committed", *ASKED, "grown_by_shard", "removed", "erased"]
 
 
 class Watch(threading.Thread):
@@ -247,7 +336,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000])
     parser.add_argument("--keys", type=Path, help="keys as numpy's array, shape (n, dim)")
     parser.add_argument("--folder", type=Path, help="where the stores are made; default a temporary folder")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="in this order")
+    parser.add_argument("--planned", action="store_true", help="make the stores by plans")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, help="in this order; default all")
     parser.add_argument("--smoke", action="store_true", help="small, and nothing can be concluded from it")
     parser.add_argument("--probes", type=int, default=PROBES, help="cells of a query in the first store")
     parser.add_argument("--step", nargs=2, metavar=("STEP", "HOME"), help=argparse.SUPPRESS)
@@ -257,20 +347,20 @@ def main() -> None:
         print(json.dumps(done_here(name, Run(Path(home), given.keys, given.rows[0], given.probes))))
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        keys = given.keys
+        keys, cases = given.keys, [(rows, given.planned) for rows in given.rows]
         if given.smoke:
-            given.rows = [20_000]
+            cases = [(20_000, False), (20_000, True)]
         if keys is None:
             from search import clustered  # which needs FAISS
 
             keys = Path(folder) / "keys.npy"
-            np.save(keys, clustered(min(given.rows[0], 1_000_000), 32 if given.smoke else 256, seed=0))
+            np.save(keys, clustered(min(cases[0][0], 1_000_000), DIM, seed=0))
         # As where it is installed: modules that opening imports were compiled before.
         compiling = {name: one for name, one in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         results: list[dict[str, Any]] = []
-        for rows in given.rows:
-            home, result, probes = Path(folder) / str(rows), {"rows": rows}, given.probes
-            for name in given.steps:
+        for number, (rows, is_planned) in enumerate(cases):
+            home, result, probes = Path(folder) / f"{number}", {"rows": rows}, given.probes
+            for name in given.steps or (PLANNED if is_planned else ADDED):
                 size = ["--rows", str(rows), "--keys", str(keys), "--probes", str(probes)]
                 command = [sys.executable, __file__, *size, "--step", name, str(home)]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=compiling)
@@ -280,7 +370,7 @@ def main() -> None:
                     share = results[0][name]["shares"][str(given.probes)]
                     probes = probes_for(share, result[name]["shares"])
             results.append(result)
-        if len(results) > 1 and "searched" in given.steps:
+        if len(results) > 1 and "searched" in results[0]:
             print("at equal recall of mass:", ratios(results), file=sys.stderr)
         print(json.dumps(results, indent=2))
 

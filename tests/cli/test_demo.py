@@ -16,19 +16,20 @@ def test_no_paragraph_is_both_stored_and_held_out():
 
 
 def test_removing_a_domain_restores_every_digit(workplace, model):
-    lm = library.create("demo.knn", str(model))
+    ngrams_lm = library.create("ngrams.knn", str(model), key=None)
+    lm = library.create("keys.knn", str(model))
     texts = ["The harbour was quiet.", "The boat went out past the harbour wall.", "Grain is dear."]
     documents = [TextDocument(str(number), text * 5) for number, text in enumerate(texts)]
     corpora = [
         demo.Corpus("one", documents[:1], documents[1:2]),
         demo.Corpus("two", documents[1:2], documents[2:]),
     ]
-    with lm.store, Bar() as bar:
-        result = demo.demonstrate(lm, corpora, bar)
+    with ngrams_lm.store, lm.store, Bar() as bar:
+        result = demo.demonstrate(ngrams_lm, lm, corpora, bar)
     assert result["restored"] is True
-    alone, first, both, after = (state["one"] for state in result["perplexity"])
+    alone, ngrams, first, both, after = (state["one"] for state in result["perplexity"])
     assert after == first
-    assert len({alone, first, both}) == 3
+    assert len({alone, ngrams, first, both}) == 4
 
 
 def test_without_the_checkout_it_asks_for_a_model(knnstore, monkeypatch, workplace):

@@ -1,4 +1,4 @@
-"""The command `demo`: add a domain, evaluate, add a second one, remove it again, and generate a text.
+"""The command `demo`: n-grams of two domains, then keys; removes a domain again, and generates a text.
 
 Its documents are in every installation: Python's language reference and the docstrings of numpy.
 """
@@ -63,8 +63,8 @@ def demo(
 ) -> None:
     """Demonstrate the library on documentation that is installed with Python and numpy.
 
-    Adds two domains, measures perplexity on held-out documents, removes one domain again, and continues a
-    text with its sources. The store is temporary.
+    Measures perplexity on held-out documents with n-grams of two domains, then with keys and n-grams, removes
+    one domain again, and continues a text with its sources. The stores are temporary.
 
     Examples:
       knnstore demo
@@ -73,10 +73,11 @@ def demo(
     name = model or _find_default_model()
     quiet_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
-        home = Path(folder) / "demo.knn"
-        lm = knnstore.create(home, name, device=runtime.device, dtype=runtime.dtype, kind="causal")
-        with lm.store:
-            result = demonstrate(lm, [reference(), library()], bar)
+        options: dict[str, Any] = {"device": runtime.device, "dtype": runtime.dtype, "kind": "causal"}
+        ngrams_lm = knnstore.create(Path(folder) / "ngrams.knn", name, key=None, **options)
+        lm = knnstore.create(Path(folder) / "keys.knn", name, **options)
+        with ngrams_lm.store, lm.store:
+            result = demonstrate(ngrams_lm, lm, [reference(), library()], bar)
     print_result(result, _format_demo(result), as_json=as_json)
     if not as_json:
         print_message(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
@@ -84,11 +85,12 @@ def demo(
         raise KnnstoreError(f"removing {LIBRARY} did not restore the perplexities to the last digit")
 
 
-def demonstrate(lm: "KNNLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
-    """Add two domains to an empty store, evaluate and generate, then remove the second domain again.
+def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
+    """Add two domains to two empty stores, evaluate and generate, then remove the second domain again.
 
     Args:
-        lm: the model with its empty store. It keeps the first domain.
+        ngrams_lm: the model with an empty store without keys. It keeps both domains.
+        lm: the model with an empty store. It keeps the first domain.
         corpora: the two domains.
         bar: the progress bar.
 
@@ -100,7 +102,7 @@ def demonstrate(lm: "KNNLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
     states: list[dict[str, Any]] = []
     evaluations: list[Evaluation] = []
 
-    def measure(state: str) -> dict[str, float]:
+    def measure(state: str, lm: "KNNLM" = lm) -> dict[str, float]:
         """Evaluate both domains and record the state. Returns the perplexities with the store by domain."""
         results = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
         if not states:
@@ -112,17 +114,20 @@ def demonstrate(lm: "KNNLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
         evaluations.extend(results.values())
         return perplexities
 
-    # 1) Add both domains, one after the other.
+    # 1) Store both domains as n-grams, which takes no pass of the model.
+    counted = [ngrams_lm.add(one.stored, domain=one.domain, progress=bar) for one in corpora]
+    measure("with n-grams of both domains", ngrams_lm)
+    # 2) Store keys too, of one domain after the other.
     added = [lm.add(first.stored, domain=first.domain, progress=bar)]
-    before = measure(f"with {first.domain}")
+    before = measure(f"with keys of {first.domain}")
     added.append(lm.add(second.stored, domain=second.domain, progress=bar))
-    measure(f"with {second.domain} as well")
-    # 2) Continue a text without and with the store.
+    measure(f"with keys of {second.domain} too")
+    # 3) Continue a text without and with the store.
     model_settings, store_settings = replace(lm.knn, lam=0.0), replace(lm.knn, lam=_LAMBDA_OF_TEXT)
     model_continuation = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=model_settings)
     continuation = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=store_settings)
     sources = credit_documents(lm.explain(continuation, store_settings, after=_PROMPT, neighbors=32))
-    # 3) Remove the second domain: the perplexities must be the same as before it.
+    # 4) Remove the second domain: the perplexities must be the same as before it.
     lm.store.remove_domain(second.domain)
     after = measure(f"after removing {second.domain}")
     return {
@@ -130,6 +135,7 @@ def demonstrate(lm: "KNNLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
         "restored": after == before,
         "probes": lm.knn.probes,
         "temperature": lm.knn.temperature,
+        "ngram_seconds": sum(one.seconds for one in counted),
         "stored_tokens": sum(one.tokens for one in added),
         "stored_tokens_per_s": sum(one.tokens for one in added) / sum(one.seconds for one in added),
         "scored_tokens_per_s": sum(one.tokens for one in evaluations)
@@ -150,7 +156,8 @@ Perplexity on documents that were held out (lower is better):
 {format_table(perplexities, ["", REFERENCE, LIBRARY])}
 
 equal to before the second domain was added, to the last digit: {"yes" if result["restored"] else "NO"}
-stored {result["stored_tokens"]:,} tokens at {result["stored_tokens_per_s"]:,.0f} tokens/s, \
+stored {result["stored_tokens"]:,} tokens as n-grams in {result["ngram_seconds"]:.1f} s, \
+as keys at {result["stored_tokens_per_s"]:,.0f} tokens/s; \
 scored at {result["scored_tokens_per_s"]:,.0f} tokens/s ({result["probes"]} probes)
 
 A continuation of {result["prompt"]!r}:
