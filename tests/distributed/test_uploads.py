@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from knnstore.errors import (
 )
 from knnstore.store import KNNStore, Selection
 from tests.distributed.test_plans import DOCUMENTS, Workshop, read_store, write_documents
+
+KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
 
 class ServerWorkshop(Workshop):
@@ -129,17 +133,64 @@ def test_an_interrupted_upload_continues_and_a_second_one_sends_nothing(workshop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["plan.keys.renamed:2", "plan.uploading", "plan.keys.published:3"])
-def test_a_worker_that_is_killed_leaves_the_same_points(workshop: ServerWorkshop, place: str) -> None:
+def test_a_command_that_is_killed_leaves_the_same_points(workshop: ServerWorkshop) -> None:
     workshop.plan()
-    command = [sys.executable, "-m", "knnstore.cli", "encode", str(workshop.folder.path), "--upload"]
-    killed = subprocess.run(command, env={**os.environ, failpoints.VARIABLE: place}, check=False)
-    assert killed.returncode == -9
+    command = [*KNNSTORE, "encode", workshop.folder.path, "--upload"]
+    environment = {**os.environ, failpoints.VARIABLE: "plan.uploading:2"}
+    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert workshop.problems() == []
     again = subprocess.run([*command, "--json"], check=True, capture_output=True)
     assert json.loads(again.stdout)["uploaded"] > 0
     workshop.server.faults.clear()
     assert (workshop.commit().documents, workshop.count_upserts()) == (37, 0)
+    assert workshop.count_records() == len(workshop.read_points())
+    assert workshop.problems() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "upserts"),
+    [
+        ("plan.uploading:2", 0),
+        ("commit.shard:2", 2),  # recovery deletes the points of two shards, whose documents were pending
+        ("catalog.publish.inside", None),
+        ("catalog.publish.after", 0),
+        ("purge.flushed", 0),
+        ("commit.after", 0),
+        ("plan.released", 0),
+    ],
+)
+def test_every_step_may_be_killed_and_is_then_repeated(
+    tmp_path: Path, qdrant_server: Any, killed_at: Callable[[str, Callable[[], object]], bool],
+    place: str, upserts: int | None,
+) -> None:  # fmt: skip
+    workshop = ServerWorkshop(tmp_path, qdrant_server, prefer_grpc=False)  # gRPC does not survive a fork
+    workshop.add(DOCUMENTS[:3])
+    points = workshop.read_points()
+    plan = workshop.plan([*DOCUMENTS[1:2], {**DOCUMENTS[2], "text": "the wall"}, *DOCUMENTS[3:]])
+    assert plan is not None
+    work: Callable[[], object] = workshop.commit
+    if place == "plan.released":
+        work = workshop.drop
+    if place == "plan.uploading:2":
+        workshop.encode()
+        work = workshop.upload
+    else:
+        workshop.upload()
+    assert killed_at(place, work)
+    assert all("half added" in problem for problem in workshop.problems())
+    workshop.server.faults.clear()
+    if place == "plan.released":
+        workshop.drop()
+        assert (workshop.read_points(), workshop.problems()) == (points, [])
+        return
+    if place == "plan.uploading:2":
+        workshop.upload()
+        workshop.server.faults.clear()
+    workshop.commit()
+    assert workshop.ids() == {of["id"] for of in DOCUMENTS}
+    assert workshop.count_upserts() == (len(plan.shards) if upserts is None else upserts)
     assert workshop.count_records() == len(workshop.read_points())
     assert workshop.problems() == []
 
