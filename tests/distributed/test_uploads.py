@@ -16,7 +16,7 @@ from qdrant_client import QdrantClient
 import knnstore
 from knnstore import failpoints
 from knnstore.datastore import registry
-from knnstore.distributed import PlanFolder, ShardUploader, encode_shards
+from knnstore.distributed import PlanFolder, ShardUploader, encode_shards, encode_with_processes
 from knnstore.errors import (
     ConfigError,
     DatastoreError,
@@ -129,6 +129,19 @@ def test_an_interrupted_upload_continues_and_a_second_one_sends_nothing(workshop
     assert (workshop.count_upserts(), workshop.read_points()) == (0, points)
     workshop.commit()
     assert [(id, vector) for id, _, vector in workshop.read_points()] == [(id, of) for id, _, of in points]
+    assert workshop.problems() == []
+
+
+@pytest.mark.slow
+def test_processes_of_one_machine_upload(workshop: ServerWorkshop) -> None:
+    plan = workshop.plan()
+    assert plan is not None
+    encode_shards(workshop.folder, worker=0, workers=3)
+    encode_with_processes(workshop.folder, 2, upload=True)
+    workshop.server.faults.clear()
+    encode_with_processes(workshop.folder, 2, upload=True)  # starts none
+    assert not workshop.server.faults.calls
+    assert (workshop.commit().documents, workshop.count_upserts()) == (37, 0)
     assert workshop.problems() == []
 
 
