@@ -286,6 +286,9 @@ id begins with the record's position, so ranges of ids are converted to ranges o
 bits, which a float represents exactly.
 """
 
+UPLOAD = "upload"
+"""Name in a point's payload of the name of the upload that stored it; see `QdrantDatastore.upload`."""
+
 _BULK = 100_000
 """Number of added records after which the server is told to postpone indexing until all records are added."""
 

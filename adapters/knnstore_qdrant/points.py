@@ -28,7 +28,7 @@ from knnstore.datastore import (
     whole_positions,
 )
 from knnstore.errors import DatastoreError, InvalidVectorError
-from knnstore_qdrant.collection import GROUP, MARK, POSITION, Collection
+from knnstore_qdrant.collection import GROUP, MARK, POSITION, UPLOAD, Collection
 
 _LISTED_IDS = 10_000
 """Largest number of ids that a condition lists without asking the server which of them exist."""
@@ -40,22 +40,27 @@ _LARGEST = 65504.0
 """Largest number in half precision. Qdrant converts larger numbers to infinity, to which nothing is near."""
 _PROBE_SECONDS = 2.0
 """Largest time in seconds to find out whether the server answers over gRPC."""
+_NEVER = models.Filter(must=[models.FieldCondition(key=POSITION, range=models.Range(lt=0))])
+"""A filter that no point matches. As the condition for updating points, it lets a request insert only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A choice of points: all points of some groups, or the points with some positions or ids.
+    """A choice of points: by groups, by positions or ids, by the name of an upload, or by several of these.
 
     A group is a numbered set of records, such as a domain. A position is the number of a record's token in
     the store. The truth value of a condition is False if it selects no point.
     """
 
     groups: tuple[int, ...] = ()
-    """Group numbers whose points are selected; if it is not empty, `positions` and `ids` are empty."""
+    """Group numbers whose points are selected; empty for all groups."""
     positions: tuple[tuple[int, int], ...] = ()
     """Ranges [start, stop) of positions whose points are selected."""
     ids: tuple[int, ...] = ()
-    """Record ids whose points are selected, in addition to `positions`."""
+    """Record ids whose points are selected, in addition to `positions`. If both are empty, the points of all
+    positions are selected."""
+    upload: str | None = None
+    """Name of the upload whose points are selected; None for all points."""
 
     def __bool__(self) -> bool:
         return bool(self.groups or self.positions or self.ids)
@@ -103,16 +108,19 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
 
 def _to_rest_filter(condition: Condition) -> models.Filter:
     """Convert a condition that selects at least one point to a filter of Qdrant's REST interface."""
+    must: list[models.Condition] = []
     if condition.groups:
         match = models.MatchAny(any=list(condition.groups))
-        return models.Filter(must=[models.FieldCondition(key=GROUP, match=match)])
+        must.append(models.FieldCondition(key=GROUP, match=match))
+    if condition.upload is not None:
+        must.append(models.FieldCondition(key=UPLOAD, match=models.MatchValue(value=condition.upload)))
     should: list[models.Condition] = [
         models.FieldCondition(key=POSITION, range=models.Range(gte=start, lt=stop))
         for start, stop in condition.positions
     ]
     if condition.ids:
         should.append(models.HasIdCondition(has_id=list(condition.ids)))
-    return models.Filter(should=should)
+    return models.Filter(must=must or None, should=should or None)
 
 
 def _to_grpc_filter(condition: Condition | None) -> Any:
@@ -165,6 +173,9 @@ class ServerPoints:
     """True if every search compares the query with all points."""
     exact_keys: bool
     """True if vectors are stored as float32; False if they are stored as float16."""
+    takes_uploads: bool
+    """True if the server can insert points without replacing others: from version 1.16 on, which is also the
+    first one that keeps metadata of collections."""
 
     def __init__(self, collection: Collection, dim: int, metric: Metric) -> None:
         self._collection, self._dim, self._metric = collection, dim, metric
@@ -172,10 +183,14 @@ class ServerPoints:
         self.attempts = collection.attempts
         self.exact_search = collection.options.exact
         self.exact_keys = collection.exact_keys
+        self.takes_uploads = collection.mark is not None
         self._senders = ThreadPoolExecutor(collection.options.parallel, thread_name_prefix="qdrant")
 
-    def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+    def upsert(self, ids: Ids, keys: Keys, groups: Groups, upload: str | None = None) -> None:
         """Add records to the collection; a new record replaces an older record with the same id.
+
+        With `upload`, an older record with the same id stays, and the server's indexing is not postponed:
+        nobody knows when the uploads end, and the store is searched meanwhile.
 
         The records are divided among requests, several of which are sent at the same time. If a request
         fails, no further request is sent, and the error is raised when the running requests have ended. In
@@ -185,6 +200,7 @@ class ServerPoints:
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
+            upload: name of the upload, which is stored with each record; None for no upload.
 
         Raises:
             InvalidVectorError: vectors are stored as float16, and a component is too large; no record is
@@ -196,10 +212,13 @@ class ServerPoints:
                 f"a key has a component of {largest:,.0f}, and datatype float16 ends at {_LARGEST:,.0f}: "
                 "keep the keys as float32"
             )
-        self._collection.will_add(len(ids))
+        if upload is None:
+            self._collection.will_add(len(ids))
         size = min(_BATCH_POINTS, max(1, _BATCH_BYTES // (4 * self._dim)))
         batches = [slice(start, start + size) for start in range(0, len(ids), size)]
-        sent = [self._senders.submit(self.send, ids[rows], keys[rows], groups[rows]) for rows in batches]
+        sent = [
+            self._senders.submit(self.send, ids[rows], keys[rows], groups[rows], upload) for rows in batches
+        ]
         wait(sent, return_when=FIRST_EXCEPTION)
         for future in sent:  # after a failure the waiting requests are not sent
             future.cancel()
@@ -208,23 +227,30 @@ class ServerPoints:
             if not future.cancelled():
                 future.result()
 
-    def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+    def send(self, ids: Ids, keys: Keys, groups: Groups, upload: str | None) -> None:
         """Add records with a single request, and wait until the server has stored the records.
 
         Args:
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
+            upload: see `upsert`.
         """
+        common = {} if upload is None else {UPLOAD: upload}
         batch = models.Batch(
             ids=ids.tolist(),
             vectors=keys.tolist(),
             payloads=[
-                {GROUP: group, POSITION: position}
+                {GROUP: group, POSITION: position, **common}
                 for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
             ],
         )
-        self.attempts.change(lambda: self._client.upsert(self._name, batch, wait=True).status.value)
+        update_filter = None if upload is None else _NEVER
+        self.attempts.change(
+            lambda: (
+                self._client.upsert(self._name, batch, wait=True, update_filter=update_filter).status.value
+            )
+        )
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """Find the k nearest points (stored vectors) of each query with a single request.
@@ -258,9 +284,10 @@ class ServerPoints:
         selector = models.FilterSelector(filter=_to_rest_filter(condition))
         self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
-    def count(self) -> int:
-        """Return the exact number of points (stored vectors)."""
-        return self.attempts.read(lambda: self._client.count(self._name, exact=True)).count
+    def count(self, condition: Condition | None = None) -> int:
+        """Return the exact number of points (stored vectors) that a condition selects; None for all."""
+        selection = None if condition is None else _to_rest_filter(condition)
+        return self.attempts.read(lambda: self._client.count(self._name, selection, exact=True)).count
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
@@ -366,14 +393,16 @@ class GrpcPoints(ServerPoints):
     Python objects takes several times as long as the search.
     """
 
-    def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+    def send(self, ids: Ids, keys: Keys, groups: Groups, upload: str | None) -> None:
         """Add records with a single request over gRPC, and wait until the server has stored the records.
 
         Args:
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
+            upload: see `upsert`.
         """
+        common = {} if upload is None else {UPLOAD: grpc.Value(string_value=upload)}
         rows = zip(
             ids.tolist(),
             _iterate_vector_messages(keys),
@@ -388,11 +417,15 @@ class GrpcPoints(ServerPoints):
                 payload={
                     GROUP: grpc.Value(integer_value=group),
                     POSITION: grpc.Value(integer_value=position),
+                    **common,
                 },
             )
             for number, key, group, position in rows
         ]
-        request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
+        update_filter = None if upload is None else RestToGrpc.convert_filter(_NEVER)
+        request: Any = grpc.UpsertPoints(
+            collection_name=self._name, points=points, wait=True, update_filter=update_filter
+        )
         self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
@@ -441,9 +474,10 @@ class GrpcPoints(ServerPoints):
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
         self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
 
-    def count(self) -> int:
-        """Return the exact number of points (stored vectors)."""
-        request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
+    def count(self, condition: Condition | None = None) -> int:
+        """Return the exact number of points (stored vectors) that a condition selects; None for all."""
+        selection = _to_grpc_filter(condition)
+        request: Any = grpc.CountPoints(collection_name=self._name, filter=selection, exact=True)
         return int(self.attempts.read(lambda: self._send_request("Count", request)).result.count)
 
     def scroll(

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -81,8 +82,8 @@ class QdrantDatastore:
     """A datastore whose records are points in a collection on a Qdrant server.
 
     The id of a point is the record's id. The payload (named values of a point) has the record's group number
-    and position, both indexed. If a search of the server's graph finds fewer than k neighbors, the search is
-    repeated exactly.
+    and position, both indexed, and the name of its upload if it was uploaded. If a search of the server's
+    graph finds fewer than k neighbors, the search is repeated exactly.
 
     Args:
         points: the points of the open collection.
@@ -251,6 +252,46 @@ class QdrantDatastore:
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         if len(ids):
             points.upsert(ids, keys, groups)
+
+    @property
+    def takes_uploads(self) -> bool:
+        """True if the server has version 1.16 or later."""
+        return self._points.takes_uploads
+
+    def upload(self, ids: Ids, keys: Keys, groups: Groups, name: str) -> None:
+        """Store those records whose ids have no record yet, and in their payload the name of the upload.
+
+        A record that exists stays as it is. The change is durable when the call returns. After an error, some
+        of the records may be stored. The same call can then be repeated.
+
+        Args:
+            ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
+            keys: vectors, shape (n, dim), finite.
+            groups: group number of each record, integers, shape (n,), >= 0.
+            name: name of the upload.
+
+        Raises:
+            ConfigError: the server has a version before 1.16.
+            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
+            ReadOnlyError: the store was opened with mode ``"r"``.
+        """
+        points = self._get_writable_points()
+        if not points.takes_uploads:
+            raise ConfigError("uploads need a Qdrant server of version 1.16 or later")
+        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        if len(ids):
+            points.upsert(ids, keys, groups, name)
+
+    def count_uploaded(self, ids: IdRanges, name: str, group: int) -> int:
+        """Return the exact number of records of a group that an upload has stored; see `upload`.
+
+        Args:
+            ids: ids of the records to count.
+            name: name of the upload.
+            group: group number of the records to count.
+        """
+        points, condition = self._get_open_points(), condition_from_ranges(ids, self._read_ids)
+        return points.count(replace(condition, upload=name, groups=(group,))) if condition else 0
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query, approximately unless the parameter `exact` is True.

@@ -110,6 +110,8 @@ class CatalogWriter:
     def release(self, ids: Iterable[str]) -> None:
         """Delete leases. Documents that were added with a lease stay; unknown ids are ignored.
 
+        If no open lease is left, domains without documents are deleted; see `create_domain`.
+
         Args:
             ids: ids of the leases.
         """
@@ -117,6 +119,22 @@ class CatalogWriter:
             for chunk in split_into_chunks(list(ids)):
                 session.execute(delete(LeaseRow).where(LeaseRow.id.in_(chunk)))
                 session.execute(delete(WithdrawalRow).where(WithdrawalRow.lease_id.in_(chunk)))
+            is_any_open = session.scalar(select(exists().where(LeaseRow.committed_at.is_(None))))
+            if not is_any_open:
+                has_document = exists().where(DocumentRow.domain_id == DomainRow.id)
+                session.execute(delete(DomainRow).where(~has_document))
+
+    def create_domain(self, name: str) -> int:
+        """Return the primary key of a domain, which is inserted if it does not exist.
+
+        Readers do not see a domain without documents. The documents of an open lease get this primary key,
+        unless the domain gets and loses other documents before they are added.
+
+        Args:
+            name: name of the domain.
+        """
+        with self._run_transaction("domain") as session:
+            return self._get_or_create_domain_ids(session, {name})[name]
 
     def begin(
         self, documents: Sequence[NewDocument], starts: Sequence[int] | None = None

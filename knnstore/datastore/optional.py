@@ -1,7 +1,7 @@
 """Optional features of an engine beyond the `Datastore` protocol. Each is a protocol with its methods.
 
 `SupportsGet`, `SupportsCells`, `SupportsOptimize`, `SupportsSize`, `SupportsVacuum`, `SupportsBeside`,
-`SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`.
+`SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`, `SupportsUploads`.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from knnstore.datastore.arrays import DamagedPart, Filter, Ids, Keys
+from knnstore.datastore.arrays import DamagedPart, Filter, Groups, Ids, Keys
 from knnstore.datastore.protocol import Datastore
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.visits import Visits
@@ -220,6 +220,52 @@ class SupportsOwner(Protocol):
 
         Raises:
             StoreUnavailableError: the engine cannot be reached.
+        """
+
+
+@runtime_checkable
+class SupportsUploads(Protocol):
+    """A vector engine, usually a server, to which many processes may upload records for a later commit.
+
+    The workers of a plan upload the records of its documents, each worker through a handle of its own. An
+    upload has a name. The store searches and counts uploaded records like others, and leaves them out of its
+    results until the commit. The commit asks with `count_uploaded` which uploads are complete, and uses `add`
+    for the others. A worker may be slow, and upload after the commit: what is stored must not change then.
+
+    Workers open the datastore with the location and the parameters that the store has, which the folder of
+    the plan names in clear: an adapter reads passwords and keys from the environment.
+    """
+
+    @property
+    def takes_uploads(self) -> bool:
+        """True if the engine can take uploads; False, for example, for a server of an old version."""
+
+    def upload(self, ids: Ids, keys: Keys, groups: Groups, name: str) -> None:
+        """Store those records whose ids have no record yet, durably, and with each the name of the upload.
+
+        A record that exists stays as it is, with its key, group and name. This must hold while other
+        processes add, delete and upload, also for the same ids. After an error, the same call can be
+        repeated.
+
+        Args:
+            ids: record ids, int64, shape (n,), >= 0, without duplicates.
+            keys: vectors, float32, shape (n, dim), finite.
+            groups: group number of each record, int32, shape (n,), >= 0.
+            name: name of the upload, one line of at most 100 characters.
+
+        Raises:
+            ConfigError: the engine takes no uploads; see `takes_uploads`.
+        """
+
+    def count_uploaded(self, ids: IdRanges, name: str, group: int) -> int:
+        """Return the exact number of records that an upload has stored, and that still are as it stored them.
+
+        Records that were replaced with `add` or deleted since do not count.
+
+        Args:
+            ids: ids of the records to count.
+            name: name of the upload.
+            group: group number of the records to count.
         """
 
 

@@ -9,6 +9,7 @@ from knnstore.distributed.committing import Committed, commit_plan, drop_plan
 from knnstore.distributed.encoding import Encoding, ShardEncoder, encode_shards
 from knnstore.distributed.plan_folder import Plan, PlanFolder, Shard
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
+from knnstore.distributed.uploading import ShardUploader
 from knnstore.distributed.worker_processes import encode_with_processes
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PlanFolder",
     "Shard",
     "ShardEncoder",
+    "ShardUploader",
     "commit_plan",
     "drop_plan",
     "encode_shards",

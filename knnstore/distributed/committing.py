@@ -83,10 +83,9 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
             ]
             skipped += [of.document.id for of, keep in zip(documents, is_current, strict=True) if not keep]
             chosen = np.flatnonzero(is_current)
-            starts = _compute_starts(lease, shard, documents)
             with ingest.add_part(
                 [_keep_tags(documents[at].document, versions) for at in chosen],
-                [starts[at] for at in chosen],
+                folder.compute_starts(shard, documents)[chosen].tolist(),
             ) as part:
                 _add_keys(part, folder, shard, documents, is_current)
             added += len(chosen)
@@ -123,7 +122,7 @@ def _keep_tags(document: NewDocument, versions: Mapping[str, StoredVersion]) -> 
 
 
 def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
-    """Give up a plan: delete its lease in the store, and its files.
+    """Give up a plan: delete its uploaded records, its lease in the store, and its files.
 
     Nothing of the plan was visible, so no document changes. Documents of a committed plan stay.
 
@@ -171,17 +170,10 @@ def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:
         raise PlanError(f"{folder.path} has a plan of another store: --home chooses the store")
     for lease in store.leases():
         if lease.id == plan.id:
-            if lease.stop - lease.start != plan.tokens:
-                raise PlanError(f"the plan in {folder.path} has another number of tokens than its lease")
+            if (lease.start, lease.stop) != (plan.start, plan.start + plan.tokens):
+                raise PlanError(f"the plan in {folder.path} has other positions than its lease")
             return lease
     raise PlanError(f"the plan in {folder.path} was dropped: make it again")
-
-
-def _compute_starts(lease: Lease, shard: Shard, documents: Sequence[PlannedDocument]) -> list[int]:
-    """Return the position of the first token of each document of a shard."""
-    lengths = np.array([len(of.document.tokens) for of in documents], np.int64)
-    starts: list[int] = (lease.start + shard.start + np.cumsum(lengths) - lengths).tolist()
-    return starts
 
 
 def _add_keys(
@@ -191,7 +183,7 @@ def _add_keys(
     documents: Sequence[PlannedDocument],
     is_current: Sequence[bool],
 ) -> None:
-    """Add the keys of a shard, some thousands at a time.
+    """Add the keys of a shard, some thousands at a time, unless the workers have uploaded all of them.
 
     Args:
         part: the open part of the commit, with the chosen documents of the shard.
@@ -200,16 +192,20 @@ def _add_keys(
         documents: all documents of the shard.
         is_current: True for each document that is chosen.
     """
-    counts = folder.count_records(documents)
-    keys, first = folder.open_keys(shard), folder.plan.first
-    owner = np.repeat(np.arange(len(documents)), counts)  # document of each record
-    positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first
-    tokens = np.concatenate([of.document.tokens[first:] for of in documents]).astype(np.int64)
+    keys, digest = folder.open_keys(shard), folder.read_digest(shard)
+    owner, positions, tokens = folder.list_records(documents)
     chosen = np.asarray(is_current, bool)
     number_among_chosen = np.cumsum(chosen) - 1
     rows = np.flatnonzero(chosen[owner])
+    is_stored = False
+    if folder.is_uploaded(shard):
+        is_stored = part.count_uploaded(folder.name_upload(shard, digest)) == len(rows)
     for begin in range(0, len(rows), _BLOCK_RECORDS):
         at = rows[begin : begin + _BLOCK_RECORDS]
         part.add(
-            number_among_chosen[owner[at]], positions[at], tokens[at], keys[at].astype(np.float32, copy=False)
+            number_among_chosen[owner[at]],
+            positions[at],
+            tokens[at],
+            keys[at].astype(np.float32, copy=False),
+            is_stored=is_stored,
         )

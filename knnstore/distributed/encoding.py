@@ -1,5 +1,6 @@
 """Computing the keys of a plan's shards. It needs the folder of the plan and the model, but no database."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument, Shard
+from knnstore.distributed.uploading import ShardUploader
 from knnstore.documents import SOURCE
 from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError
 from knnstore.lm import Encoder, TextReader, check_matches, create_not_finite_error, load_model, pack
@@ -24,6 +26,8 @@ class Encoding:
     """Numbers of the shards that were complete already."""
     tokens: int
     """Number of tokens of the shards that were encoded."""
+    uploaded: tuple[int, ...] = ()
+    """Numbers of the shards that were uploaded."""
 
 
 def encode_shards(
@@ -34,6 +38,7 @@ def encode_shards(
     model: str | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
+    upload: bool = False,
     progress: Progress | None = None,
 ) -> Encoding:
     """Compute the keys of the shards of one worker, and write them into the folder of the plan.
@@ -49,10 +54,15 @@ def encode_shards(
         model: folder or hub id of the model; default is the name with which the store was made.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
+        upload: True also uploads the keys to the engine of the store, which takes time from the commit. The
+            engine must be one that takes uploads, such as a Qdrant server.
         progress: progress display, which receives the number of tokens of each batch.
 
     Raises:
-        ConfigError: `worker` is not between 0 and `workers` - 1; or the model cannot be loaded.
+        ConfigError: `worker` is not between 0 and `workers` - 1; the model cannot be loaded; or the engine
+            takes no uploads.
+        StoreUnavailableError: the engine cannot be reached.
+        DiskFullError: the disk of the folder is full. Complete shards stay.
         PlanError: the folder has no plan, a file of it is damaged, or the plan was committed or dropped.
         FingerprintMismatchError: the model is not the model of the store.
         ModelOutputError: a key is NaN or infinite; the message names the document. Earlier shards stay.
@@ -64,16 +74,30 @@ def encode_shards(
     shards = folder.plan.shards[worker::workers]
     complete = folder.find_complete_shards(shards)
     left = [shard for shard in shards if shard.number not in complete]
-    if not left:
-        return Encoding((), tuple(sorted(complete)), 0)
-    # 2) Encode them.
-    encoder = ShardEncoder(folder, model=model, device=device, dtype=dtype)
-    shown.start("encoding", total=sum(shard.records for shard in left))
-    for shard in left:
-        encoder.encode(shard, shown)
-    shown.finish()
+    uploaded: list[int] = []
+    with ShardUploader(folder) if upload and shards else nullcontext() as uploader:
+        # 2) Encode them, and upload each as soon as it is encoded.
+        if left:
+            encoder = ShardEncoder(folder, model=model, device=device, dtype=dtype)
+            shown.start("encoding", total=sum(shard.records for shard in left))
+            for shard in left:
+                encoder.encode(shard, shown)
+                if uploader is not None and uploader.upload(shard):
+                    uploaded.append(shard.number)
+            shown.finish()
+        # 3) Upload the shards that were encoded before.
+        if uploader is not None and complete:
+            earlier = [shard for shard in shards if shard.number in complete]
+            shown.start("uploading", total=sum(shard.records for shard in earlier))
+            for shard in earlier:
+                if uploader.upload(shard):
+                    uploaded.append(shard.number)
+                shown.advance(shard.records)
+            shown.finish()
     numbers = tuple(shard.number for shard in left)
-    return Encoding(numbers, tuple(sorted(complete)), sum(shard.tokens for shard in left))
+    return Encoding(
+        numbers, tuple(sorted(complete)), sum(shard.tokens for shard in left), tuple(sorted(uploaded))
+    )
 
 
 class ShardEncoder:
@@ -118,6 +142,7 @@ class ShardEncoder:
             PlanError: a file of the plan is damaged, or the plan was committed or dropped.
             ModelOutputError: a key is NaN or infinite; the message names the document.
             InvalidVectorError: a key does not fit into the plan's dtype; the message names the document.
+            DiskFullError: the disk of the folder is full.
         """
         documents = self._folder.read_documents(shard)
         self._folder.write_keys(shard, self._compute_keys(documents, progress))

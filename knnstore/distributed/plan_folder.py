@@ -5,7 +5,7 @@
     DIR/plan/00000.tokens     token ids of these documents, uint32, little-endian
     DIR/plan/<hash>.safetensors   the projection of the keys, if the store has one
     DIR/keys/00000-<hash>.keys    keys of shard 0, float16 or float32, little-endian, shape (n, dim)
-    DIR/keys/00000.json       number and SHA-256 of the keys; written last
+    DIR/keys/00000.json       number and SHA-256 of the keys, and whether they are uploaded; written last
 
 Each file has a SHA-256, in `plan.json` or beside the keys. The folder may be on a network file system if
 renaming a file is atomic there and fsync is durable.
@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from knnstore.durable import open_file, read_file, sync_directory
 from knnstore.errors import PlanError
 from knnstore.failpoints import failpoint
-from knnstore.store import Identity, NewDocument, Weights, load_weights
+from knnstore.space import medium_errors
+from knnstore.store import PLAN_FILES, Identity, NewDocument, UploadTarget, Weights, load_weights
 
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
@@ -81,6 +82,10 @@ class Plan:
     """Number of documents that replace a stored version."""
     content: str
     """SHA-256 over domain, ids, texts, metadata and tags of the documents, hexadecimal."""
+    start: int
+    """First position of the plan's lease."""
+    target: UploadTarget | None
+    """Engine to which workers may upload keys; None if it takes no uploads."""
     shards: tuple[Shard, ...]
     """The shards; document for document in the order in which they were given."""
 
@@ -114,7 +119,7 @@ class PlanFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.plan_files = self.path / "plan"
+        self.plan_files = self.path / PLAN_FILES
         self.key_files = self.path / "keys"
 
     @cached_property
@@ -174,6 +179,35 @@ class PlanFolder:
         """Return the number of records (tokens with a key) of each document, int64, shape (n,)."""
         return np.array([len(of.document.tokens) - self.plan.first for of in documents], np.int64)
 
+    def list_records(
+        self, documents: Sequence[PlannedDocument]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the records of documents, in the order of the keys of a shard.
+
+        Args:
+            documents: all documents of the shard.
+
+        Returns:
+            For each record the index of its document, the position of its token in the document, and the
+            token id; int64, each of shape (n,).
+        """
+        counts, first = self.count_records(documents), self.plan.first
+        owner = np.repeat(np.arange(len(documents)), counts)
+        offsets = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first
+        tokens = np.concatenate([of.document.tokens[first:] for of in documents]).astype(np.int64)
+        return owner, offsets, tokens
+
+    def compute_starts(self, shard: Shard, documents: Sequence[PlannedDocument]) -> NDArray[np.int64]:
+        """Return the position in the store of the first token of each document of a shard, int64, (n,).
+
+        Args:
+            shard: the shard.
+            documents: all documents of the shard.
+        """
+        lengths = np.array([len(of.document.tokens) for of in documents], np.int64)
+        starts: NDArray[np.int64] = self.plan.start + shard.start + np.cumsum(lengths) - lengths
+        return starts
+
     def write_keys(self, shard: Shard, keys: NDArray[Any]) -> None:
         """Write the keys of a shard, durably. If several processes write the same shard, the last one counts.
 
@@ -183,17 +217,51 @@ class PlanFolder:
 
         Raises:
             PlanError: the plan was committed or dropped meanwhile; nothing is written.
+            DiskFullError: the disk of the folder is full; the shard counts as not encoded, unless it was
+                encoded before.
         """
         if not self.has_documents():
             raise PlanError(f"the plan in {self.path} was committed or dropped meanwhile")
-        self.key_files.mkdir(exist_ok=True)
         content = np.ascontiguousarray(keys, np.dtype(self.plan.dtype).newbyteorder("<")).data.cast("B")
         digest = hashlib.sha256(content).hexdigest()
-        description = {"plan": self.plan.id, "records": len(keys), "sha256": digest}
-        self._replace(self._name_keys(shard, digest), content)
-        failpoint("plan.keys.renamed")
-        self._replace(f"{shard.number:05}.json", json.dumps(description).encode())
+        with medium_errors(self.key_files):
+            self.key_files.mkdir(exist_ok=True)
+            self._replace(self._name_keys(shard, digest), content)
+            failpoint("plan.keys.renamed")
+            self._describe_keys(shard, digest, is_uploaded=False)
         failpoint("plan.keys.published")
+
+    def note_upload(self, shard: Shard, digest: str) -> None:
+        """Note that keys of a shard are uploaded.
+
+        Args:
+            shard: the shard.
+            digest: SHA-256 of the keys, whose file is in the folder.
+
+        Raises:
+            DiskFullError: the disk of the folder is full.
+        """
+        with medium_errors(self.key_files):
+            self._describe_keys(shard, digest, is_uploaded=True)
+
+    def is_uploaded(self, shard: Shard) -> bool:
+        """Check whether the folder has the note that the keys of a shard are uploaded.
+
+        The engine may have lost them since: the commit asks it.
+        """
+        try:
+            return self._read_description(shard)["uploaded"] is True
+        except (PlanError, KeyError):
+            return False
+
+    def name_upload(self, shard: Shard, digest: str) -> str:
+        """Return the name under which keys of a shard are uploaded.
+
+        Args:
+            shard: the shard.
+            digest: SHA-256 of the keys, hexadecimal.
+        """
+        return f"{self.plan.id}/{shard.number}/{digest[:16]}"
 
     def has_documents(self) -> bool:
         """Check whether the folder still has this plan with its documents: not committed, not dropped."""
@@ -225,14 +293,7 @@ class PlanFolder:
             PlanError: the shard is not encoded, or its keys are damaged.
         """
         dtype, dim = np.dtype(self.plan.dtype).newbyteorder("<"), self.identity.dim
-        name = f"shard {shard.number} of {len(self.plan.shards)}"
-        try:
-            found = json.loads(read_file(self.key_files / f"{shard.number:05}.json"))
-            digest = str(found["sha256"]) if found["plan"] == self.plan.id else ""
-        except (OSError, *_BAD_CONTENT) as error:
-            raise PlanError(f"{name} is not encoded") from error
-        if not _is_digest(digest):
-            raise PlanError(f"{name} is not encoded")
+        digest = self.read_digest(shard)
         data = self.key_files / self._name_keys(shard, digest)
         try:
             is_sound = data.stat().st_size == shard.records * dim * dtype.itemsize
@@ -240,10 +301,19 @@ class PlanFolder:
         except OSError:
             is_sound = False
         if not is_sound:
-            raise PlanError(f"{name} is damaged: {data}")
+            raise PlanError(f"{self._name_shard(shard)} is damaged: {data}")
         if not shard.records:
             return np.zeros((0, dim), dtype)
         return np.memmap(data, dtype, "r", shape=(shard.records, dim))
+
+    def read_digest(self, shard: Shard) -> str:
+        """Return the SHA-256 that the keys of a shard must have, hexadecimal. The keys are not read.
+
+        Raises:
+            PlanError: the shard is not encoded.
+        """
+        digest: str = self._read_description(shard)["sha256"]
+        return digest
 
     def remove_data(self) -> None:
         """Remove documents and keys; `plan.json` stays, so that a second commit finds the plan."""
@@ -265,6 +335,38 @@ class PlanFolder:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             self.path.rmdir()
+
+    def _name_shard(self, shard: Shard) -> str:
+        """Return a phrase for a shard, for messages."""
+        return f"shard {shard.number} of {len(self.plan.shards)}"
+
+    def _read_description(self, shard: Shard) -> dict[str, Any]:
+        """Read the description of a shard's keys, which `_describe_keys` has written.
+
+        Raises:
+            PlanError: the shard is not encoded, or its description is damaged.
+        """
+        try:
+            description: dict[str, Any] = json.loads(read_file(self.key_files / f"{shard.number:05}.json"))
+            is_sound = description["plan"] == self.plan.id and _is_digest(description["sha256"])
+        except (OSError, *_BAD_CONTENT) as error:
+            raise PlanError(f"{self._name_shard(shard)} is not encoded") from error
+        if not is_sound:
+            raise PlanError(f"{self._name_shard(shard)} is not encoded")
+        return description
+
+    def _describe_keys(self, shard: Shard, digest: str, *, is_uploaded: bool) -> None:
+        """Write the description of a shard's keys, durably; with it, the shard is encoded.
+
+        Args:
+            shard: the shard.
+            digest: SHA-256 of the keys, whose file is in the folder.
+            is_uploaded: True if the keys are uploaded.
+        """
+        description = {
+            "plan": self.plan.id, "records": shard.records, "sha256": digest, "uploaded": is_uploaded
+        }  # fmt: skip
+        self._replace(f"{shard.number:05}.json", json.dumps(description).encode())
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
         """Create or replace a file of the keys, atomically and durably, also beside other processes.
@@ -340,8 +442,9 @@ class ShardWriter:
         lines = list(_describe_documents(documents))
         rows = "".join(f"{line}\n" for line in lines).encode()
         tokens = b"".join(of.document.tokens.astype("<u4").tobytes() for of in documents)
-        for file, content in ((rows_file, rows), (tokens_file, tokens)):
-            _write_durably(file, content)
+        with medium_errors(self._making):
+            for file, content in ((rows_file, rows), (tokens_file, tokens)):
+                _write_durably(file, content)
         self._content.update(rows)
         digest, count = hashlib.sha256(rows + tokens).hexdigest(), len(tokens) // 4
         records = count - self._first * len(documents)
@@ -397,8 +500,11 @@ def _parse_plan(text: bytes) -> Plan:
     values["identity"] = Identity(**values["identity"])
     values["prefix"] = tuple(values["prefix"])
     values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+    values["target"] = UploadTarget(**values["target"]) if values["target"] is not None else None
     plan = Plan(**values)
-    integers = [plan.batch_tokens, plan.added, plan.replaced, *plan.prefix, plan.identity.dim]
+    integers = [
+        plan.batch_tokens, plan.added, plan.replaced, *plan.prefix, plan.identity.dim, plan.start
+    ]  # fmt: skip
     start = 0
     for number, shard in enumerate(plan.shards):  # their numbers are parts of file names
         sizes = [shard.number, shard.documents, shard.tokens, shard.records, shard.start]
@@ -409,6 +515,9 @@ def _parse_plan(text: bytes) -> Plan:
             raise ValueError("wrong numbers")
         start += shard.tokens
     names = [plan.id, plan.store, plan.domain, plan.content]
+    if plan.target is not None:
+        integers.append(plan.target.group)
+        names += [plan.target.adapter, plan.target.location, *plan.target.params]
     if any(type(value) is not int or value < 0 for value in integers) or not plan.shards:
         raise ValueError("a number is none")
     if not all(isinstance(name, str) for name in names) or plan.dtype not in ("float16", "float32"):

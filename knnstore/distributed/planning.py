@@ -128,6 +128,8 @@ def make_plan(
             added=incoming.counts["added"],
             replaced=incoming.counts["replaced"],
             content=writer.content,
+            start=lease.start,
+            target=store.prepare_uploads(domain),
             shards=tuple(writer.shards),
         )
         writer.finish(plan, store.home.weights / identity.projection if identity.projection else None)

@@ -20,6 +20,7 @@ from knnstore.distributed.committing import Committed, commit_plan, drop_plan
 from knnstore.distributed.encoding import ShardEncoder
 from knnstore.distributed.plan_folder import PlanFolder
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
+from knnstore.distributed.uploading import ShardUploader
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, KnnstoreError, PlanError
 from knnstore.lm import BATCH_TOKENS, load_text_parts
@@ -38,6 +39,7 @@ def add(
     cpus_per_worker: int = 1,
     model: str | None = None,
     dtype: str | None = None,
+    upload: bool = False,
     shard_tokens: int = SHARD_TOKENS,
     batch_tokens: int = BATCH_TOKENS,
     on_bad: OnBad | None = None,
@@ -62,6 +64,7 @@ def add(
         model: folder or hub id of the model on the machines of the cluster; default is the name with which
             the store was made.
         dtype: dtype of the weights; see `encode_shards`.
+        upload: True lets the actors upload the keys to the engine of the store; see `encode_shards`.
         shard_tokens: number of tokens at which a shard ends. An actor encodes one shard at a time.
         batch_tokens: number of tokens in one forward pass, padding included.
         on_bad: called with the error of each document that cannot be used; the document is skipped. None
@@ -98,7 +101,7 @@ def add(
         )
     # 2) Encode them on the cluster. The store is closed meanwhile, and others may write to it.
     if plan is not None:
-        encoder = (str(plan_folder.path), model, dtype, cpus_per_worker)
+        encoder = (str(plan_folder.path), model, dtype, cpus_per_worker, upload)
         _encode_on_cluster(plan_folder, encoder, workers, cpus_per_worker, progress or Progress())
     # 3) Commit. A folder without a plan to encode may have one whose commit was interrupted at its end.
     if not plan_folder.exists:
@@ -111,12 +114,12 @@ def add(
 
 def _encode_on_cluster(
     folder: PlanFolder,
-    encoder: tuple[str, str | None, str | None, int],
+    encoder: tuple[str, str | None, str | None, int, bool],
     workers: int | None,
     cpus_per_worker: int,
     shown: Progress,
 ) -> None:
-    """Encode the shards of a plan that are not complete, one at a time in each actor.
+    """Encode the shards of a plan that are not complete, or not uploaded, one at a time in each actor.
 
     Args:
         folder: folder of the plan.
@@ -130,8 +133,12 @@ def _encode_on_cluster(
         PlanError: an actor reported an error.
     """
     shards = folder.plan.shards
-    complete = folder.find_complete_shards(shards)
-    left = [shard for shard in shards if shard.number not in complete]
+    complete, upload = folder.find_complete_shards(shards), encoder[-1]
+    left = [
+        shard
+        for shard in shards
+        if shard.number not in complete or (upload and not folder.is_uploaded(shard))
+    ]
     if not left:
         return
     # 1) Choose the number of actors.
@@ -167,21 +174,24 @@ def _encode_on_cluster(
 
 
 class _ActorEncoder:
-    """Encodes shards in an actor of Ray. The model is loaded with the first shard.
+    """Encodes shards in an actor of Ray. The model is loaded with the first shard that is not complete.
 
     Args:
         folder: folder of the plan.
         model: see `encode_shards`.
         dtype: see `encode_shards`.
         threads: number of threads that torch uses.
+        upload: see `encode_shards`.
     """
 
-    def __init__(self, folder: str, model: str | None, dtype: str | None, threads: int) -> None:
+    def __init__(self, folder: str, model: str | None, dtype: str | None, threads: int, upload: bool) -> None:
         self._folder = PlanFolder(folder)
         self._model = model
         self._dtype = dtype
         self._threads = threads
+        self._upload = upload
         self._encoder: ShardEncoder | None = None
+        self._uploader: ShardUploader | None = None
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Encode the shards of a batch.
@@ -197,11 +207,17 @@ class _ActorEncoder:
         return {"shard": batch["shard"], "error": np.array([self._encode(int(of)) for of in batch["shard"]])}
 
     def _encode(self, number: int) -> str:
-        """Encode a shard; return the message of an error, or an empty string."""
+        """Encode a shard, and upload it; return the message of an error, or an empty string."""
+        shard = self._folder.plan.shards[number]
         try:
-            if self._encoder is None:
-                self._encoder = ShardEncoder(self._folder, model=self._model, dtype=self._dtype)
-            self._encoder.encode(self._folder.plan.shards[number], Progress())
+            if self._upload and self._uploader is None:
+                self._uploader = ShardUploader(self._folder)
+            if not self._folder.find_complete_shards([shard]):
+                if self._encoder is None:
+                    self._encoder = ShardEncoder(self._folder, model=self._model, dtype=self._dtype)
+                self._encoder.encode(shard, Progress())
+            if self._uploader is not None:
+                self._uploader.upload(shard)
         except (KnnstoreError, OSError, RuntimeError) as error:
             return f"{error}".partition("\n")[0] or type(error).__name__
         return ""

@@ -1,7 +1,6 @@
 """Encoding the shards of a plan with several processes on one machine."""
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from knnstore.child_process import run_with_parent
 from knnstore.distributed.encoding import encode_shards
 from knnstore.distributed.plan_folder import PlanFolder
 from knnstore.errors import ConfigError, KnnstoreError, PlanError
@@ -43,6 +43,7 @@ def encode_with_processes(
     model: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    upload: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Encode all shards of a plan with several processes, and wait for them.
@@ -56,6 +57,7 @@ def encode_with_processes(
         model: folder or hub id of the model; default is the name with which the store was made.
         device: device of all models; default is one GPU for each process in turn, or the CPU.
         dtype: dtype of the weights; see `encode_shards`.
+        upload: True also uploads the keys to the engine of the store; see `encode_shards`.
         progress: progress display, which receives the number of tokens of each batch.
 
     Raises:
@@ -68,9 +70,10 @@ def encode_with_processes(
     shown, plan = progress or Progress(), folder.plan
     complete = folder.find_complete_shards(plan.shards)
     left = [shard for shard in plan.shards if shard.number not in complete]
-    if not left:
+    if not left and (not upload or all(map(folder.is_uploaded, plan.shards))):
         return
-    shown.start("encoding", total=sum(shard.records for shard in left))
+    # With uploads, the processes also go through the complete shards.
+    shown.start("encoding", total=sum(shard.records for shard in (plan.shards if upload else left)))
     # 1) Start the processes.
     workers = min(workers, len(plan.shards))
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
@@ -79,10 +82,10 @@ def encode_with_processes(
     gpus = torch.cuda.device_count() if device is None else 0
     processes: list[BaseProcess] = [
         context.Process(
-            target=_encode_in_child,
+            target=run_with_parent,
             args=(
-                folder.path, worker, workers, threads, messages, model,
-                f"cuda:{worker % gpus}" if gpus else device, dtype,
+                __name__, "encode_in_child", folder.path, worker, workers, threads, messages, model,
+                f"cuda:{worker % gpus}" if gpus else device, dtype, upload,
             ),
             daemon=True,
         )
@@ -137,14 +140,6 @@ def _ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _end_with_parent() -> None:
-    """Wait for the end of the parent process, then end this process at once."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 def _name_status(status: int | None) -> str:
     """Return a name for the exit status of a process: its signal, or its number."""
     if status is not None and status < 0:
@@ -153,7 +148,7 @@ def _name_status(status: int | None) -> str:
     return f"status {status}"
 
 
-def _encode_in_child(
+def encode_in_child(
     path: Path,
     worker: int,
     workers: int,
@@ -162,8 +157,9 @@ def _encode_in_child(
     model: str | None,
     device: str | None,
     dtype: str | None,
+    upload: bool,
 ) -> None:
-    """Encode the shards of one worker; runs in a process of its own.
+    """Encode the shards of one worker; runs in a process of its own, which `run_with_parent` begins.
 
     Args:
         path: folder of the plan.
@@ -174,8 +170,8 @@ def _encode_in_child(
         model: see `encode_shards`.
         device: see `encode_shards`.
         dtype: see `encode_shards`.
+        upload: see `encode_shards`.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -186,6 +182,7 @@ def _encode_in_child(
             model=model,
             device=device,
             dtype=dtype,
+            upload=upload,
             progress=_Report(messages),
         )
     except (KnnstoreError, OSError, RuntimeError) as error:

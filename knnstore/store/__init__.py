@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from knnstore.store.relocation import Moved
     from knnstore.store.selection import EVERYTHING, Selection
     from knnstore.store.store import KNNStore
+    from knnstore.store.uploads import UploadStore, UploadTarget
+    from knnstore.store.verify import PLAN_FILES
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
@@ -48,6 +50,7 @@ __all__ = [
     "KNOWN",
     "LONGEST_NGRAM",
     "PAIR_MARK",
+    "PLAN_FILES",
     "Difference",
     "Document",
     "Domain",
@@ -74,6 +77,8 @@ __all__ = [
     "Selection",
     "StoredVersion",
     "Suffixes",
+    "UploadStore",
+    "UploadTarget",
     "Weights",
     "check_new",
     "classify_change",

@@ -48,6 +48,7 @@ def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> 
     changes.writer.check_room_to_vacuum()
     unreached = relocation.erase_leftovers(progress)
     changes.purge()  # what found no room when it was removed
+    changes.delete_uploads(changes.writer.catalog.leases())  # the commit adds them from the plan's folder
     changes.remove_orphans()
     datastore, engine = changes.current.datastore, changes.current.engine
     if isinstance(datastore, SupportsVacuum):

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
-from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
+from knnstore.catalog import CatalogWriter, Lease, NewDocument, PlacedDocument
+from knnstore.datastore import Datastore, Keys, SupportsUploads, ranges_of, record_ids
 from knnstore.errors import DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.store.fitted import drop_settings_of_removed
@@ -140,6 +140,8 @@ class Ingest:
         positions: NDArray[np.int64],
         tokens: NDArray[np.int64],
         keys: Keys,
+        *,
+        is_stored: bool = False,
     ) -> None:
         """Store the records of n tokens of the new documents, in any order. Pass each token only once.
 
@@ -148,15 +150,36 @@ class Ingest:
             positions: index of each token in its document, from 0, shape (n,).
             tokens: the token ids, shape (n,).
             keys: key of each token: the model's hidden state before the token, float32, shape (n, dim).
+            is_stored: True if the datastore has these records already, because they were uploaded. Then only
+                their checksums are computed.
         """
-        ids = record_ids(self._starts[documents] + positions, tokens)
-        self._datastore.add(ids, keys, self._groups[documents])
+        if not is_stored:
+            ids = record_ids(self._starts[documents] + positions, tokens)
+            self._datastore.add(ids, keys, self._groups[documents])
         if self._precision:
             sums = compute_key_crcs(keys, self._precision)
             for document in np.unique(documents).tolist():
                 is_of_document = documents == document
                 self._sums[document][positions[is_of_document]] = sums[is_of_document]
         failpoint("ingest.added")
+
+    def count_uploaded(self, upload: str) -> int:
+        """Return the number of records of the new documents that an upload has stored in their domains.
+
+        Returns 0 if the engine takes no uploads.
+
+        Args:
+            upload: name of the upload.
+        """
+        if not isinstance(self._datastore, SupportsUploads):
+            return 0
+        stops = np.array([placed.stop for placed in self._placed], np.int64)
+        count = 0
+        for group in np.unique(self._groups).tolist():
+            is_of_group = self._groups == group
+            ids = ranges_of(self._starts[is_of_group], stops[is_of_group])
+            count += self._datastore.count_uploaded(ids, upload, group)
+        return count
 
     def flush(self) -> dict[int, str | None]:
         """Make the records durable. Returns the checksum of each document's keys, by its primary key.
@@ -201,10 +224,10 @@ class LeasedIngest:
     Args:
         catalog: writer of the catalog.
         datastore: datastore for the records, open for writing.
-        lease: id of the lease.
+        lease: the lease.
     """
 
-    def __init__(self, catalog: CatalogWriter, datastore: Datastore, lease: str) -> None:
+    def __init__(self, catalog: CatalogWriter, datastore: Datastore, lease: Lease) -> None:
         self._catalog = catalog
         self._datastore = datastore
         self._lease = lease
@@ -229,9 +252,14 @@ class LeasedIngest:
     def commit(self) -> None:
         """Make the documents of all parts visible to readers in one transaction.
 
-        Afterwards the documents that they replace are deleted.
+        Records that were uploaded for other documents of the lease are deleted before, and the documents that
+        are replaced afterwards.
         """
-        publish_documents(self._catalog, self._datastore, self._checksums, lease=self._lease)
+        if isinstance(self._datastore, SupportsUploads):
+            bounds = np.array([(of.start, of.stop) for of in self._placed], np.int64).reshape(-1, 2)
+            starts, stops = np.array([self._lease.start]), np.array([self._lease.stop])
+            self._datastore.delete(ranges_of(starts, stops) - ranges_of(bounds[:, 0], bounds[:, 1]))
+        publish_documents(self._catalog, self._datastore, self._checksums, lease=self._lease.id)
 
     def abandon(self) -> None:
         """Delete the documents of all parts, unless they have become live; see `Ingest.abandon`."""

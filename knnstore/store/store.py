@@ -26,6 +26,7 @@ from knnstore.store.selection import Selection
 from knnstore.store.store_info import describe_store
 from knnstore.store.store_reader import StoreReader
 from knnstore.store.store_writer import StoreChanges
+from knnstore.store.uploads import UploadTarget
 from knnstore.store.verify import find_problems
 
 Folder = str | os.PathLike[str]
@@ -204,13 +205,31 @@ class KNNStore(StoreReader):
         """
         with self._lock_for_writing() as writer:
             place = str(folder.absolute())
-            writer.writer.release(of.id for of in self.leases() if of.folder == place)
+            writer.release([of for of in self.leases() if of.folder == place])
             return writer.writer.lease(id, tokens, place)
 
     def release(self, id: str) -> None:
-        """Delete a lease. Documents that were added with it stay; an unknown id is ignored."""
+        """Delete a lease, and the records that were uploaded for it if it is not committed.
+
+        Documents that were added with it stay. An unknown id is ignored.
+        """
         with self._lock_for_writing() as writer:
-            writer.writer.release([id])
+            writer.release([of for of in self.leases() if of.id == id])
+
+    def prepare_uploads(self, domain: str) -> UploadTarget | None:
+        """Return where workers may upload the records of planned documents; the domain gets its number.
+
+        Uploaded records have positions of a lease. Readers do not see them until the documents are added.
+
+        Args:
+            domain: domain of the documents.
+
+        Returns:
+            The engine and the group number of the domain. None if the engine takes no uploads, or if its
+            location may contain a secret.
+        """
+        with self._lock_for_writing() as writer:
+            return writer.prepare_uploads(domain)
 
     @contextmanager
     def ingest_leased(self, lease: Lease) -> Iterator[LeasedIngest]:
@@ -423,7 +442,8 @@ class KNNStore(StoreReader):
         All records are copied, and the copy is compared with its source. Then the store switches to the copy
         in one transaction, and the old keys are erased. If the call is interrupted before the switch, the
         store is unchanged: the same call continues the move, and a call with another target first erases the
-        unfinished copy.
+        unfinished copy. Records that workers have uploaded for plans are deleted first; the commit adds them
+        from the folder of the plan. Uploads during the call make it fail.
 
         Args:
             adapter: name of the new adapter.
@@ -438,6 +458,7 @@ class KNNStore(StoreReader):
         """
         target = Engine(adapter, location, dict(params or {}))
         with self._lock_for_writing(copied=True) as writer, writer.finish_copying_keys():
+            writer.delete_uploads(self.leases())
             return self._relocation.move(writer.writer, target, progress or Progress())
 
     def abandon_move(self) -> Engine | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from knnstore.catalog import CatalogWriter, Lease, NewDocument
 from knnstore.checks import distinct_names
-from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
+from knnstore.datastore import IdRanges, SupportsOptimize, SupportsUploads, ranges_of
 from knnstore.errors import CatalogError, DiskFullError, DocumentNotFoundError, KnnstoreError
 from knnstore.space import check_space
 from knnstore.store.current import Current
@@ -30,7 +30,8 @@ from knnstore.store.soundness import (
     make_checksum_computer,
     retry_past_damage,
 )
-from knnstore.store.verify import find_orphans
+from knnstore.store.uploads import UploadTarget, takes_uploads
+from knnstore.store.verify import find_orphans, select_open_positions
 
 _CATALOG_BYTES_PER_TOKEN = 12  # of a token: in the database, and before that in its log
 
@@ -147,7 +148,7 @@ class StoreChanges:
         # An earlier attempt may have left documents at the same positions. Removing them later would remove
         # the new records too.
         self.purge()
-        documents = LeasedIngest(self.writer, self.current.datastore, lease.id)
+        documents = LeasedIngest(self.writer, self.current.datastore, lease)
         try:
             yield documents
             documents.commit()
@@ -156,6 +157,32 @@ class StoreChanges:
             raise
         self._remove_unused_weights()
         self._home.reserve.keep()
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Delete leases, and the records that were uploaded for leases that are not committed."""
+        self.delete_uploads(leases)
+        self.writer.release(lease.id for lease in leases)
+
+    def prepare_uploads(self, domain: str) -> UploadTarget | None:
+        """Return where workers may upload records of a domain; see `KNNStore.prepare_uploads`."""
+        engine = self.current.engine
+        if not takes_uploads(engine.location, self.current.datastore):
+            return None
+        return UploadTarget(
+            engine.adapter, engine.location, dict(engine.params), self.writer.create_domain(domain)
+        )
+
+    def delete_uploads(self, leases: Sequence[Lease]) -> None:
+        """Delete the records that were uploaded for leases that are not committed, durably.
+
+        Does nothing if the engine takes no uploads, or if the keys belong to the original of this copied
+        store.
+        """
+        datastore = self.current.datastore
+        uploaded = select_open_positions(leases)
+        if uploaded and self.current.owned and isinstance(datastore, SupportsUploads):
+            datastore.delete(uploaded)
+            datastore.flush()
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Replace the metadata and tags of documents in one transaction.
@@ -252,7 +279,7 @@ class StoreChanges:
         self._add_checksums()
 
     def remove_orphans(self) -> None:
-        """Delete the records that belong to no live document.
+        """Delete the records that belong to no live document, except records at positions of open leases.
 
         A live document is completely stored and not removed. Damaged parts of the datastore (such as files)
         are deleted too. But a damaged part stays if a live document has lost records because of it.

@@ -4,11 +4,13 @@ import base64
 import hashlib
 import json
 import logging
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
-from knnstore.catalog import Catalog, PlacedDocument, Snapshot
-from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
+from knnstore.catalog import Catalog, Lease, PlacedDocument, Snapshot
+from knnstore.datastore import Datastore, IdRanges, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.fitted import find_file_problem, find_files_in_use
 from knnstore.store.home import Home
@@ -19,6 +21,9 @@ from knnstore.store.view import View
 _logger = logging.getLogger(__name__)
 
 _NO_TOKENS: Tokens = np.zeros(0, np.uint32)
+
+PLAN_FILES = "plan"
+"""Name of the folder, inside the folder of a plan, that has the description and the documents of the plan."""
 
 
 def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
@@ -87,18 +92,32 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
     return "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
 
 
-def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
-    """Return the ids of all records of a datastore that belong to no live document, int64, ascending.
+def select_open_positions(leases: Iterable[Lease]) -> IdRanges:
+    """Return the ids of all records at the positions of leases that are not committed.
 
-    A live document is completely stored and not removed. All records are read.
+    Workers may have uploaded such records.
 
     Args:
-        catalog: catalog of the store, which lists the live documents.
+        leases: the leases of a store.
+    """
+    bounds = [(lease.start, lease.stop) for lease in leases if not lease.is_committed]
+    starts, stops = np.array(bounds, np.int64).reshape(-1, 2).T
+    return ranges_of(starts, stops)
+
+
+def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
+    """Return the ids of all records of a datastore that belong to nothing, int64, ascending.
+
+    They belong to no live document, which is completely stored and not removed, and to no plan that is still
+    open. All records are read.
+
+    Args:
+        catalog: catalog of the store, which lists the live documents and the leases of plans.
         datastore: datastore with the records.
     """
-    snapshot = catalog.snapshot()
+    snapshot, planned = catalog.snapshot(), select_open_positions(catalog.leases())
     orphans = [_select_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
-    return np.concatenate([np.zeros(0, np.int64), *orphans])
+    return np.concatenate([np.zeros(0, np.int64), *(ids[~planned.contains(ids)] for ids in orphans)])
 
 
 def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:
@@ -110,7 +129,8 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     Args:
         catalog: the open catalog.
         datastore: the datastore, all of whose records are read.
-        unsettled: documents that are half added or removed; their records are no problem.
+        unsettled: documents that are half added or removed; their records are no problem, and neither are
+            records that were uploaded for a plan that is still open.
 
     Returns:
         One line of text for each problem; empty if there is none.
@@ -158,6 +178,14 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
             f"{name} {problem_text}: remove it and add it again" for name in _name_documents(catalog, rows)
         ]
     orphans = np.concatenate(foreign)
+    for lease in catalog.leases():
+        of_lease = select_open_positions([lease]).contains(orphans)
+        orphans, uploaded = orphans[~of_lease], int(of_lease.sum())
+        if not lease.is_committed and not Path(lease.folder, PLAN_FILES).is_dir():
+            problems.append(
+                f"the plan in {lease.folder} is gone, with {lease.stop - lease.start:,} reserved positions "
+                f"and {uploaded:,} uploaded records: `knnstore plan {lease.folder} --drop` gives it up"
+            )
     if len(orphans):  # a writer may have been at work since
         for placed in (unsettled, catalog.unsettled()):
             bounds = np.array([(d.start, d.stop) for d in placed], np.int64).reshape(-1, 2)

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from knnstore.datastore import Datastore, IdRanges, MemoryDatastore, Metric, SupportsVacuum
+from knnstore.datastore import (
+    Datastore,
+    Groups,
+    IdRanges,
+    MemoryDatastore,
+    Metric,
+    SupportsUploads,
+    SupportsVacuum,
+)
 from knnstore.errors import DimensionMismatchError, InvalidVectorError, RecordNotFoundError
 from knnstore.testing.base import (
     ALL_IDS,
@@ -75,6 +83,38 @@ class AddTests(KitBase):
         neighbors = store.search(moved.keys[:3], len(records), where=expected.filter_by_groups(9))
         assert set(neighbors.ids[neighbors.ids >= 0].tolist()) <= set(moved.ids.tolist())
         assert neighbors.ids[:, 0].tolist() == moved.ids[:3].tolist()
+
+    def test_an_upload_adds_and_changes_nothing(self, open_store: OpenStore, records: Records) -> None:
+        """An upload stores the records that are not there yet, and leaves all others as they are.
+
+        `count_uploaded` counts what an upload has stored, by ids and group, until it is replaced or deleted.
+
+        If this fails, check that the engine's insert leaves existing rows alone, as one statement, and that
+        `add` replaces a row with the name of its upload.
+        """
+        store = open_store()
+        if not (isinstance(store, SupportsUploads) and store.takes_uploads):
+            pytest.skip("it takes no uploads, which is optional: the commit of a plan adds all keys")
+        other = Records(records.ids, round_to_half(records.keys + 64), records.groups + 1)
+        records[:100].add_to(store)
+        for name, part in (("first", other[:300]), ("second", records[200:]), ("first", other[:300])):
+            store.upload(part.ids, part.keys, part.groups, name)
+        expected = records[:100] + other[100:300] + records[300:]
+        check_holds(store, expected)
+        check_search(store, expected, 10)
+
+        def count(name: str, groups: Groups, ids: IdRanges = ALL_IDS) -> list[int]:
+            """Count the records of an upload in each of some groups."""
+            return [store.count_uploaded(ids, name, group) for group in np.unique(groups).tolist()]
+
+        assert count("first", other.groups) == np.bincount(other.groups[100:300])[1:].tolist()
+        assert count("second", records.groups) == np.bincount(records.groups[300:]).tolist()
+        assert sum(count("first", other.groups, other[50:150].cover_positions())) == 50
+        assert count("third", other.groups) == [0, 0, 0, 0]
+        records[100:110].add_to(store)
+        store.delete(other[110:150].cover_positions())
+        assert sum(count("first", other.groups)) == 150
+        check_holds(store, records[:110] + other[150:300] + records[300:])
 
     def test_adding_the_same_again_changes_nothing(self, store: Datastore, records: Records) -> None:
         """Repeating an `add`, as after a crash, changes nothing.

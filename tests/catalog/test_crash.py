@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL
+from sqlalchemy import URL, select
 
 import knnstore.catalog.writer
 from knnstore.catalog import Catalog, CatalogWriter, Engine, NewDocument
+from knnstore.catalog.connection import run_read_transaction
+from knnstore.catalog.tables import DomainRow
 from knnstore.errors import StoreNotFoundError
 
 Make = Callable[..., NewDocument]
@@ -30,7 +32,14 @@ def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:
         catalog.checksums(),
         writer.unsettled(),
         catalog.leases(),
+        list_domain_rows(catalog),
     )
+
+
+def list_domain_rows(catalog: Catalog) -> list[str]:
+    """Return the names of all domains, also of those without documents, which readers do not see."""
+    with run_read_transaction(catalog.sql) as session:
+        return sorted(session.scalars(select(DomainRow.name)))
 
 
 def test_every_transaction_is_tried() -> None:
@@ -43,6 +52,7 @@ ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
     "checksums": lambda writer, rows, make: writer.note_checksums({rows["live"]: "float32:" + "0" * 64}),
     "lease": lambda writer, rows, make: writer.lease("b" * 32, 10, "/plan"),
     "release": lambda writer, rows, make: writer.release(["a" * 32]),
+    "domain": lambda writer, rows, make: writer.create_domain("empty"),
     "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
     "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
     "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),

@@ -209,3 +209,18 @@ def test_two_thousand_documents_at_once(catalog: Catalog, writer: CatalogWriter,
     writer.forget([p.row for p in placed])
     assert catalog.domains() == []
     assert writer.unsettled() == []
+
+
+def test_domains_without_documents_are_deleted_with_the_last_open_lease(
+    catalog: Catalog, writer: CatalogWriter, document: Make
+) -> None:
+    first, second = (writer.lease(letter * 32, 10, "/plan") for letter in "ab")
+    group = writer.create_domain("law")
+    assert writer.create_domain("law") == group
+    assert (catalog.domains(), catalog.snapshot().domains) == ([], {})
+    writer.release([second.id])
+    assert writer.begin([document("a", "law")])[0].group == group
+    empty = writer.create_domain("tax")
+    writer.release([first.id])
+    assert writer.create_domain("law") == group  # has a document, which is not yet live
+    assert writer.create_domain("tax") > empty  # was deleted; its number is not used again

@@ -275,6 +275,20 @@ class TestVacuumsNothing(DatastoreTests):
     datastore_class = _VacuumsNothing
 
 
+class _UploadReplaces(MemoryDatastore):
+    takes_uploads = True
+
+    def upload(self, ids, keys, groups, name):
+        self.add(ids, keys, groups)
+
+    def count_uploaded(self, ids, name, group):
+        return 0
+
+
+class TestUploadReplaces(DatastoreTests):
+    datastore_class = _UploadReplaces
+
+
 class TestDropsACase(DatastoreTests):
     datastore_class = MemoryDatastore
     test_by_ids = None

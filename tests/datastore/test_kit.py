@@ -32,6 +32,7 @@ _EXPECTED = {
     "KeepsItsFirstOwner": ["test_its_owner_is_remembered"],
     "ItsOwnerIsARecord": ["test_its_owner_is_remembered"],
     "VacuumsNothing": ["test_vacuum_leaves_no_byte_of_what_was_deleted"],
+    "UploadReplaces": ["test_an_upload_adds_and_changes_nothing"],
     "DropsACase": ["test_no_case_is_missing_or_overridden"],
     "OverridesACase": ["test_no_case_is_missing_or_overridden"],
 }

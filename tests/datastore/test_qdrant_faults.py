@@ -108,7 +108,8 @@ def use(spoilt: Spoilt, store: QdrantDatastore) -> None:
     """Change a store that is empty, and read it in every way; each answer must be right."""
     records, queries = make_records(120, DIM), make_queries(3, DIM)
     changed = Records(records.ids[:20], records.keys[:20] + 1, records.groups[:20])
-    now = changed + records[40:]
+    uploaded = make_records(10, DIM, first_position=1000)
+    now = changed + records[40:] + uploaded
 
     def search() -> Neighbors:
         return store.search(queries, 10, where=now.filter_by_groups(1, 2))
@@ -116,6 +117,8 @@ def use(spoilt: Spoilt, store: QdrantDatastore) -> None:
     spoilt.attempt(lambda: records.add_to(store))
     spoilt.attempt(lambda: changed.add_to(store))
     spoilt.attempt(lambda: store.delete(records[20:40].cover_positions()))
+    spoilt.attempt(lambda: store.upload(uploaded.ids, uploaded.keys, uploaded.groups, "name"))
+    assert spoilt.attempt(lambda: store.count_uploaded(ALL_IDS, "name", 0)) == len(uploaded)
     spoilt.attempt(store.flush)
     found = spoilt.attempt(search)
     check_neighbors(found, now.select_matching(now.filter_by_groups(1, 2)), queries, 10, Metric.L2)

@@ -434,6 +434,23 @@ def test_dropping_a_plan_leaves_nothing(workshop: Workshop) -> None:
     assert workshop.commit().documents == 39
 
 
+def test_a_plan_whose_folder_is_lost_is_named_and_can_be_dropped(workshop: Workshop) -> None:
+    workshop.add(DOCUMENTS[:1])
+    plan = workshop.plan()
+    assert plan is not None
+    workshop.encode()
+    shutil.rmtree(workshop.folder.path)
+    (problem,) = workshop.problems()
+    assert problem == (
+        f"the plan in {workshop.folder.path} is gone, with {plan.tokens:,} reserved positions and 0 uploaded "
+        f"records: `knnstore plan {workshop.folder.path} --drop` gives it up"
+    )
+    with KNNStore.open(workshop.home, "a") as store:
+        assert store.repair() == [problem]  # the folder may be on a disk that comes back
+    workshop.drop()
+    assert (workshop.problems(), workshop.ids()) == ([], {"d0"})
+
+
 def test_a_plan_that_was_dropped_or_is_of_another_store_is_refused(
     workshop: Workshop, tmp_path: Path
 ) -> None:
@@ -489,6 +506,11 @@ PLACES = [
 ]
 
 
+WITHOUT_PLAN = ["plan.leased", "plan.written"]
+"""Places after which the store has reserved positions, and the folder has no plan."""
+HALF_ADDED = ["commit.shard", "commit.before", "ingest.flushed", "catalog.publish.inside"]
+
+
 @pytest.mark.parametrize(
     "place",
     [
@@ -521,7 +543,10 @@ def test_every_step_may_be_killed_and_is_then_repeated(
             file.unlink()
         work = write_keys
     assert killed_at(place, work)
-    assert all("half added" in problem for problem in workshop.problems())
+    problems = workshop.problems()
+    assert [("is gone" in of, "half added" in of) for of in problems] == (
+        [(True, False)] * (place in WITHOUT_PLAN) + [(False, True)] * (place in HALF_ADDED)
+    )
     is_published = place in ("catalog.publish.after", "commit.after")
     assert workshop.ids() == ({of["id"] for of in DOCUMENTS} if is_published else {"d0"})
     if not is_published:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -13,6 +14,8 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
+from knnstore import failpoints
+from knnstore.distributed import PlanFolder, encode_shards
 from knnstore.distributed.ray import add
 from knnstore.errors import ConfigError, InputError, PlanError
 from tests.distributed.test_plans import (
@@ -24,6 +27,7 @@ from tests.distributed.test_plans import (
     save_pair_model,
     write_documents,
 )
+from tests.distributed.test_uploads import ServerWorkshop
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\..*")]
 
@@ -101,6 +105,25 @@ def test_actors_that_are_killed_are_replaced(tmp_path: Path) -> None:
     assert len(killed) == 3
     assert added.documents == 300
     check_same_store(many.home, one.home)
+    assert many.problems() == []
+
+
+def test_actors_upload_to_a_server(tmp_path: Path, qdrant_server: Any) -> None:
+    many = ServerWorkshop(tmp_path, qdrant_server)
+    dataset = ray.data.from_items(DOCUMENTS)
+    many.plan(folder=many.home / "plan", shard_tokens=100)
+    encode_shards(PlanFolder(many.home / "plan"), worker=0, workers=2)  # complete, and not uploaded
+    failpoints.arm("commit.shard=eio")
+    try:
+        with pytest.raises(OSError, match="failpoint"):
+            add(dataset, many.home, domain="news", tags=["fresh"], workers=2, shard_tokens=100, upload=True)
+    finally:
+        failpoints.arm(None)
+    uploaded = {payload["upload"] for _, payload, _ in many.read_points()}
+    folder = PlanFolder(many.home / "plan")
+    assert all(map(folder.is_uploaded, folder.plan.shards))
+    assert len(uploaded) == len(folder.plan.shards) - 1  # those of the first shard were deleted
+    assert add(dataset, many.home, domain="news", tags=["fresh"], upload=True).documents == len(DOCUMENTS)
     assert many.problems() == []
 
 

@@ -187,10 +187,12 @@ class Engine:
 
         return self._update(name, create, wait)
 
-    def upsert(self, name: str, points: Sequence[models.PointStruct], *, wait: bool) -> models.UpdateResult:
-        """Store points."""
+    def upsert(
+        self, name: str, points: Sequence[models.PointStruct], *, where: models.Filter | None, wait: bool
+    ) -> models.UpdateResult:
+        """Store points; of those that exist, only those that a filter matches are replaced."""
         made = [edge.Point(point.id, point.vector, point.payload) for point in points]
-        operation = edge.UpdateOperation.upsert_points(made)
+        operation = edge.UpdateOperation.upsert_points(made, edge_filter(where))
         return self._update(name, lambda collection: collection.shard.update(operation), wait)
 
     def delete(self, name: str, points: models.PointsSelector, *, wait: bool) -> models.UpdateResult:

@@ -135,8 +135,13 @@ class Points(_Service, PointsServicer):
 
     def Upsert(self, request: pb.UpsertPoints, context: Context) -> pb.PointsOperationResponse:
         points = [GrpcToRest.convert_point_struct(point) for point in request.points]
+        where = (
+            GrpcToRest.convert_filter(request.update_filter) if request.HasField("update_filter") else None
+        )
         name = request.collection_name
-        return self._updated(context, "upsert", lambda: self._engine.upsert(name, points, wait=request.wait))
+        return self._updated(
+            context, "upsert", lambda: self._engine.upsert(name, points, where=where, wait=request.wait)
+        )
 
     def Delete(self, request: pb.DeletePoints, context: Context) -> pb.PointsOperationResponse:
         points = GrpcToRest.convert_points_selector(request.points)

@@ -158,8 +158,9 @@ class Handler(BaseHTTPRequestHandler):
                 field, schema = index.field_name, index.field_schema
                 return "create_payload_index", lambda: engine.create_index(name, field, schema, wait=wait)
             case "PUT", [name, "points"]:
-                points = _points_of(TypeAdapter(models.PointInsertOperations).validate_json(body))
-                return "upsert", lambda: engine.upsert(name, points, wait=wait)
+                insert = TypeAdapter(models.PointInsertOperations).validate_json(body)
+                points, where = _points_of(insert), insert.update_filter
+                return "upsert", lambda: engine.upsert(name, points, where=where, wait=wait)
             case "POST", [name, "points", "delete"]:
                 selector = TypeAdapter(models.PointsSelector).validate_json(body)
                 return "delete", lambda: engine.delete(name, selector, wait=wait)
@@ -176,8 +177,8 @@ class Handler(BaseHTTPRequestHandler):
                 request = models.ScrollRequest.model_validate_json(body)
                 return "scroll", lambda: _page(*engine.scroll(name, request))
             case "POST", [name, "points", "count"]:
-                where = models.CountRequest.model_validate_json(body).filter
-                return "count", lambda: engine.count(name, where)
+                counted = models.CountRequest.model_validate_json(body).filter
+                return "count", lambda: engine.count(name, counted)
         raise ApiError(404, f"this test server does not know {self.command} {self.path}")
 
     def _send(

@@ -12,8 +12,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from knnstore.catalog import NewDocument
+from knnstore.distributed import PlanFolder, commit_plan, encode_shards, make_plan
 from knnstore.server import running
 from knnstore.store import KNNStore
 from tests.forked import run_forked
@@ -175,3 +177,25 @@ def test_a_server_begins_where_the_latest_document_has_no_token(inside, home):
             pass
     server = inside(home, require_keys=False)
     assert server.call("GET", "/health").json() == {"status": "ready"}
+
+
+@pytest.mark.slow
+def test_a_plan_is_committed_beside_a_server_that_only_reads(serve, home, tmp_path):
+    server, folder = serve("--read-only").ready(), PlanFolder(tmp_path / "plan")
+    asked = {"model": "tiny+planned", "prompt": "The council", "max_tokens": 4}
+    documents = [{"id": f"p-{at}", "text": f"The harbour wall was repaired {at} times."} for at in range(9)]
+    with KNNStore.open(home, "a") as store:
+        tokenizer = AutoTokenizer.from_pretrained(store.identity.model)
+        plan = make_plan(store, tokenizer, documents, folder, domain="planned", shard_tokens=50)
+    assert plan is not None
+    assert len(plan.shards) > 1
+    encode_shards(folder)
+    assert server.call("POST", "/v1/completions", json=asked).status_code == 404
+    before = {one["id"] for one in server.call("GET", "/v1/documents").json()["data"]}
+    with KNNStore.open(home, "a") as store:
+        commit_plan(store, folder)
+    assert server.call("POST", "/v1/completions", json=asked).status_code == 200
+    after = {one["id"] for one in server.call("GET", "/v1/documents").json()["data"]}
+    assert after - before == {document["id"] for document in documents}
+    with KNNStore.open(home) as store:
+        assert store.verify() == []

@@ -111,7 +111,8 @@ def plan_and_encode(store: KNNStore) -> None:
         lease = store.lease("0" * 32, sum(shard.tokens for shard in writer.shards), folder.path)
         plan = Plan(
             id=lease.id, store=store.id, domain="a", identity=store.identity, dtype="float32", prefix=0,
-            batch_tokens=100, added=2, replaced=1, content=writer.content, shards=tuple(writer.shards),
+            batch_tokens=100, added=2, replaced=1, content=writer.content, start=lease.start, target=None,
+            shards=tuple(writer.shards),
         )  # fmt: skip
         writer.finish(plan, None)
     for shard, (place, version) in zip(plan.shards, PLANNED.items(), strict=True):

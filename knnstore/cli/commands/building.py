@@ -363,7 +363,13 @@ def _add_planned(
         if workers is not None and folder.exists:  # also if an earlier commit was interrupted at its end
             if made is not None:
                 encode_with_processes(
-                    folder, workers, model=model, device=runtime.device, dtype=runtime.dtype, progress=bar
+                    folder,
+                    workers,
+                    model=model,
+                    device=runtime.device,
+                    dtype=runtime.dtype,
+                    upload=made.target is not None,
+                    progress=bar,
                 )
             with KNNStore.open(runtime.home, "a") as store:
                 committed = commit_plan(store, folder, progress=bar)

@@ -33,6 +33,13 @@ def encode(
             help="Encode every N-th shard, beginning with shard I; the first shard has number 0.",
         ),
     ] = None,
+    upload: Annotated[
+        bool,
+        typer.Option(
+            "--upload",
+            help="Also upload the keys to the server of the store (Qdrant), so that the commit need not.",
+        ),
+    ] = False,
     model_at: ModelAtOption = None,
     runtime: Runtime,
     as_json: JsonOption = False,
@@ -45,6 +52,7 @@ def encode(
     Examples:
       knnstore encode plan
       knnstore encode plan --shard 3/8
+      knnstore encode plan --upload
     """
     worker, workers = _parse_share(shard)
     with show_activity("loading transformers"):
@@ -65,11 +73,13 @@ def encode(
             model=model,
             device=runtime.device,
             dtype=runtime.dtype,
+            upload=upload,
             progress=bar,
         )
     result = {
         "encoded": len(encoding.encoded),
         "complete": len(encoding.complete),
+        "uploaded": len(encoding.uploaded),
         "shards": len(plan_folder.plan.shards),
         "tokens": encoding.tokens,
     }
@@ -180,6 +190,7 @@ def describe_plan(folder: Any) -> dict[str, Any]:
         "tokens": content.tokens,
         "shards": len(content.shards),
         "encoded": len(folder.find_complete_shards(content.shards)),
+        "uploaded": sum(map(folder.is_uploaded, content.shards)),
         "state": "open" if folder.has_documents() else "committed",
         "model": content.identity.model,
     }

@@ -1,0 +1,34 @@
+"""Child processes that end with their parent, however the parent ends.
+
+This module imports nothing large, so that a new process watches its parent from its first moments on.
+"""
+
+import multiprocessing
+import os
+import threading
+from importlib import import_module
+from typing import Any
+
+
+def run_with_parent(module: str, function: str, *arguments: Any) -> None:
+    """Import a module in this child process, and call a function of it; end this process with its parent.
+
+    The parent is watched from before the import, which takes seconds for torch. This is the target of a
+    `multiprocessing.Process`: with a function of the module itself as the target, the process would import
+    the module first. A parent that is killed cannot end its children.
+
+    Args:
+        module: name of the module.
+        function: name of the function.
+        *arguments: arguments of the function.
+    """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    getattr(import_module(module), function)(*arguments)
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent process, then end this process at once."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
