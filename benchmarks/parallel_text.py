@@ -1,6 +1,7 @@
 """Collect the parallel text of `translation.py` from installed packages: a base model's, and a client's.
 
     python benchmarks/parallel_text.py OUT [--root DIR] [--language de]
+    python benchmarks/parallel_text.py --smoke
 
 The base model's text are the messages of programs: gettext catalogs, ``*/de/LC_MESSAGES/*.mo``. The client's
 is the help of LibreOffice (Debian's packages ``libreoffice-help-en-us`` and ``libreoffice-help-de``), whose
@@ -16,6 +17,8 @@ import hashlib
 import html
 import json
 import re
+import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,25 +106,69 @@ def choose_split(page: str) -> str:
     return "test" if share < 0.1 else "dev" if share < 0.2 else "store"
 
 
+def collect(root: Path, out: Path, language: str) -> None:
+    """Write the pairs of the packages below `root` to `out`, and print how many there are."""
+    parts: dict[str, list[dict[str, str]]] = {"client/store": [], "client/dev": [], "client/test": []}
+    parts["base/train"] = list(read_catalogs(root, language))
+    for page, pair in read_help(root, language):
+        parts[f"client/{choose_split(page)}"].append(pair)
+    for name, pairs in parts.items():
+        path = out / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in pairs), "utf-8")
+        words = sum(len(one["text"].split()) for one in pairs)
+        print(f"{path}: {len(pairs):,} pairs, {words:,} words of {language}")
+
+
+def smoke(folder: Path) -> None:
+    """Collect a catalog of two messages, one of them not translated, and 20 pages of help."""
+    catalog = folder / "usr/share/locale/de/LC_MESSAGES/tool.mo"
+    catalog.parent.mkdir(parents=True)
+    messages = {"": "Content-Type: text/plain; charset=UTF-8\n", "Open": "Open", "menu\4_Close": "S&chließen"}
+    strings = [
+        text.encode() for side in (sorted(messages), map(messages.get, sorted(messages))) for text in side
+    ]
+    begun = 28 + 8 * len(strings)
+    table = [
+        (len(text), begun + sum(len(one) + 1 for one in strings[:at])) for at, text in enumerate(strings)
+    ]
+    head = struct.pack("<7I", 0x950412DE, 0, len(messages), 28, 28 + 8 * len(messages), 0, 0)
+    entries = b"".join(struct.pack("<2I", *entry) for entry in table)
+    catalog.write_bytes(head + entries + b"\0".join([*strings, b""]))
+    for page in range(20):
+        for language, text in (("en-US", "Press <b>Enter</b>."), ("de", "Dr&uuml;cken Sie <b>Enter</b>.")):
+            path = folder / _HELP / language / "text" / f"{page}.html"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f'<p id="par_1" class="paragraph">{text}</p>', "utf-8")
+    collect(folder, folder / "out", "de")
+    [trained] = (folder / "out/base/train.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(trained) == {"id": "tool-1", "source": "Close", "text": "Schließen"}
+    rows = [
+        json.loads(line)
+        for split in ("store", "dev", "test")
+        for line in (folder / f"out/client/{split}.jsonl").read_text("utf-8").splitlines()
+    ]
+    assert {row["page"] for row in rows} == {f"text/{page}.html" for page in range(20)}
+    assert {(row["source"], row["text"]) for row in rows} == {("Press Enter.", "Drücken Sie Enter.")}
+
+
 def main() -> None:
     """Collect and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--root", type=Path, default=Path("/"), help="into which packages are unpacked")
     parser.add_argument("--language", default="de")
+    parser.add_argument("--smoke", action="store_true", help="text that is made up")
     options = parser.parse_args()
-    parts: dict[str, list[dict[str, str]]] = {"client/store": [], "client/dev": [], "client/test": []}
-    parts["base/train"] = list(read_catalogs(options.root, options.language))
-    for page, pair in read_help(options.root, options.language):
-        parts[f"client/{choose_split(page)}"].append(pair)
-    for name, pairs in parts.items():
-        path = options.out / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in pairs), "utf-8")
-        words = sum(len(one["text"].split()) for one in pairs)
-        print(f"{path}: {len(pairs):,} pairs, {words:,} words of {options.language}")
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            smoke(Path(folder))
+    elif options.out is None:
+        parser.error("name the folder to write to, or --smoke")
+    else:
+        collect(options.root, options.out, options.language)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ import knnstore
 from knnstore.lm import KNNLMForSeq2SeqLM, KNNSettings
 
 ALONE = KNNSettings(lam=0.0)
-SIDES = {"base": "the model alone", "tuned": "fine-tuned"}
+SIDES = {"base": "base model", "tuned": "fine-tuned model"}
 SIMILAR = 0.8
 """Two sources of which so large a share of all words is in both are near-duplicates."""
 PARTS = 8
@@ -189,31 +189,31 @@ def run(trial: Trial, model: Path | None, out: Path, work: Path) -> str:
         say(name)
         return step(out, name, make).values
 
-    # 1) Train the base model, and choose the fine-tuned model on dev.
+    def judged(side: str, folder: Path) -> dict[str, Any]:
+        home = work / f"{side}.knn"
+        values[f"{side} store"] = made(f"{side}-store", lambda: trial.make_store(folder, home))
+        return made(f"{side}-judged", lambda: trial.judge(home, similar))
+
+    # 1) Compare the client's test with what is stored.
     values: dict[str, Any] = {}
-    models = {"base": model or work / "base"}
-    if model is None:
-        values["training"] = made("base", lambda: trial.train_base(models["base"]))
-    runs = []
-    for rate in trial.options.rates:
-        folder = work / f"tuned-{rate:g}"
-        tuned = made(folder.name, lambda rate=rate, folder=folder: trial.tune(models["base"], rate, folder))
-        runs.append(tuned | {"folder": str(folder)})
-    best = min(runs, key=lambda one: float(one["dev"]))
-    values["tuning"] = runs
-    models["tuned"] = Path(best["folder"])
-    # 2) Compare the client's test with what is stored.
     sources = [pair["source"] for pair in trial.test]
     nearest, shares = find_similar([pair["source"] for pair in trial.store], sources)
     similar = shares >= SIMILAR
     known = {pair["source"] for pair in trial.store}
     values["exact"], values["similar"] = sum(source in known for source in sources), int(similar.sum())
-    # 3) Make a store for each model, and judge both.
-    results = {}
-    for side, folder in models.items():
-        home = work / f"{side}.knn"
-        values[f"{side} store"] = made(f"{side}-store", lambda f=folder, h=home: trial.make_store(f, h))
-        results[side] = made(f"{side}-judged", lambda h=home: trial.judge(h, similar))
+    # 2) Train the base model, make a store for it, and judge both.
+    base = model or work / "base"
+    if model is None:
+        values["training"] = made("base", lambda: trial.train_base(base))
+    results = {"base": judged("base", base)}
+    # 3) Fine-tune with each learning rate, choose on dev, and do the same with the chosen model.
+    runs = {}
+    for rate in trial.options.rates:
+        folder = work / f"tuned-{rate:g}"
+        runs[folder] = made(folder.name, lambda rate=rate, folder=folder: trial.tune(base, rate, folder))
+    values["tuning"] = list(runs.values())
+    tuned = min(runs, key=lambda folder: float(runs[folder]["dev"]))
+    results["tuned"] = judged("tuned", tuned)
     memory = [trial.store[at]["text"] for at in nearest]
     return report(trial, results, memory, similar, values)
 
@@ -239,18 +239,18 @@ def report(
     rows = [("text of the most similar stored source", list(memory), None, None)]
     for side, name in SIDES.items():
         found = results[side]
-        for kind, added in (("alone", ""), ("store", " with its store")):
+        for kind, added in (("alone", ""), ("store", " with a store")):
             speed = len(references) / found["seconds"][kind]
             ppl = {part: of[kind] for part, of in found["ppl"].items()}
             rows.append((name + added, found["texts"][kind], ppl, speed))
     bleu, chrf = BLEU(), CHRF()
     lines = [
-        f"| test | pairs | perplexity, all | BLEU | chrF | {len(selections['apart'])} apart: perplexity "
-        "| BLEU | chrF | sentences/s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| side | all {len(references)} pairs: perplexity | BLEU | chrF "
+        f"| {len(selections['apart'])} pairs apart: perplexity | BLEU | chrF | sentences/s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, texts, ppl, speed in rows:
-        cells = [name, str(len(references))]
+        cells = [name]
         for part, chosen in selections.items():
             given, expected = [texts[at] for at in chosen], [[references[at] for at in chosen]]
             cells += [
