@@ -184,6 +184,7 @@ def run(trial: Trial, model: Path | None, out: Path, work: Path) -> str:
         out: folder for results.
         work: folder for models and stores.
     """
+    base = model or work / "base"
 
     def made(name: str, make: Callable[[], Step]) -> dict[str, Any]:
         say(name)
@@ -194,6 +195,10 @@ def run(trial: Trial, model: Path | None, out: Path, work: Path) -> str:
         values[f"{side} store"] = made(f"{side}-store", lambda: trial.make_store(folder, home))
         return made(f"{side}-judged", lambda: trial.judge(home, similar))
 
+    def tuned(rate: float) -> tuple[Path, dict[str, Any]]:
+        folder = work / f"tuned-{rate:g}"
+        return folder, made(folder.name, lambda: trial.tune(base, rate, folder))
+
     # 1) Compare the client's test with what is stored.
     values: dict[str, Any] = {}
     sources = [pair["source"] for pair in trial.test]
@@ -202,18 +207,13 @@ def run(trial: Trial, model: Path | None, out: Path, work: Path) -> str:
     known = {pair["source"] for pair in trial.store}
     values["exact"], values["similar"] = sum(source in known for source in sources), int(similar.sum())
     # 2) Train the base model, make a store for it, and judge both.
-    base = model or work / "base"
     if model is None:
         values["training"] = made("base", lambda: trial.train_base(base))
     results = {"base": judged("base", base)}
     # 3) Fine-tune with each learning rate, choose on dev, and do the same with the chosen model.
-    runs = {}
-    for rate in trial.options.rates:
-        folder = work / f"tuned-{rate:g}"
-        runs[folder] = made(folder.name, lambda rate=rate, folder=folder: trial.tune(base, rate, folder))
+    runs = dict(map(tuned, trial.options.rates))
     values["tuning"] = list(runs.values())
-    tuned = min(runs, key=lambda folder: float(runs[folder]["dev"]))
-    results["tuned"] = judged("tuned", tuned)
+    results["tuned"] = judged("tuned", min(runs, key=lambda folder: float(runs[folder]["dev"])))
     memory = [trial.store[at]["text"] for at in nearest]
     return report(trial, results, memory, similar, values)
 
