@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
-from transformers import AutoModelForSeq2SeqLM, NllbTokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    NllbTokenizer,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import knnstore
 from knnstore.documents import TextDocument
@@ -337,6 +342,25 @@ def test_a_model_without_an_end_or_with_two_vocabularies_is_refused(tmp_path) ->
     model.config.vocab_size = 70
     with pytest.raises(ConfigError, match="a vocabulary for sources, and another one for texts"):
         knnstore.create(tmp_path / "home", model, tokenizer=make_tokenizer())
+
+
+def test_a_model_that_reads_sound_is_refused(tmp_path) -> None:
+    config = WhisperConfig(
+        vocab_size=61,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        pad_token_id=2,
+        bos_token_id=0,
+        eos_token_id=EOS,
+        decoder_start_token_id=0,
+    )
+    model = WhisperForConditionalGeneration(config)
+    with pytest.raises(ConfigError, match="reads input_features: only sources that are text"):
+        knnstore.create(tmp_path / "home", model, tokenizer=make_tokenizer())
+    assert not (tmp_path / "home").exists()
 
 
 def test_a_model_without_a_limit_has_long_windows(tmp_path) -> None:

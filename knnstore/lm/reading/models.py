@@ -489,10 +489,13 @@ def check_runs(model: PreTrainedModel) -> None:
 
     Raises:
         ConfigError: the forward pass fails, or its result does not have logits for each token; or an
-            encoder-decoder model has a vocabulary for sources and another one for texts.
+            encoder-decoder model reads sources that are no text, as Whisper does, or has a vocabulary for
+            sources and another one for texts.
         ModelOutputError: the logits are NaN or infinite.
     """
     name = type(model).__name__
+    if reads_source(model) and model.main_input_name != "input_ids":
+        raise ConfigError(f"{name} reads {model.main_input_name}: only sources that are text are supported")
     ids = torch.tensor([[0, 1, 2], [0, 1, 0]], device=model.device)
     try:
         inputs = make_inputs(model, ids, Source.make_probe(model, len(ids)))
