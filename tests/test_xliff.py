@@ -102,6 +102,12 @@ def test_a_language_that_the_file_does_not_have_is_named(tmp_path) -> None:
         read(tmp_path, without)
 
 
+def test_a_target_may_have_a_variant_of_the_language_of_its_file(tmp_path) -> None:
+    changed = OLD.replace("<target state", '<target xml:lang="de-AT" state')
+    assert read(tmp_path, changed) == read(tmp_path, OLD)
+    assert read(tmp_path, changed, Fields("de-AT", "id", "en")) == read(tmp_path, OLD)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -109,6 +115,8 @@ def test_a_language_that_the_file_does_not_have_is_named(tmp_path) -> None:
         ('<tmx version="1.4"/>', "not XLIFF: its first element is 'tmx'"),
         ('<xliff xmlns="urn:example"/>', "not XLIFF: its first element is 'urn:example xliff'"),
         ('<xliff srcLang="en" trgLang="de"/>', "the file has no translation unit"),
+        ('<xliff><trans-unit><unit/><target state="new"/></trans-unit></xliff>', "a unit in another unit"),
+        ("<xliff><segment><unit/><source/></segment></xliff>", "a unit in another unit or in a segment"),
     ],
 )
 def test_a_file_that_is_hostile_or_no_xliff_is_refused(tmp_path, content, reason) -> None:

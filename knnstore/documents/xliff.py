@@ -6,6 +6,7 @@ from dataclasses import replace
 from knnstore.documents.document import Entry, Fields
 from knnstore.documents.source_files import Source
 from knnstore.documents.translation_memory import TranslationUnit, UnitParser, read_units
+from knnstore.errors import InputError
 
 _SEPARATOR = " "
 _NAMESPACE = "urn:oasis:names:tc:xliff:document:"
@@ -66,6 +67,8 @@ class _XliffParser(UnitParser):
             self._file_languages = self._read_languages(attributes)
             self._file = attributes.get("id") or attributes.get("original") or ""
         if name in _UNITS:
+            if not {*_UNITS, *_PAIRS}.isdisjoint(self.path[:-1]):
+                raise InputError("damaged: a unit in another unit or in a segment")
             approved = {"approved": attributes["approved"]} if "approved" in attributes else {}
             self._unit, self._segments = TranslationUnit(approved, id=attributes.get("id")), []
         if name in _PAIRS:
@@ -110,7 +113,7 @@ class _XliffParser(UnitParser):
         A segment without a target gets an empty text in the target's language, and is then refused as empty.
         """
         for number, segment in enumerate(self._segments, 1):
-            if self._file_languages["target"]:
+            if self._file_languages["target"] and len(segment.languages) < 2:
                 segment.languages.setdefault(self._file_languages["target"].lower(), "")
             names = [self._file, self._unit.id]
             if len(self._segments) > 1:

@@ -170,6 +170,19 @@ def test_pairs_are_encoded_with_their_sources(tmp_path: Path, options: dict[str,
         many.plan([{"id": "x", "text": "w5"}])
 
 
+def test_a_plan_of_pairs_reads_a_model_that_has_no_generation_configuration_of_its_own(
+    tmp_path: Path,
+) -> None:
+    model = Path(save_pair_model(tmp_path / "model"))
+    generation, config = (model / name for name in ("generation_config.json", "config.json"))
+    config.write_text(json.dumps({**json.loads(config.read_text()), **json.loads(generation.read_text())}))
+    generation.unlink()
+    workshop = Workshop(tmp_path, model=str(model))
+    plan = workshop.plan(PAIRS)
+    assert plan is not None
+    assert plan.prefix == (1, 4)
+
+
 def test_pairs_of_other_languages_are_neither_planned_nor_encoded(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path, model=save_pair_model(tmp_path / "model"))
     workshop.plan(PAIRS)

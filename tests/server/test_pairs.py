@@ -12,6 +12,7 @@ import torch
 import knnstore
 from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings
 from knnstore.server.engine import Engine, Prompt, Sampling, Task
+from knnstore.server.engine.pairs import make_generation_rules
 from knnstore.store import Selection
 from tests.cli.conftest import call
 from tests.lm.seq2seq import EOS, make_model, make_pairs, make_tokenizer
@@ -160,6 +161,13 @@ def test_texts_that_are_decoded_side_by_side_are_what_each_is_alone(lm):
     finally:
         engine.stop()
     assert max(counts) > 2
+
+
+def test_beams_of_the_generation_configuration_are_left_out_of_the_rules(lm, monkeypatch):
+    for option, value in {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 1}.items():
+        monkeypatch.setattr(lm.generation_config, option, value)
+    rules = make_generation_rules(lm, Prompt(lm.reader.prefix, 1, source=(5, EOS)), 10)
+    assert rules(torch.tensor([lm.reader.prefix]), torch.zeros(1, 61))[0, FORBIDDEN].isinf().all()
 
 
 def test_requests_of_many_clients_are_answered_as_each_alone(server, lm):

@@ -234,10 +234,16 @@ def load_decoder_prefix(name: str) -> tuple[int, ...]:
     Raises:
         ConfigError: the model does not exist, or names no single token that starts the decoder.
     """
+    is_local = check_model(name)
     try:
-        config = GenerationConfig.from_pretrained(name, local_files_only=check_model(name))
+        config = GenerationConfig.from_pretrained(name, local_files_only=is_local)
     except OSError:  # older models have it in their configuration
-        config = GenerationConfig.from_model_config(load_text_parts(name).config)
+        try:
+            config = GenerationConfig.from_pretrained(
+                name, "config.json", local_files_only=is_local, _from_model_config=True
+            )
+        except OSError as error:
+            raise ConfigError(f"the model {name!r} cannot be loaded: {describe_reason(error)}") from error
     return get_decoder_prefix(config, name)
 
 

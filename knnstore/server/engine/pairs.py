@@ -182,7 +182,12 @@ def make_generation_rules(lm: Any, prompt: Prompt, max_tokens: int) -> LogitsPro
     """
     device, length = lm.base.device, len(prompt.tokens)
     config, _ = lm._prepare_generation_config(
-        None, do_sample=False, num_beams=1, max_new_tokens=None, max_length=length + max_tokens
+        None,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        max_new_tokens=None,
+        max_length=length + max_tokens,
     )
     config.forced_eos_token_id = None
     lm._prepare_special_tokens(config, True, device=device)
