@@ -163,8 +163,9 @@ def test_texts_that_are_decoded_side_by_side_are_what_each_is_alone(lm):
     assert max(counts) > 2
 
 
-def test_beams_of_the_generation_configuration_are_left_out_of_the_rules(lm, monkeypatch):
-    for option, value in {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 1}.items():
+def test_beams_and_guidance_of_the_generation_configuration_are_left_out_of_the_rules(lm, monkeypatch):
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 1, "guidance_scale": 2.0}
+    for option, value in options.items():
         monkeypatch.setattr(lm.generation_config, option, value)
     rules = make_generation_rules(lm, Prompt(lm.reader.prefix, 1, source=(5, EOS)), 10)
     assert rules(torch.tensor([lm.reader.prefix]), torch.zeros(1, 61))[0, FORBIDDEN].isinf().all()

@@ -186,6 +186,7 @@ def make_generation_rules(lm: Any, prompt: Prompt, max_tokens: int) -> LogitsPro
         do_sample=False,
         num_beams=1,
         num_return_sequences=1,
+        guidance_scale=None,
         max_new_tokens=None,
         max_length=length + max_tokens,
     )
