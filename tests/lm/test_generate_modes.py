@@ -118,6 +118,24 @@ def test_beams_with_a_kept_cache(lm, knn, prompt) -> None:
     assert torch.equal(lm.generate(prompt, past_key_values=cache, **options), lm.generate(prompt, **options))
 
 
+def test_texts_that_have_ended_are_not_looked_up(single, prompt, monkeypatch) -> None:
+    """An end token in a prompt ends nothing."""
+    end, *_ = single.generate(prompt, knn=KEYS, max_new_tokens=1)[0, prompt.shape[1] :].tolist()
+    other = prompt.flip(1)
+    other[0, 3] = end
+    options = {"knn": KEYS, "max_new_tokens": 6, "eos_token_id": end, "pad_token_id": 2}
+    expected = single.generate(other, **options)[0].tolist()
+    assert end not in expected[prompt.shape[1] :]
+    asked, search = [], single.store.search
+    monkeypatch.setattr(
+        single.store, "search", lambda keys, *rest: asked.append(len(keys)) or search(keys, *rest)
+    )
+    found = single.generate(torch.cat([prompt, other]), **options)
+    assert found[1].tolist() == expected
+    assert found[0, prompt.shape[1] :].tolist() == [end, 2, 2, 2, 2, 2]
+    assert asked == [2, 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("size", [None, 3])
 def test_new_tokens_alone(lm, knn, prompt, size) -> None:
     given = {

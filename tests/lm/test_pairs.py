@@ -397,6 +397,19 @@ def test_translations_keep_the_order_of_their_sources_whatever_is_read_together(
         lm.translate(sources, num_beams=2, num_return_sequences=2)
 
 
+def test_translations_that_have_ended_are_not_looked_up(lm, monkeypatch) -> None:
+    """The decoder's first token is looked up too, and then each token of the text and the EOS token."""
+    lm.add(FIRST, domain="first")
+    pairs, search, asked = FIRST[:9], lm.store.search, []
+    monkeypatch.setattr(
+        lm.store, "search", lambda keys, *rest: asked.append(len(keys)) or search(keys, *rest)
+    )
+    assert lm.translate([pair["source"] for pair in pairs]) == texts_of(pairs)
+    lengths = [len(text.split()) + 2 for text in texts_of(pairs)]
+    assert len(set(lengths)) > 1
+    assert (sum(asked), max(asked)) == (sum(lengths), 9)
+
+
 def test_translations_are_scored_beside_those_of_the_model_alone(lm) -> None:
     """A stored source is translated as stored; the scores of other pairs are those of sacrebleu."""
     lm.add(FIRST, domain="first")

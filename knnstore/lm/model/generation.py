@@ -7,7 +7,7 @@ the arguments that it accepts. The texts so far are in the cache, see `knnstore.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,24 @@ from knnstore.lm.reading import CACHE_NAMES, check_tokens, get_cache_argument_na
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
-_OWN_ARGUMENTS = ("knn",)
+_OWN_ARGUMENTS = ("knn", "ends")
 """Arguments of the model with a store that an assistant model does not accept."""
+_MODEL_ALONE = KNNSettings(lam=0.0)
 _NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no code but its own"
+
+
+class Ends(NamedTuple):
+    """How the texts of a call of `generate` end."""
+
+    prompt_length: int
+    """Number of columns of the prompts; an end token there ends nothing."""
+    tokens: Tensor
+    """End tokens, int64, shape (n,)."""
+
+    def find_ended(self, input_ids: Tensor) -> list[bool]:
+        """Check for each of the texts so far, int64, shape (b, n), whether it has ended."""
+        ended: list[bool] = torch.isin(input_ids[:, self.prompt_length :], self.tokens).any(1).tolist()
+        return ended
 
 
 class StoreGeneration(GenerationMixin):
@@ -85,20 +100,24 @@ class StoreGeneration(GenerationMixin):
         *args: Any,
         inputs_embeds: Tensor | None = None,
         knn: KNNSettings | None = None,
+        ends: Ends | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the arguments of the next forward pass, with the settings and the mask of padding.
+
+        In a batch, the texts that have ended are read on by the model alone: transformers drops what follows.
 
         Args:
             input_ids: the texts so far, or the next chunk of the prompts, int64, shape (b, n).
             *args: arguments of `GenerationMixin.prepare_inputs_for_generation`.
             inputs_embeds: embeddings of the prompts, in place of token ids; None for token ids.
             knn: settings of the call.
+            ends: how texts end; None if they end by their length only.
             **kwargs: arguments of `GenerationMixin.prepare_inputs_for_generation`.
 
         Returns:
-            The base model's inputs; ``knn``; and ``text_mask``, shape (b, new), 0 at padding, or None if
-            there is no mask.
+            The base model's inputs; ``knn``, one for all texts or one for each; and ``text_mask``, shape (b,
+            new), 0 at padding, or None if there is no mask.
 
         Raises:
             ConfigError: beam search has reordered rows, but the texts in a cache that is not a `Cache` of
@@ -123,12 +142,16 @@ class StoreGeneration(GenerationMixin):
         if get_cache_argument_name(self.base.forward) is None:  # `generate` makes a cache for every model
             inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
         check_row_order(inputs, input_ids, new)
-        return {**inputs, "knn": knn, "text_mask": text_mask}
+        each: KNNSettings | list[KNNSettings] | None = knn
+        if knn is not None and ends is not None and len(input_ids) > 1:
+            ended = ends.find_ended(input_ids)
+            each = [_MODEL_ALONE if is_ended else knn for is_ended in ended] if any(ended) else knn
+        return {**inputs, "knn": each, "text_mask": text_mask}
 
     def _prefill(  # type: ignore[override]
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
-        """Run the model over the prompts, as `GenerationMixin._prefill` does.
+        """Run the model over the prompts, as `GenerationMixin._prefill` does, and note how texts end.
 
         If another model filled the cache and the settings need the earlier text, a causal base model first
         computes the cached tokens again, and their `TextState` (tokens and keys) is added to the cache.
@@ -156,6 +179,9 @@ class StoreGeneration(GenerationMixin):
                 if self.needs_text(knn):
                     texts = self._restore_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
                     attach_texts(model_kwargs, texts)
+        end_tokens = getattr(generation_config, "_eos_token_tensor", None)
+        if end_tokens is not None:  # the passes after this one get it
+            model_kwargs["ends"] = Ends(input_ids.shape[1], end_tokens)
         return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(

@@ -389,7 +389,8 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
             `labels` are given.
         """
         given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
-        each = [self.resolve_settings(settings) for settings in given]
+        resolved = {id(settings): self.resolve_settings(settings) for settings in given}
+        each = [resolved[id(settings)] for settings in given]
         of_loss = {key: others.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in others}
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         inputs |= as_cache_argument(self.base, cache) | others
