@@ -110,7 +110,7 @@ def plan_and_encode(store: KNNStore) -> None:
             writer.write_shard([PlannedDocument(document, replaced and replaced.start)])
         lease = store.lease("0" * 32, sum(shard.tokens for shard in writer.shards), folder.path)
         plan = Plan(
-            id=lease.id, store=store.id, domain="a", identity=store.identity, dtype="float32", prefix=0,
+            id=lease.id, store=store.id, domain="a", identity=store.identity, dtype="float32", prefix=(0,),
             batch_tokens=100, added=2, replaced=1, content=writer.content, start=lease.start, target=None,
             shards=tuple(writer.shards),
         )  # fmt: skip
