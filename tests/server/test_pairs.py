@@ -84,7 +84,7 @@ def generate(lm, sources, new=NEW, **options):
 
 @pytest.mark.parametrize("name", ["marian", "m2m_100", "t5"])
 def test_a_greedy_translation_is_that_of_generate(inside, tmp_path, name):
-    """Of several sources at once, of one, and of its tokens; decoders count positions in different ways."""
+    """The source is one of several, alone, or given as tokens; decoders count positions in different ways."""
     home = prepare(name, tmp_path)
     server = inside(home, require_keys=False)
     with (lm := knnstore.load(home)).store:

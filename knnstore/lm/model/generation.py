@@ -28,7 +28,7 @@ _NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no cod
 
 
 class Ends(NamedTuple):
-    """How the texts of a call of `generate` end."""
+    """The tokens that end the texts of a call of `generate`."""
 
     prompt_length: int
     """Number of columns of the prompts; an end token there ends nothing."""
