@@ -22,7 +22,7 @@ import torch
 from large import TINY_LM, write_words
 
 import knnstore
-from knnstore.distributed import PlanFolder, encode_with_processes, make_plan
+from knnstore.distributed import PlanFolder, encode_shards_in_processes, make_plan
 from knnstore.documents import read_documents
 from knnstore.lm import load_text_parts
 from knnstore.progress import Progress
@@ -72,7 +72,9 @@ def measure_workers(options: argparse.Namespace, folder: Path) -> dict[str, Any]
             shutil.rmtree(plan_folder.key_files, ignore_errors=True)
             torch.set_num_threads(workers)  # the workers share them
             clock, started = Clock(), time.perf_counter()
-            encode_with_processes(plan_folder, workers, model=options.model, device="cpu", progress=clock)
+            encode_shards_in_processes(
+                plan_folder, workers, model=options.model, device="cpu", progress=clock
+            )
             rates[workers].append(clock.rate)
             seconds[workers].append(time.perf_counter() - started)
     ratios = [two / one for one, two in zip(rates[1], rates[2], strict=True)]

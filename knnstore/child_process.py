@@ -27,7 +27,10 @@ def run_with_parent(module: str, function: str, *arguments: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of the parent process, then end this process at once."""
+    """Wait until the parent process ends, then end this process at once with exit status 1.
+
+    Does nothing in a process that `multiprocessing` did not start.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -268,6 +268,8 @@ def test_data_sets_come_by_name(tmp_path: Path) -> None:
     assert list(read_documents([f"{files}::test"])) == [TextDocument("b", "two", {"n": 2})]
     (three,) = read_documents([f"hf:{tmp_path}/saved"], fields=Fields(text="body"))
     assert three == TextDocument.from_row("three")
+    for name, problem in ((":other", "saved without configurations"), ("::test", "saved without splits")):
+        assert problem in refused([f"hf:{tmp_path}/saved{name}"])[0]
     for name in ("hf:", "hf:a:b:c:d"):
         assert refused([name])[0].startswith(f"{name}: a data set is hf:NAME")
     assert refused([f"{files}::none"])[0].startswith(f"{files}::none: the data set cannot be read")

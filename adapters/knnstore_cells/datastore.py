@@ -322,9 +322,9 @@ class CellsDatastore(EmbeddedDatastore):
         cells are remembered, records that are written to a new segment stay in their cells.
 
         Yields:
-            Dict from the number of each group of records to the group's segments. It has only segments whose
-            cells are known, the segment with the most records first. A nested ``with`` block yields the dict
-            of the outer block.
+            Dict whose keys are group ids, and whose values are lists of the group's segments. It has only
+            segments whose cells are known, the segment with the most records first. A nested ``with`` block
+            yields the dict of the outer block.
         """
         if self._former_cells is not None:
             yield self._former_cells

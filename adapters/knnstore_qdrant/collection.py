@@ -141,11 +141,10 @@ class Attempts:
     def seconds_left(self) -> float:
         """Return how many seconds are left for the call that the current thread makes, at least 0.001.
 
-        If the thread has made no call through this object yet, the result is the time limit of a reading
-        call.
+        If the thread makes no call through this object, the result is the time limit of a reading call.
         """
-        until: float = getattr(self._attempt, "until", time.monotonic() + self._timeout)
-        return max(until - time.monotonic(), 0.001)
+        until: float | None = getattr(self._attempt, "until", None)
+        return self._timeout if until is None else max(until - time.monotonic(), 0.001)
 
     def limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
@@ -193,6 +192,8 @@ class Attempts:
                 wait = max(pause, requested_pause)
                 if time.monotonic() + wait >= deadline or (is_refused and not retry_refused):
                     raise StoreUnavailableError(f"store unavailable: {self.place} {reason}") from error
+            finally:
+                self._attempt.until = None
             time.sleep(wait)
         raise AssertionError("the pauses never end")
 

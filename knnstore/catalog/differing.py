@@ -64,7 +64,7 @@ class Difference:
         missing_ids = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
         missing_ids.difference_update(kept)
         new_ids: dict[str, str] = {}
-        for group in _split_documents(documents):
+        for group in _group_documents(documents):
             stored = catalog.versions(domain, [document.id for document in group])
             for document in group:
                 change = classify_change(document, stored.get(document.id), tags)
@@ -126,7 +126,7 @@ def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dic
     }
 
 
-def _split_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
+def _group_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
     """Divide documents into lists of at most 512 documents, in the same order, and yield the lists."""
     remaining = iter(documents)
     while group := list(islice(remaining, _TOGETHER)):

@@ -328,9 +328,9 @@ def count_records_clause(*, has_prefix: bool) -> ColumnElement[int]:
 def find_problems(session: Session) -> list[str]:
     """Check the database for damage, and return one message for each problem.
 
-    The function runs SQLite's integrity check (PostgreSQL has none). It also checks that the counter from
-    which new documents get their positions is not below the end of any document. The list is empty if no
-    problem is found.
+    The function runs SQLite's integrity check (PostgreSQL has none), which reports at most 5 problems. It
+    also checks the counter from which the next new document gets its positions: it must not be below the end
+    of a stored document, and not above `POSITION_LIMIT`. The list is empty if no problem is found.
 
     Args:
         session: session in which the queries run.
@@ -341,8 +341,10 @@ def find_problems(session: Session) -> list[str]:
         problems = [line for line in report.splitlines() if line not in ("ok", "*** in database main ***")]
     last_used = select(func.max(DocumentRow.stop)).scalar_subquery()
     next_position, last_stop = session.execute(select(StoreRow.next_position, last_used)).one()
-    if not (last_stop or 0) <= next_position <= POSITION_LIMIT:
+    if next_position < (last_stop or 0):
         problems.append("positions would be given twice")
+    if next_position > POSITION_LIMIT:
+        problems.append("the counter of positions is above its limit")
     return [f"the catalog is damaged, restore it from a backup: {line}" for line in problems]
 
 
@@ -366,9 +368,9 @@ def decode_tokens(blob: bytes, digest: str) -> NDArray[np.uint32]:
 def find_altered(session: Session, first: int, last: int) -> set[int]:
     """Return the primary keys of live documents whose stored values do not match their digests (checksums).
 
-    A live document is completely stored and not removed. The digests cover tokens, tags and the other fields,
-    not the vector keys. If a stored value has a wrong type, an exception is raised, which `run_transaction`
-    converts to CatalogError.
+    A document is live if it was stored completely and has not been removed. The digests cover tokens, tags
+    and the other fields, not the vector keys. If a stored value has a wrong type, an exception is raised,
+    which `run_transaction` converts to CatalogError.
 
     Args:
         session: session in which the queries run.

@@ -134,6 +134,20 @@ class Documents:
         if not self.skip_bad:
             check_paths(self.files, self.fields, self.encoding)
 
+    def expect_pairs(self, *, is_paired: bool) -> None:
+        """Read rows as the model reads documents: as pairs with a source, or without.
+
+        Args:
+            is_paired: True for an encoder-decoder model.
+
+        Raises:
+            ConfigError: an option does not fit the model.
+        """
+        if not is_paired and self.source_field is not None:
+            raise ConfigError("--source-field is for encoder-decoder models: leave it out")
+        if is_paired and self.source_field is None:
+            self.source_field = SOURCE
+
     def read_documents(self, bar: Bar) -> Iterator[TextDocument]:
         """Return an iterator over the documents. It counts the documents that it leaves out.
 
@@ -310,10 +324,7 @@ class SyncDocuments(Documents):
         """
         if is_paired and self.git is not None:
             raise ConfigError("--git is for causal models, and the store has pairs")
-        if not is_paired and self.source_field is not None:
-            raise ConfigError("--source-field is for encoder-decoder models: leave it out")
-        if is_paired and self.source_field is None:
-            self.source_field = SOURCE
+        super().expect_pairs(is_paired=is_paired)
 
     def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:
         """Return the ids of documents that need not be read, because the stored content is the commit's.

@@ -272,7 +272,7 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
 
     With a condition on metadata, the reason is that no document meets the condition; fields of the condition
     that no document has are named. Otherwise it is that no document has one of the tags, or, without tags,
-    that no document is stored.
+    that no document is stored. (A domain without documents does not exist.)
 
     Args:
         store: the store.
@@ -295,11 +295,11 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
 
 
 def _count_retrievable(store: "KNNStore", settings: "KNNSettings") -> int:
-    """Return 0 if there is nothing that the settings can retrieve, else a number above 0.
+    """Return a number that is 0 if the selection has nothing for the settings to retrieve.
 
     Returns:
         The number of selected records if the settings search keys and the store has keys. Otherwise the
-        number of tokens of the selected documents if the settings use n-grams. Otherwise 1.
+        number of tokens of the selected documents if the settings use n-grams. In all other cases 1.
     """
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection)

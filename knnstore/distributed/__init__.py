@@ -10,7 +10,7 @@ from knnstore.distributed.encoding import Encoding, ShardEncoder, encode_shards
 from knnstore.distributed.plan_folder import Plan, PlanFolder, Shard
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
 from knnstore.distributed.uploading import ShardUploader
-from knnstore.distributed.worker_processes import encode_with_processes
+from knnstore.distributed.worker_processes import encode_shards_in_processes
 
 __all__ = [
     "SHARD_TOKENS",
@@ -24,6 +24,6 @@ __all__ = [
     "commit_plan",
     "drop_plan",
     "encode_shards",
-    "encode_with_processes",
+    "encode_shards_in_processes",
     "make_plan",
 ]

@@ -164,7 +164,8 @@ def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:
     """Return the lease of a plan.
 
     Raises:
-        PlanError: the plan is of another store or another identity, or it was dropped.
+        PlanError: the plan was made for another store, or for a store of another model or other keys; its
+            positions are not the positions of its lease; or it was dropped.
     """
     if plan.store != store.id or plan.identity != store.identity:
         raise PlanError(f"{folder.path} has a plan of another store: --home chooses the store")

@@ -36,7 +36,7 @@ class _Report(Progress):
         self._messages.put(amount)
 
 
-def encode_with_processes(
+def encode_shards_in_processes(
     folder: PlanFolder,
     workers: int,
     *,

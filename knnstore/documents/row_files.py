@@ -622,6 +622,8 @@ def read_data_set_rows(name: str) -> Iterator[Any]:
     try:
         if Path(path, "dataset_dict.json").is_file() or Path(path, "state.json").is_file():
             saved = datasets.load_from_disk(path)
+            if configuration or (split and not isinstance(saved, dict)):
+                raise InputError(f"it is saved without {'configurations' if configuration else 'splits'}")
             rows = saved[split or _SPLIT] if isinstance(saved, dict) else saved
         else:
             rows = datasets.load_dataset(path, configuration or None, split=split or _SPLIT, streaming=True)

@@ -41,8 +41,9 @@ class StoreWriter:
     def __init__(self, lm: KNNLM, engine: Engine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "knnstore-writing")
-        tokenizer = copy.deepcopy(lm.tokenizer)
-        reader = replace(lm.reader, encoder=_TurnEncoder(lm.key_encoder, engine), tokenizer=tokenizer)  # type: ignore[arg-type]
+        self._encoder = lm.key_encoder
+        tokenizer = copy.deepcopy(lm.reader.tokenizer)
+        reader = replace(lm.reader, tokenizer=tokenizer)
         self._model_parts = _ModelParts(lm.store, tokenizer, reader, lm.after_adding)
 
     async def add_document(
@@ -55,7 +56,7 @@ class StoreWriter:
             domain: name of the domain that the document is added to.
             tags: tags (labels) of the document.
             count: function that is called after each part of the document that the model has read, with the
-                number of tokens of this part. It is called in the writer's thread.
+                number of tokens of this part, and of its source. It is called in the writer's thread.
             on_bad: function that is called with the error if the document cannot be used. The document is
                 then left out.
 
@@ -66,8 +67,10 @@ class StoreWriter:
 
         def add_to_store() -> Added:
             """Add the document in the writer's thread, and return the counts."""
+            encoder = _TurnEncoder(self._encoder, self._engine, count)
+            reader = replace(self._model_parts.reader, encoder=encoder)  # type: ignore[arg-type]
             return add_documents(
-                self._model_parts,
+                replace(self._model_parts, reader=reader),
                 [document],
                 domain=domain,
                 tags=tags,
@@ -136,11 +139,13 @@ class _TurnEncoder:
     Args:
         encoder: the encoder to wrap.
         engine: the engine whose thread runs the model.
+        count_source: function that is called with the number of tokens of the sources that the model reads.
     """
 
-    def __init__(self, encoder: Encoder, engine: Engine) -> None:
+    def __init__(self, encoder: Encoder, engine: Engine, count_source: Callable[[int], None]) -> None:
         self._encoder = encoder
         self._engine = engine
+        self._count_source = count_source
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
@@ -170,7 +175,10 @@ class _TurnEncoder:
             encoded = yield from self._encoder.encode_in_parts(input_ids, at, _TURN_TOKENS)
             return encoded.keys
 
-        return self._engine.call_in_turns(compute_in_turns, is_part=True).result()
+        keys = self._engine.call_in_turns(compute_in_turns, is_part=True).result()
+        if source is not None:
+            self._count_source(int(source.attention_mask.sum()))
+        return keys
 
 
 class _TokenCounter(Progress):

@@ -173,11 +173,13 @@ class JsonConstraints:
 
 
 def _serialize_tokenizer(tokenizer: Any) -> str:
-    """Return a fast tokenizer as JSON, with its added tokens renamed so that no text matches their names.
+    """Return a fast tokenizer as JSON for llguidance, with names of added tokens that no text contains.
+
+    All added tokens are marked as special. Padding, truncation and the post-processor are left out.
 
     llguidance tokenizes the text that a schema forces. If this text contains the name of an added token, such
-    as ``</s>`` or ``<tool>``, llguidance offers this token and then refuses it. So added tokens get names
-    that no text contains. The characters of the old names can still be generated with other tokens.
+    as ``</s>`` or ``<tool>``, llguidance offers this token and then refuses it, so added tokens are renamed.
+    The characters of the old names can still be generated with other tokens.
 
     Raises:
         ValueError: if the tokenizer is not a fast tokenizer.

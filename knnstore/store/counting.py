@@ -142,7 +142,7 @@ class Counting:
                 _logger.debug("n-grams could not be counted anew", exc_info=True)
 
     def get_latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
-        """Return the n-gram counts of a selection at the latest revision (state of the store).
+        """Return the n-gram counts of a selection; they may lack documents that were added a short time ago.
 
         The counts never include removed documents. If a document is removed during counting, the method
         counts again. After a call of `count_in_background`, cached counts are returned at once, even if they

@@ -173,10 +173,10 @@ class StoreChanges:
         )
 
     def delete_uploads(self, leases: Sequence[Lease]) -> None:
-        """Delete the records that were uploaded for leases that are not committed, durably.
+        """Durably delete the records that were uploaded for uncommitted leases.
 
-        Does nothing if the engine takes no uploads, or if the keys belong to the original of this copied
-        store.
+        Does nothing if the engine takes no uploads, or if this store is a copy that shares the keys of its
+        original.
         """
         datastore = self.current.datastore
         uploaded = select_open_positions(leases)
@@ -251,7 +251,7 @@ class StoreChanges:
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
         """Save retrieval settings for a set of domains, in place of settings that were saved for this set.
 
-        Damaged settings are deleted, and so are files of weights that no saved settings name.
+        Also deletes damaged settings, and files of weights that no saved settings refer to.
 
         Args:
             saved: the settings.
@@ -281,8 +281,9 @@ class StoreChanges:
     def remove_orphans(self) -> None:
         """Delete the records that belong to no live document, except records at positions of open leases.
 
-        A live document is completely stored and not removed. Damaged parts of the datastore (such as files)
-        are deleted too. But a damaged part stays if a live document has lost records because of it.
+        A document is live if it was stored completely and has not been removed. Damaged parts of the
+        datastore (such as files) are deleted too. But a damaged part stays if a live document has lost
+        records because of it.
         """
         datastore = self.current.datastore
         orphans = retry_past_damage(datastore, lambda: find_orphans(self.writer.catalog, datastore))

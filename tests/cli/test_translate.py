@@ -132,8 +132,16 @@ def test_a_causal_model_translates_nothing(knnstore, workplace, store) -> None:
     (workplace / "pairs.jsonl").write_text('{"id": "a", "text": "The harbour.", "en": "Der Hafen."}')
     refused = knnstore("add pairs.jsonl --domain pairs --source-field en")
     assert "the document is a pair, and the model reads no source" in refused.err
-    refused = knnstore("sync pairs.jsonl --domain pairs --source-field en")
-    assert "--source-field is for encoder-decoder models" in refused.err
+    for line in (
+        "sync pairs.jsonl --domain pairs --source-field en",
+        "--home new init --model examples/tiny-lm --dim 2 --sample pairs.jsonl --source-field en",
+    ):
+        assert "--source-field is for encoder-decoder models" in knnstore(line).err
+    assert (
+        "are for the rows of --sample"
+        in knnstore("--home new init --model examples/tiny-lm --source-field en").err
+    )
+    assert not (workplace / "new").exists()
 
 
 @pytest.mark.parametrize(

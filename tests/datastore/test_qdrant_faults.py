@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 from knnstore_qdrant import QdrantDatastore
+from knnstore_qdrant.collection import Attempts
 
 from knnstore.datastore import Metric, Neighbors
 from knnstore.errors import DatastoreError, DatastoreNotFoundError, StoreUnavailableError
@@ -210,3 +211,9 @@ def test_a_server_that_lost_its_collection_is_not_an_empty_store(spoilt: Spoilt)
             records.add_to(store)
     with pytest.raises(DatastoreNotFoundError):
         spoilt.open(mode="r")
+
+
+def test_the_deadline_of_a_call_ends_with_the_call() -> None:
+    attempts = Attempts("server", 60.0)
+    assert attempts.read(attempts.seconds_left) < 60.0
+    assert attempts.seconds_left() == 60.0

@@ -16,7 +16,7 @@ from qdrant_client import QdrantClient
 import knnstore
 from knnstore import failpoints
 from knnstore.datastore import registry
-from knnstore.distributed import PlanFolder, ShardUploader, encode_shards, encode_with_processes
+from knnstore.distributed import PlanFolder, ShardUploader, encode_shards, encode_shards_in_processes
 from knnstore.errors import (
     ConfigError,
     DatastoreError,
@@ -137,9 +137,9 @@ def test_processes_of_one_machine_upload(workshop: ServerWorkshop) -> None:
     plan = workshop.plan()
     assert plan is not None
     encode_shards(workshop.folder, worker=0, workers=3)
-    encode_with_processes(workshop.folder, 2, upload=True)
+    encode_shards_in_processes(workshop.folder, 2, upload=True)
     workshop.server.faults.clear()
-    encode_with_processes(workshop.folder, 2, upload=True)  # starts none
+    encode_shards_in_processes(workshop.folder, 2, upload=True)  # starts none
     assert not workshop.server.faults.calls
     assert (workshop.commit().documents, workshop.count_upserts()) == (37, 0)
     assert workshop.problems() == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import knnstore
+from knnstore.catalog import Right
 from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings
 from knnstore.server.engine import Engine, Prompt, Sampling, Task
 from knnstore.server.engine.pairs import make_generation_rules
@@ -257,6 +258,14 @@ def test_pairs_are_added_listed_and_removed(listen, pair_home, tmp_path):
     assert server.call("DELETE", "/v1/documents", params=chosen).json()["deleted"]
     assert not server.call("GET", "/v1/documents", params=chosen).json()["data"]
     assert texts_of(complete(server, **asked)) != [pair["text"]]
+
+
+def test_tokens_of_sources_count_against_the_limit_of_a_key(listen, pair_home, tmp_path):
+    server = listen(shutil.copytree(pair_home, tmp_path / "home"))
+    _, key = server.keys.add([Right.WRITE], tokens=10)
+    for status in (200, 429):
+        body = {"domain": "third", "documents": [{"id": str(status), "source": "w7 " * 20, "text": "w30"}]}
+        assert server.call("POST", "/v1/documents", key, json=body).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ def init(
 
     check_new(home, store, codes)
     check_model(model)
+    if not sample and (text_field != FIELDS.text or source_field is not None):
+        raise typer.BadParameter("--text-field and --source-field are for the rows of --sample")
     samples = Documents(sample or [], text_field, source_field=source_field)
     samples.check_files()
     with show_activity("loading transformers"):
@@ -162,6 +164,8 @@ def init(
         import knnstore
         from knnstore.lm import KeylessText, is_causal, load_text_parts
     with Bar() as bar:
+        if source_field is not None:
+            samples.expect_pairs(is_paired=not is_causal(load_text_parts(model).config))
         if key == _NO_KEYS and not is_causal(load_text_parts(model).config):
             no_effect = {
                 "store": store != "cells", "location": location, "param": params, "codes": codes,
@@ -184,7 +188,7 @@ def init(
                 location=location,
                 params=read_params(params) | ({} if codes is None else {"codes": codes}),
                 catalog=catalog,
-                key=None if key == _NO_KEYS else key,
+                key=key,
                 states=states,
                 discounts=discounts,
                 metric=metric,
@@ -338,7 +342,7 @@ def _add_planned(
                     PlanFolder,
                     commit_plan,
                     drop_plan,
-                    encode_with_processes,
+                    encode_shards_in_processes,
                     make_plan,
                 )
 
@@ -362,7 +366,7 @@ def _add_planned(
             result["shards"] = len(made.shards)
         if workers is not None and folder.exists:  # also if an earlier commit was interrupted at its end
             if made is not None:
-                encode_with_processes(
+                encode_shards_in_processes(
                     folder,
                     workers,
                     model=model,

@@ -262,9 +262,10 @@ def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
 def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Read and check everything that is stored.
 
-    Prints one line for each problem; the exit status is 1 then. Damaged keys are named with their documents:
-    remove these documents and add them again. While another process writes, its uncommitted documents are
-    reported too. Names, tags, metadata and settings have no checksum, so a change in them is not found.
+    Prints one line for each problem. If there is a problem, the exit status is 1. Damaged keys are named with
+    their documents: remove these documents and add them again. While another process writes, its uncommitted
+    documents are reported too. Names, tags, metadata and settings have no checksum, so a change in them is
+    not found.
 
     Examples:
       knnstore verify

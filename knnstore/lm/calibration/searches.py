@@ -231,10 +231,10 @@ class WideEvidence:
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Compute log-probabilities of tokens in the mixture of settings that have this k.
+        """Compute log-probabilities of tokens with settings whose k is the k of this evidence.
 
-        The probability by the neighbors is interpolated between the temperatures of the grid. A token without
-        a neighbor has the model's probability, and the weight λ = 0.
+        The neighbors' probabilities were computed for a grid of temperatures; this method interpolates
+        between them. A token without a neighbor gets the model's probability, and the weight λ = 0.
 
         Args:
             settings: settings with the k of the evidence.

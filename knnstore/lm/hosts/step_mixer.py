@@ -101,7 +101,8 @@ class HostedSettings:
     def resolve(self, options: RequestOptions, purpose: Purpose) -> KNNSettings:
         """Return the retrieval settings for the options of a request.
 
-        Equal options give the same object until the store changes. Domains that no longer exist are left out;
+        The settings are cached: equal options with the same purpose usually give the same object until the
+        store changes. Domains that no longer exist are left out;
         if none is left, or if the options switch retrieval off, λ is 0 and the model predicts alone.
 
         Args:

@@ -948,8 +948,8 @@ def _is_head_input(model: nn.Module, place: str) -> bool:
 def _first_row(part: Tensor, whole: Tensor) -> int | None:
     """Return the index of the row of `whole` at which `part` begins, if `part` is a view of `whole`.
 
-    Returns None if `part` has memory of its own. vLLM computes the logits of a prompt from views of the
-    hidden states, and samples from copies of rows.
+    Returns None if `part` has memory of its own. vLLM uses views of the hidden states to compute the logits
+    of a prompt. To sample a token, it uses copies of rows.
 
     Args:
         part: hidden states of some consecutive tokens, or a copy of some rows.

@@ -187,7 +187,11 @@ class StoreGeneration(GenerationMixin):
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **options: Any
     ) -> dict[str, Any]:
-        """Run the encoder over the sources, as `GenerationMixin` does; it does not get the settings."""
+        """Run the encoder over the sources, as `GenerationMixin` does; return its output with the arguments.
+
+        The encoder does not receive the arguments that only a model with a store has, such as the settings.
+        The returned dict still has them.
+        """
         others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
         prepared = super()._prepare_text_encoder_decoder_kwargs_for_generation(  # type: ignore[misc]
             inputs_tensor, others, *args, **options
@@ -297,8 +301,9 @@ def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
     """Check that no option of `generate` selects a mode that does not work with a store.
 
     Raises:
-        ConfigError: an option needs foreign code, early exit, another kind of speculation or a paged cache;
-            or, for an encoder-decoder model, any speculation, guidance or a given cache.
+        ConfigError: an option runs code from the hub (`custom_generate` as a string, `trust_remote_code`),
+            sets `assistant_early_exit`, `use_mtp` or `speculation_type`, or selects a paged cache. For an
+            encoder-decoder model, also if an option gives an assistant model, guidance or a KV cache.
     """
     if isinstance(options.get("custom_generate"), str):
         raise ConfigError(

@@ -69,9 +69,9 @@ def create(
         params: parameters of the adapter.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
         key: name of the place in the model where keys are captured; `locate` lists the names. Default is
-            ``ffn_input``, or ``final_hidden`` if the model has no ``ffn_input``. None stores no keys: adding
-            text does not need the model, and the store retrieves with n-grams only. For an encoder-decoder
-            model, `KeylessText` makes such a store.
+            ``ffn_input``, or ``final_hidden`` if the model has no ``ffn_input``. None or ``none`` stores no
+            keys: adding text does not need the model, and the store retrieves with n-grams only. For an
+            encoder-decoder model, `KeylessText` makes such a store.
         states: number of hidden states that are combined in a key: the state of its token and of the
             preceding tokens. A key has as many components as one state.
         discounts: discount of the state of the preceding token, then of the token before the preceding one,
@@ -102,7 +102,7 @@ def create(
         ModelOutputError: the model's logits are NaN or infinite.
         InputError: a document of the sample cannot be used and `on_bad` is None.
     """
-    if key is None:  # the recent-text cache still uses keys
+    if key in (None, KEYLESS):  # the recent-text cache still uses keys
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, AUTO

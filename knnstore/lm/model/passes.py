@@ -35,7 +35,7 @@ class ForwardPass:
     """The tokens that precede every document; empty if documents have no prefix, or no setting needs it."""
 
     @cached_property
-    def kept(self) -> Tensor:
+    def kept_positions(self) -> Tensor:
         """Indices of the positions whose logits were computed, among all b * t positions.
 
         int64, shape (b, kept).
@@ -47,7 +47,7 @@ class ForwardPass:
     @property
     def kept_keys(self) -> Tensor:
         """Keys of the positions whose logits were computed, shape (n, d), n = b * kept."""
-        return self.keys.flatten(0, 1)[self.kept.flatten()]
+        return self.keys.flatten(0, 1)[self.kept_positions.flatten()]
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
@@ -57,7 +57,7 @@ class ForwardPass:
         """
         if self.is_text is None:
             return None
-        attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept.flatten().cpu().numpy()]
+        attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept_positions.flatten().cpu().numpy()]
         return None if attended.all() else attended
 
     @property
@@ -68,4 +68,4 @@ class ForwardPass:
         position. `batch` must not be None.
         """
         assert self.batch is not None
-        return Contexts.of_pass(self.batch, self.prefix, self.kept.flatten())
+        return Contexts.of_pass(self.batch, self.prefix, self.kept_positions.flatten())

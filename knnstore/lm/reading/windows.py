@@ -57,6 +57,8 @@ def windows(length: int, max_length: int, stride: int, *, prefix_length: int) ->
         ConfigError: `max_length` or `stride` is out of range, or the prefix fills a window.
 
     Example:
+        Each window is (start, stop, first predicted token).
+
         >>> [tuple(window) for window in windows(10, 6, 3, prefix_length=1)]
         [(-1, 5, 0), (2, 8, 5), (4, 10, 8)]
     """

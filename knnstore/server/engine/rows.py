@@ -231,8 +231,8 @@ class Row:
                 and no constraint.
 
         Returns:
-            The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
-            string or ends inside a character.
+            The new text and its tokens. The text may be empty: text is held back while it may be the
+            beginning of a stop string, or while it ends inside a character.
         """
         sampling, top = self.task.sampling, self.task.top
         # 1) Choose a token that the rules and the constraint allow.
@@ -267,8 +267,8 @@ class Row:
             is_complete: True if no token may follow, so that the text ends with this token.
 
         Returns:
-            The new text and its tokens; the text may be empty if it is held back, because it may begin a stop
-            string or ends inside a character.
+            The new text and its tokens. The text may be empty: text is held back while it may be the
+            beginning of a stop string, or while it ends inside a character.
         """
         token = score.token
         self.tokens.append(token)
@@ -305,12 +305,12 @@ class Row:
         return Piece(self.index, text + last + rest, tuple(scores), "stop" if stopped else finish)
 
     def _append_pieces(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
-        """Add tokens whose text is final to the text.
+        """Append the text of tokens to the answer, and hold their scores until the text is sent.
 
-        A token's text is final if later tokens cannot change it.
+        The text of the prompt's last tokens, if it was not complete, is joined with that of the first token.
 
         Args:
-            pieces: the tokens with their texts.
+            pieces: the tokens with their texts, which later tokens cannot change.
 
         Returns:
             The text that can be sent to the client, and True if a stop string was found. The sendable text

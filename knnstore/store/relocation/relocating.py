@@ -104,9 +104,10 @@ class Relocation:
             _logger.warning("what is left of a move stays: %s", reason)
 
     def abandon(self) -> Engine | None:
-        """Give up a move that has not switched: erase its copy of the keys, and forget the move.
+        """Give up a move of the keys to another engine, if the store does not use the new engine yet.
 
-        If the copy cannot be erased, a warning is logged.
+        The copy of the keys in the new engine is erased, and the move is forgotten. If the copy cannot be
+        erased, a warning is logged.
 
         Returns:
             The target engine of the move; None if there is no such move.
