@@ -123,9 +123,9 @@ def check_same_store(found: Path, expected: Path) -> None:
     "options",
     [
         {},
-        {"store": "hnswlib", "states": 1},
+        pytest.param({"store": "hnswlib", "states": 1}, marks=pytest.mark.slow),
         {"store": "faiss", "dim": 4, "sample": DOCUMENTS},
-        pytest.param({"params": {"codes": "int8"}}, id="codes"),
+        pytest.param({"params": {"codes": "int8"}}, id="codes", marks=pytest.mark.slow),
     ],
     ids=lambda options: options.get("store", "cells"),
 )
@@ -154,7 +154,10 @@ def save_pair_model(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("options", [{}, {"store": "faiss", "dim": 4, "sample": PAIRS}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"store": "faiss", "dim": 4, "sample": PAIRS}],
+)
 def test_pairs_are_encoded_with_their_sources(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {"model": save_pair_model(tmp_path / "model"), **options}
     one, many = Workshop(tmp_path / "one", **options), Workshop(tmp_path / "many", **options)
