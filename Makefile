@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 # Without the marker `exhaustive`: sweeps of which this runs one case of each kind; `pytest -m exhaustive` runs them, before a release.
 # Browsers, further processes, kills, power losses, outages, thousands of generated requests, and what installs packages.
 test-slow: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "slow and not exhaustive"
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "slow and not exhaustive" tests research/tests
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

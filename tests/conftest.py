@@ -1,5 +1,6 @@
 """What every test may use: PostgreSQL, a new catalog on each database, a sudden end, a Qdrant server."""
 
+import gc
 import os
 import pwd
 import shutil
@@ -54,8 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples hypothesis tries, and where temporary folders are.
 
     The quick run tries few examples, but not in CI. Folders are in memory where there is room: a third of the
-    tests' time is syncing.
+    tests' time is syncing. Until the tests are collected, garbage is not: nearly all that is made stays.
     """
+    gc.disable()
     if config.option.markexpr == "not slow" and not os.environ.get("CI"):
         settings.load_profile("quick")
     if config.option.basetemp or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < 4 << 30:
@@ -79,6 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_there = "-postgresql" in item.name or "[postgresql" in item.name
         if is_there or fixtures & {"postgres", "own_postgres"}:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and the tests, a million objects, out of all further garbage collections."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

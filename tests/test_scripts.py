@@ -63,10 +63,12 @@ def test_bugs_are_drawn_from_every_subject_and_change_one_line_each() -> None:
     script = runpy.run_path(str(REPOSITORY / "scripts" / "try-bugs"), run_name="imported")
     bugs = script["draw_bugs"](24, seed=1)
     assert {bug.subject for bug in bugs} == script["SUBJECTS"].keys()
-    assert bugs == script["draw_bugs"](24, seed=1) != script["draw_bugs"](24, seed=2)
+    again, others = ([bug.source for bug in script["draw_bugs"](24, seed)] for seed in (1, 2))
+    assert [bug.source for bug in bugs] == again != others
     for bug in bugs:
         before, after = (REPOSITORY / bug.file).read_text().splitlines(), bug.source.splitlines()
         assert [at for at, pair in enumerate(zip(before, after, strict=True), 1) if pair[0] != pair[1]] == [
             bug.line
         ]
         compile(bug.source, bug.file, "exec")
+        compile(script["note_reaching"]((REPOSITORY / bug.file).read_text(), bug.node, 7), bug.file, "exec")

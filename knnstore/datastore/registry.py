@@ -305,7 +305,7 @@ def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
     if len(matching) > 1:
         owners = " and ".join(offer.distribution.name for offer in matching)
         raise AdapterConflictError(f"adapter {name!r} is offered by {owners}; uninstall all but one of them")
-    offer, owner = matching[0], matching[0].distribution.name
+    offer = matching[0]
     try:
         adapter = offer.entry_point.load()
     except Exception as error:
@@ -314,12 +314,13 @@ def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
             hint = f"needs {missing!r}. Install it with: {_make_install_command(offer)}"
         else:
             reason = (str(error).splitlines() or [""])[0]
-            hint = f"cannot be imported from {owner}: {type(error).__name__}: {reason}"
+            hint = f"cannot be imported from {offer.distribution.name}: {type(error).__name__}: {reason}"
         raise AdapterLoadError(f"adapter {name!r} {hint}") from error
     missing_methods = [method for method in _METHODS if not callable(getattr(adapter, method, None))]
     if missing_methods:
         raise AdapterLoadError(
-            f"adapter {name!r} of {owner} is no Datastore: it lacks {', '.join(missing_methods)}"
+            f"adapter {name!r} of {offer.distribution.name} is no Datastore: it lacks "
+            f"{', '.join(missing_methods)}"
         )
     return cast(type[Datastore], adapter)
 

@@ -5,6 +5,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from knnstore.cli import app
@@ -135,10 +137,19 @@ def store(workplace: Path, prepared: Path) -> Path:
     return Path(".knnstore")
 
 
+@cache
+def _build_commands(group_ids: tuple[int, ...]) -> Any:  # the ids tell apart what tests add to the app
+    """Build the objects of all commands, which takes as long as a short command does."""
+    return get_command(app)
+
+
 def call(*arguments: str | Path, stdin: bytes | None = None) -> Outcome:
     """Call the command line with one line as in a shell, or with its arguments."""
     line = shlex.split(str(arguments[0])) if len(arguments) == 1 else [str(part) for part in arguments]
-    done = CliRunner().invoke(app, line, input=stdin)
+    commands = _build_commands(tuple(map(id, app.registered_groups)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("typer.testing._get_command", lambda _: commands)
+        done = CliRunner().invoke(app, line, input=stdin)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Outcome(done.exit_code, done.stdout, done.stderr)

@@ -111,18 +111,25 @@ def test_what_is_not_built_for_pairs_is_refused(run, home) -> None:
     assert len(run("documents --domain first --json").json) == 30
 
 
-def test_pairs_are_encoded_by_several_processes(run) -> None:
-    """By plan, encode and commit, and by workers; keys of one component, fitted to a table of pairs."""
+def test_pairs_are_encoded_by_plan(run) -> None:
+    """By plan, encode and commit; keys of one component, fitted to a table of pairs."""
     fields = "--text-field de --source-field en"
     made = run(f"--home small.knn init --model model --dim 1 --sample held-out.tsv {fields} --json")
     assert made.json["dim"] == 1
     assert run(f"--home small.knn add held-out.tsv --domain a {fields} --plan plan --json").json["added"] == 8
     assert run("encode plan --json").json["encoded"] == 1
     assert run("--home small.knn commit plan --json").json["documents"] == 8
-    added = run("--home small.knn add pairs.jsonl --domain b --workers 2 --shard-tokens 80 --json")
-    assert (added.json["added"], added.json["outdated"]) == (30, 0)
     assert run("--home small.knn verify").status == 0
-    assert run(f"--home small.knn translate sentences.txt {SURE}").out.split("\n")[1] == ""
+
+
+@pytest.mark.slow
+def test_pairs_are_encoded_by_several_processes(run) -> None:
+    run("--home workers.knn init --model model --json")
+    added = run("--home workers.knn add pairs.jsonl --domain b --workers 2 --shard-tokens 80 --json")
+    assert (added.json["added"], added.json["outdated"]) == (30, 0)
+    assert run("--home workers.knn verify").status == 0
+    texts = [PAIRS[3]["text"], "", PAIRS[4]["text"], PAIRS[5]["text"]]
+    assert run(f"--home workers.knn translate sentences.txt {SURE}").out.split("\n") == [*texts, ""]
 
 
 def test_a_causal_model_translates_nothing(knnstore, workplace, store) -> None:

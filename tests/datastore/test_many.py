@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -226,14 +227,21 @@ def test_many_parts_of_a_search_are_merged_a_few_at_a_time() -> None:
     assert found.distances.tolist() == expected.distances.tolist()
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of so many segments that the manifest has parts."""
+    root = tmp_path_factory.mktemp("filled") / "store"
+    with closing(KeySegments(root, DIM, Metric.L2, "a")) as store:
+        store.append(*records(list(range(3 * manifest_module.PART_SIZE)), 0))
+    return root
+
+
 class TestParts:
     """Most of many segments are listed in files that the manifest names."""
 
     @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
-        with closing(KeySegments(tmp_path / "store", DIM, Metric.L2, "a")) as store:
-            store.append(*records(list(range(3 * manifest_module.PART_SIZE)), 0))
-        return tmp_path / "store"
+    def root(self, filled: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(filled, tmp_path / "store"))
 
     def test_a_change_rewrites_only_what_lists_it(self, root: Path) -> None:
         reader = KeySegments(root, DIM, Metric.L2, "r")

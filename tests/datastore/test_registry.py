@@ -14,6 +14,7 @@ from knnstore.testing import DatastoreTests
 
 
 @pytest.mark.usefixtures("stranger")
+@pytest.mark.slow
 class TestStrangersAdapter(DatastoreTests):
     """An adapter that knnstore has never heard of, found by its name, passes the whole kit."""
 

@@ -136,7 +136,7 @@ def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buf
     monkeypatch.setattr(segments_module, "_MANY_SEGMENTS", 4)
     monkeypatch.setattr(manifest_module, "PART_SIZE", 2)
     machine = type("Machine", (AgainstDictionary,), {"base": tmp_path})
-    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+    machine.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
     machine.TestCase().runTest()
 
 

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,14 +26,13 @@ from knnstore.lm import find_saved_settings
 from knnstore.store import KNNStore, Lease, NewDocument
 from tests.lm.seq2seq import make_model, make_pairs, make_tokenizer
 
-MODEL = str(Path(__file__).parents[2] / "examples" / "tiny-lm")
-WORDS = "the council voted to repair harbour wall before winter storms and two boats".split()  # noqa: SIM905
+WORDS = [f"w{token}" for token in range(5, 18)]
 
 
 def write_documents(count: int, seed: int = 0) -> list[dict[str, Any]]:
     draw = np.random.default_rng(seed)
     return [
-        {"id": f"d{at}", "text": " ".join(draw.choice(WORDS, int(draw.integers(3, 60)))), "year": at}
+        {"id": f"d{at}", "text": " ".join(draw.choice(WORDS, int(draw.integers(3, 24)))), "year": at}
         for at in range(count)
     ]
 
@@ -45,9 +44,12 @@ PAIRS = make_pairs(40)
 class Workshop:
     """A store in a folder, and the three calls with short names."""
 
-    def __init__(self, path: Path, *, model: str = MODEL, **options: Any) -> None:
+    model: ClassVar[str]
+    """Folder of the model that is used if no other is named; the fixture `small_model` makes it."""
+
+    def __init__(self, path: Path, *, model: str | None = None, **options: Any) -> None:
         self.home, self.folder = path / "home", PlanFolder(path / "plan")
-        made = knnstore.create(self.home, model, max_length=32, **options)
+        made = knnstore.create(self.home, model or self.model, max_length=16, **options)
         self.tokenizer = made.tokenizer
         made.store.close()
 
@@ -55,7 +57,7 @@ class Workshop:
         self, documents: Sequence[object] = DOCUMENTS, folder: Path | None = None, **options: Any
     ) -> Plan | None:
         place = self.folder if folder is None else PlanFolder(folder)
-        options = {"domain": "news", "tags": ["fresh"], "shard_tokens": 300, **options}
+        options = {"domain": "news", "tags": ["fresh"], "shard_tokens": 120, **options}
         with KNNStore.open(self.home, "a") as store:
             assert self.tokenizer is not None
             return make_plan(store, self.tokenizer, documents, place, **options)
@@ -123,9 +125,9 @@ def check_same_store(found: Path, expected: Path) -> None:
     "options",
     [
         {},
-        {"store": "hnswlib", "states": 1},
+        pytest.param({"store": "hnswlib", "states": 1}, marks=pytest.mark.slow),
         {"store": "faiss", "dim": 4, "sample": DOCUMENTS},
-        pytest.param({"params": {"codes": "int8"}}, id="codes"),
+        pytest.param({"params": {"codes": "int8"}}, id="codes", marks=pytest.mark.slow),
     ],
     ids=lambda options: options.get("store", "cells"),
 )
@@ -154,7 +156,10 @@ def save_pair_model(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("options", [{}, {"store": "faiss", "dim": 4, "sample": PAIRS}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"store": "faiss", "dim": 4, "sample": PAIRS}],
+)
 def test_pairs_are_encoded_with_their_sources(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {"model": save_pair_model(tmp_path / "model"), **options}
     one, many = Workshop(tmp_path / "one", **options), Workshop(tmp_path / "many", **options)
@@ -491,7 +496,7 @@ def test_other_documents_other_models_and_bad_input_are_refused(workshop: Worksh
         workshop.plan(DOCUMENTS[1:])
     with pytest.raises(ConfigError, match="between 0 and 1"):
         encode_shards(workshop.folder, worker=2, workers=2)
-    stranger = shutil.copytree(MODEL, tmp_path / "stranger")
+    stranger = shutil.copytree(Workshop.model, tmp_path / "stranger")
     weights = load_file(stranger / "model.safetensors")
     save_file(
         {name: torch.clone(of) + 1 for name, of in weights.items()},

@@ -20,7 +20,6 @@ from knnstore.distributed.ray import add
 from knnstore.errors import ConfigError, InputError, PlanError
 from tests.distributed.test_plans import (
     DOCUMENTS,
-    MODEL,
     PAIRS,
     Workshop,
     check_same_store,
@@ -130,7 +129,7 @@ def test_actors_upload_to_a_server(tmp_path: Path, qdrant_server: Any) -> None:
 def test_an_error_is_one_line_and_the_same_call_continues(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
     dataset = ray.data.from_items(DOCUMENTS)
-    stranger = shutil.copytree(MODEL, tmp_path / "stranger")
+    stranger = shutil.copytree(Workshop.model, tmp_path / "stranger")
     weights = load_file(stranger / "model.safetensors")
     save_file(
         {name: torch.clone(of) + 1 for name, of in weights.items()},

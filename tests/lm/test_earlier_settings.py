@@ -30,11 +30,15 @@ REMOVED = {
 """A value of each setting that is gone."""
 
 
+@pytest.fixture(scope="module")
+def filled(make_lm):
+    with make_lm({"news": ["w5 w6 w7 w8 w9 w10 w11"]}, max_length=16).store as store:
+        return store.home.path
+
+
 @pytest.fixture
-def store(make_lm):
-    lm = make_lm({"news": ["w5 w6 w7 w8 w9 w10 w11"]}, max_length=16)
-    yield lm.store
-    lm.store.close()
+def store(lm):
+    return lm.store
 
 
 def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> None:

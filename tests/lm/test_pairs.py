@@ -1,6 +1,7 @@
 """Pairs in a store: adding, changing and removing them, and everything that scores, fits and explains."""
 
 import logging
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from knnstore.lm import (
     NGramSettings,
 )
 from knnstore.lm.keys import Projection
-from knnstore.store import Selection
+from knnstore.store import KNNStore, Selection
 from tests.lm.seq2seq import EOS, LANGUAGE, make_model, make_pairs, make_tokenizer
 
 KNN = KNNSettings(k=8, mixer=FixedLambda(0.9), temperature=2.0)
@@ -45,9 +46,17 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def empty(folder, tmp_path_factory):
+    """The home of a store for that model, without pairs."""
+    home = tmp_path_factory.mktemp("empty") / "home"
+    knnstore.create(home, str(folder)).store.close()
+    return home
+
+
 @pytest.fixture
-def lm(folder, tmp_path):
-    with knnstore.create(tmp_path / "home", str(folder)).store as store:
+def lm(empty, tmp_path):
+    with KNNStore.open(shutil.copytree(empty, tmp_path / "home"), "a") as store:
         yield KNNLMForSeq2SeqLM.from_base(make_model("m2m_100"), store, KNN, make_tokenizer())
 
 
@@ -223,7 +232,7 @@ def test_scoring_and_the_forward_pass_agree_with_every_component(lm) -> None:
     assert 1 / found.knn_ppl == pytest.approx(float(expected), rel=1e-3)
 
 
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_settings_are_fitted_to_pairs(lm, stored) -> None:
     """A few sentences come again and again, with another word somewhere: the store knows the rest."""
     rng = np.random.default_rng(3)

@@ -36,12 +36,11 @@ WHOLE = KNNSettings(5, 2.0, FixedLambda(0.5), cache=CacheSettings(9, 3.0, 0.2), 
 OF_NEWS = KNNSettings(6, 4.0, FixedLambda(0.25))
 
 
-@pytest.fixture
-def lm(make_lm):
-    made = make_lm(STORED, max_length=16)
-    made.store.save_settings(SavedSettings())  # the default was saved with the first documents
-    yield made
-    made.store.close()
+@pytest.fixture(scope="module")
+def filled(make_lm):
+    with make_lm(STORED, max_length=16).store as store:
+        store.save_settings(SavedSettings())  # the default was saved with the first documents
+        return store.home.path
 
 
 def fill(settings: KNNSettings, selection: Selection) -> KNNSettings:

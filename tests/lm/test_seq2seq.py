@@ -15,7 +15,13 @@ HELD_OUT = make_pairs(6, seed=1)
 NEW = 10
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("marian", "m2m_100", "t5")  # the beginnings and ends of the others are among theirs
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def lm(request, tmp_path_factory):
     """A model with the pairs of a store that searches exactly."""
     model, home = make_model(request.param), tmp_path_factory.mktemp("seq2seq") / "home"

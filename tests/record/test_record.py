@@ -45,7 +45,16 @@ def find_differences(expected: Any, found: Any, tolerance: float, at: str = "") 
     return [] if expected == found else [f"{at}: {expected} became {found}"]
 
 
-@pytest.fixture(params=CASES, ids=["-".join(case) for case in CASES])
+QUICK = [("joined", "cells"), ("keys", "faiss"), ("ngrams", "none")]
+"""Cases whose predictions the quick run compares: each kind of keys and each engine once."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(case, id="-".join(case), marks=() if case in QUICK else pytest.mark.slow)
+        for case in CASES
+    ]
+)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 

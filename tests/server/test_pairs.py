@@ -83,7 +83,9 @@ def generate(lm, sources, new=NEW, **options):
     return [lm.generate_text(source, new, knn=SETTINGS, **options) for source in sources]
 
 
-@pytest.mark.parametrize("name", ["marian", "m2m_100", "t5"])
+@pytest.mark.parametrize(
+    "name", ["m2m_100", *(pytest.param(name, marks=pytest.mark.slow) for name in ("marian", "t5"))]
+)
 def test_a_greedy_translation_is_that_of_generate(inside, tmp_path, name):
     """The source is one of several, alone, or given as tokens; decoders count positions in different ways."""
     home = prepare(name, tmp_path)
