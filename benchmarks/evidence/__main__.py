@@ -97,7 +97,9 @@ def run(options: argparse.Namespace) -> None:
     )  # fmt: skip
     domains = {}
     for name in options.domain or names:
-        texts = read_texts(options.data / name, reader, tokens, options.least, options.most)
+        texts = read_texts(
+            options.data / name, reader, tokens, options.least, options.most, options.leave_out
+        )
         others = read_documents([options.data / other / "store.jsonl" for other in names if other != name])
         domains[name] = prepare(options, plan, name, texts, find_rare_terms(texts.store, others))
     (options.out / "plan.json").write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
@@ -134,6 +136,9 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=15_000, metavar="TOKENS")
     parser.add_argument("--least", type=int, default=250, metavar="TOKENS", help="of a held-out document")
     parser.add_argument("--most", type=int, default=1_000, metavar="TOKENS", help="of a held-out document")
+    parser.add_argument(
+        "--leave-out", nargs="*", default=[], metavar="ID", help="held-out documents not used"
+    )
     parser.add_argument("--ngram-tokens", type=int, nargs="*", default=[100_000, 1_000_000])
     parser.add_argument("--key-tokens", type=int, nargs="+", default=[20_000, 80_000, 150_000])
     parser.add_argument("--chunks", type=int, nargs="+", default=[64, 128, 256], help="sizes, in tokens")

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,14 @@ class Texts:
     """All documents for `test` that are long enough, whole, to complete lines of."""
 
 
-def read_texts(folder: Path, reader: TextReader, tokens: dict[str, int], least: int, most: int) -> Texts:
+def read_texts(
+    folder: Path,
+    reader: TextReader,
+    tokens: dict[str, int],
+    least: int,
+    most: int,
+    left_out: Container[str] = (),
+) -> Texts:
     """Read the documents of a domain; dev and test are drawn at random until they have enough tokens.
 
     Args:
@@ -44,11 +51,13 @@ def read_texts(folder: Path, reader: TextReader, tokens: dict[str, int], least: 
         tokens: number of tokens of ``dev`` and of ``test``; the last document may exceed the number.
         least: shorter documents are left out of dev and test, in tokens.
         most: longer documents of dev and test are cut to their beginning, in tokens.
+        left_out: ids of documents of dev and test that are not used, because the store has them too.
     """
     shuffled = {split: shuffle(read_documents([folder / f"{split}.jsonl"])) for split in ("store", *tokens)}
-    held_out = {split: cut(shuffled[split], reader, tokens[split], least, most) for split in tokens}
-    *store, extra = shuffled["store"]
-    whole = [one for one in shuffled["test"] if len(reader.tokens(one.text)) >= least]
+    *store, extra = shuffled.pop("store")
+    others = {split: [one for one in shuffled[split] if one.id not in left_out] for split in tokens}
+    held_out = {split: cut(others[split], reader, tokens[split], least, most) for split in tokens}
+    whole = [one for one in others["test"] if len(reader.tokens(one.text)) >= least]
     return Texts(store, extra, **held_out, whole=whole)
 
 
