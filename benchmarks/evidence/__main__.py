@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from selecting import Texts, find_rare_terms, read_texts
 from sides import Plan, Sides
-from table import make_report, read_steps
+from table import make_report, make_summary, read_steps
 from texts import domains_in, reader_of
 
 from knnstore.documents import TextDocument, read_documents
@@ -78,10 +78,15 @@ def measure(options: argparse.Namespace, plan: Plan, domains: dict[str, Sides]) 
 
 
 def write_tables(out: Path, names: Sequence[str]) -> None:
-    """Print the tables of domains, and write them to OUT."""
+    """Print the tables of domains and, for several domains, a summary; write all to OUT."""
+    domains = {}
     for name in names:
         folder = max((out / name).glob("of-*"), key=lambda each: each.stat().st_mtime)
-        text = make_report(name, read_steps(folder))
+        domains[name] = read_steps(folder)
+    texts = {name: make_report(name, found) for name, found in domains.items()}
+    if len(domains) > 1:
+        texts["summary"] = make_summary(domains)
+    for name, text in texts.items():
         (out / f"{name}.md").write_text(text, encoding="utf-8")
         print(text, flush=True)
 

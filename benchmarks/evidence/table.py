@@ -89,6 +89,32 @@ def make_report(domain: str, found: Found) -> str:
     return "\n".join(lines)
 
 
+def make_summary(domains: Mapping[str, Found]) -> str:
+    """Return two tables of all sides in all domains as Markdown, from token `FROM` on.
+
+    Args:
+        domains: what was measured, by the name of the domain.
+    """
+    sides = dict.fromkeys(side for found in domains.values() for side in list_sides(found))
+    late = {name: found.arrays["positions"] >= FROM for name, found in domains.items()}
+    titles = {
+        "perplexity ÷ the model": lambda name, side: shown_ratio(
+            perplexity(domains[name], side, late[name], MODEL)
+        ),
+        "top-1 − the model, points": lambda name, side: shown_points(
+            accuracy_gain(domains[name], side, late[name])
+        ),
+    }
+    lines = []
+    for title, show in titles.items():
+        lines += [f"| {title} | {' | '.join(domains)} |", "|---" * (1 + len(domains)) + "|"]
+        for side in sides:
+            cells = [show(name, side) if side in found.arrays else "–" for name, found in domains.items()]
+            lines.append(f"| {side} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def make_gains(found: Found, side: str) -> list[str]:
     """Return a table of where a side's gain over the model lies, in nats; empty without the side."""
     if side not in found.arrays:
