@@ -238,7 +238,7 @@ def make_comparison(found: Found, side: str, other: str) -> str:
 def describe_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step's values without the long ones, with few digits."""
     return {
-        name: round(value, 3) if isinstance(value, float) else value
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in values.items()
         if name not in ("settings", "tried", "shared_with_store", "with everything", LINES)
     }
