@@ -185,13 +185,13 @@ def make_failures(found: Found, side: str) -> list[str]:
         return []
     numbers, positions = found.arrays[LINES], found.arrays["positions"]
     counted = (positions >= FROM) & (numbers != NO_LINE)
-    _, line_of = np.unique(
-        found.arrays["documents"][counted] * (numbers.max() + 1) + numbers[counted], return_inverse=True
+    documents = found.arrays["documents"][counted]
+    _, starts, line_of = np.unique(
+        documents * (numbers.max() + 1) + numbers[counted], return_index=True, return_inverse=True
     )
-    lines = int(line_of.max()) + 1
     right = {name: found.arrays[right_of(name)][counted] for name in (MODEL, side)}
     log_probs = {name: found.arrays[name][counted] for name in (MODEL, side)}
-    whole = {name: np.bincount(line_of, ~of_side, lines) == 0 for name, of_side in right.items()}
+    whole = {name: np.bincount(line_of, ~of_side) == 0 for name, of_side in right.items()}
     # 1) The first wrong token of each line that the model gets wrong.
     wrong = np.flatnonzero(~right[MODEL])
     failing_lines, first = np.unique(line_of[wrong], return_index=True)
@@ -205,6 +205,7 @@ def make_failures(found: Found, side: str) -> list[str]:
         "lines that only the side gets right": whole[side] & ~whole[MODEL],
         "lines that only the model gets right": whole[MODEL] & ~whole[side],
         "the model's first wrong tokens: less than .05 probable by the model": before < math.log(0.05),
+        "the same: at the beginning of the line": failures == starts[failing_lines],
         "the same: at least twice as probable by the side": after - before > math.log(2),
         "the same: most probable by the side": repaired,
         "lines whose first wrong token is most probable by the side: right to their end": whole[side][
@@ -212,9 +213,15 @@ def make_failures(found: Found, side: str) -> list[str]:
         ],
     }
     rows = [f"| {name} | {100 * share.mean():.1f} % |" for name, share in shares.items()]
-    head = f"| {lines:,} greedy lines from token {FROM} on, {side} | |"
-    more = f"| wrong tokens in a line that the model gets wrong | {len(wrong) / len(failures):.1f} |"
-    return [head, "|---|---|", *rows, more, ""]
+    gain = compute_points(whole[side].astype(np.float64) - whole[MODEL], documents[starts])
+    return [
+        f"| {len(starts):,} greedy lines from token {FROM} on, {side} | |",
+        "|---|---|",
+        f"| lines that the side gets right − the model, points | {shown_points(gain)} |",
+        *rows,
+        f"| wrong tokens in a line that the model gets wrong | {len(wrong) / len(failures):.1f} |",
+        "",
+    ]
 
 
 def list_pairs(found: Found) -> list[tuple[str, str]]:
