@@ -250,7 +250,8 @@ class Sides:
         for each in (encoder, self._prompt(encoder, index, size, lm)):
             lm.key_encoder = each
             settings.append(best_without(self._calibrate(lm)[0], "cache"))
-        lm.key_encoder = encoder
+        lm.store.close()
+        lm = knnstore.load(lm.store.home.path, device="cpu")  # a reader, which may stay open
         plain = {f"{NGRAMS} of {ALL}": settings[0], MODEL: ALONE}
         return LineWriter(lm, index, plain, {f"{BM25} + {NGRAMS}": settings[1], BM25: ALONE})
 
