@@ -11,8 +11,9 @@ part and of everything; chunks of the stored text before the document, found wit
 tokens; models trained by LoRA, or with all weights, for one epoch on the text that is stored as keys; and
 n-grams together with chunks and with trained models. The measures are perplexity and accuracy of the most
 probable token: of whole documents, from a document's 200th token on, and of rare terms there (`selecting`
-says which). Intervals are of 95 % over documents. Costs are bytes and seconds of the processor, so that
-other programs on the machine change them little.
+says which). The phase ``lines`` completes lines of whole documents greedily and measures how many are equal
+to the document's and how similar they are; it is meant for code. Intervals are of 95 % over documents. Costs
+are bytes and seconds of the processor, so that other programs on the machine change them little.
 
 The phases are run in the order in which they are given, each for all domains. Each step's log-probabilities
 are kept in OUT as .npz, and a run that was stopped goes on after the last step; the model's own passes are
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from selecting import Texts, find_rare_terms, read_texts
 from sides import Plan, Sides
-from table import make_report, read_steps
+from table import make_report, make_summary, read_steps
 from texts import domains_in, reader_of
 
 from knnstore.documents import TextDocument, read_documents
@@ -50,6 +51,7 @@ PHASES: dict[str, Callable[[Sides], None]] = {
     "keys": Sides.measure_keys,
     "lora": Sides.measure_lora,
     "full": Sides.measure_full,
+    "lines": Sides.measure_lines,
 }
 
 
@@ -76,10 +78,15 @@ def measure(options: argparse.Namespace, plan: Plan, domains: dict[str, Sides]) 
 
 
 def write_tables(out: Path, names: Sequence[str]) -> None:
-    """Print the tables of domains, and write them to OUT."""
+    """Print the tables of domains and, for several domains, a summary; write all to OUT."""
+    domains = {}
     for name in names:
         folder = max((out / name).glob("of-*"), key=lambda each: each.stat().st_mtime)
-        text = make_report(name, read_steps(folder))
+        domains[name] = read_steps(folder)
+    texts = {name: make_report(name, found) for name, found in domains.items()}
+    if len(domains) > 1:
+        texts["summary"] = make_summary(domains)
+    for name, text in texts.items():
         (out / f"{name}.md").write_text(text, encoding="utf-8")
         print(text, flush=True)
 
@@ -91,11 +98,13 @@ def run(options: argparse.Namespace) -> None:
     tokens = {"dev": options.dev, "test": options.test}
     plan = Plan(
         options.model, options.ngram_tokens, options.key_tokens, options.chunks, options.prompt_tokens,
-        options.lora_rates, options.full_rates, options.chunk_dev,
+        options.lora_rates, options.full_rates, options.chunk_dev, options.line_rounds,
     )  # fmt: skip
     domains = {}
     for name in options.domain or names:
-        texts = read_texts(options.data / name, reader, tokens, options.least, options.most)
+        texts = read_texts(
+            options.data / name, reader, tokens, options.least, options.most, options.leave_out
+        )
         others = read_documents([options.data / other / "store.jsonl" for other in names if other != name])
         domains[name] = prepare(options, plan, name, texts, find_rare_terms(texts.store, others))
     (options.out / "plan.json").write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
@@ -109,8 +118,8 @@ def smoke(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # with so little to do, waiting for another thread takes longer than the work
     long = [TextDocument(name, text) for name, text in sorted(topics.items()) if 900 < len(text) < 6000]
     held_out = [TextDocument(one.id, one.text[:900]) for one in long[:18]]
-    texts = Texts(long[20:40], long[18], held_out[:9], held_out[9:])
-    plan = Plan(str(TINY_LM), [2_000], [2_000], [32, 64], 64, [1e-3], [1e-3], 2)
+    texts = Texts(long[20:40], long[18], held_out[:9], held_out[9:], long[9:18])
+    plan = Plan(str(TINY_LM), [2_000], [2_000], [32, 64], 64, [1e-3], [1e-3], 2, 2)
     measure(options, plan, {"help": prepare(options, plan, "help", texts, {"class", "object"})})
 
 
@@ -132,6 +141,9 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=15_000, metavar="TOKENS")
     parser.add_argument("--least", type=int, default=250, metavar="TOKENS", help="of a held-out document")
     parser.add_argument("--most", type=int, default=1_000, metavar="TOKENS", help="of a held-out document")
+    parser.add_argument(
+        "--leave-out", nargs="*", default=[], metavar="ID", help="held-out documents not used"
+    )
     parser.add_argument("--ngram-tokens", type=int, nargs="*", default=[100_000, 1_000_000])
     parser.add_argument("--key-tokens", type=int, nargs="+", default=[20_000, 80_000, 150_000])
     parser.add_argument("--chunks", type=int, nargs="+", default=[64, 128, 256], help="sizes, in tokens")
@@ -139,6 +151,7 @@ def main() -> None:
     parser.add_argument("--chunk-dev", type=int, default=5, help="documents of dev to choose the size on")
     parser.add_argument("--lora-rates", type=float, nargs="+", default=[5e-4, 2e-3])
     parser.add_argument("--full-rates", type=float, nargs="+", default=[5e-5, 2e-4])
+    parser.add_argument("--line-rounds", type=int, default=7, help="lines of each document of test")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:

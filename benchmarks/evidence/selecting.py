@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm.reading import TextReader
 
+FROM = 200
+"""Position from which tokens are judged apart: the beginning of a document holds headers and licences."""
 _WORD = re.compile(r"[^\W\d_]\w{2,}")
 _LEAST_COUNT = 20
 _LEAST_RATIO = 20.0
@@ -29,9 +31,18 @@ class Texts:
     """Text to choose and to fit on."""
     test: list[TextDocument]
     """Text to judge on."""
+    whole: list[TextDocument]
+    """All documents for `test` that are long enough, whole, to complete lines of."""
 
 
-def read_texts(folder: Path, reader: TextReader, tokens: dict[str, int], least: int, most: int) -> Texts:
+def read_texts(
+    folder: Path,
+    reader: TextReader,
+    tokens: dict[str, int],
+    least: int,
+    most: int,
+    left_out: Container[str] = (),
+) -> Texts:
     """Read the documents of a domain; dev and test are drawn at random until they have enough tokens.
 
     Args:
@@ -40,11 +51,14 @@ def read_texts(folder: Path, reader: TextReader, tokens: dict[str, int], least: 
         tokens: number of tokens of ``dev`` and of ``test``; the last document may exceed the number.
         least: shorter documents are left out of dev and test, in tokens.
         most: longer documents of dev and test are cut to their beginning, in tokens.
+        left_out: ids of documents of dev and test that are not used, because the store has them too.
     """
     shuffled = {split: shuffle(read_documents([folder / f"{split}.jsonl"])) for split in ("store", *tokens)}
-    held_out = {split: cut(shuffled[split], reader, tokens[split], least, most) for split in tokens}
-    *store, extra = shuffled["store"]
-    return Texts(store, extra, **held_out)
+    *store, extra = shuffled.pop("store")
+    others = {split: [one for one in shuffled[split] if one.id not in left_out] for split in tokens}
+    held_out = {split: cut(others[split], reader, tokens[split], least, most) for split in tokens}
+    whole = [one for one in others["test"] if len(reader.tokens(one.text)) >= least]
+    return Texts(store, extra, **held_out, whole=whole)
 
 
 def shuffle(documents: Iterable[TextDocument]) -> list[TextDocument]:
@@ -70,8 +84,14 @@ def cut(
 
 def _cut_text(reader: TextReader, text: str, most: int) -> str:
     """Return the part of a text before its token number `most`."""
-    offsets = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return text[: offsets["offset_mapping"][most][0]]
+    return text[: find_offsets(text, reader)[most][0]]
+
+
+def find_offsets(text: str, reader: TextReader) -> list[tuple[int, int]]:
+    """Return for each token of a text where it begins and ends, in characters."""
+    encoded = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+    return offsets
 
 
 def take_tokens(documents: Sequence[TextDocument], reader: TextReader, tokens: int) -> list[TextDocument]:
@@ -120,8 +140,6 @@ def mark_terms(
         letters = np.zeros(len(document.text) + 1, np.bool_)
         for match in _WORD.finditer(document.text):
             letters[match.start() : match.end()] = match.group().lower() in terms
-        encoded = reader.tokenizer(
-            document.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        marked.append(np.array([letters[start:stop].any() for start, stop in encoded["offset_mapping"]]))
+        offsets = find_offsets(document.text, reader)
+        marked.append(np.array([letters[start:stop].any() for start, stop in offsets]))
     return marked

@@ -13,6 +13,7 @@ import numpy as np
 from adapting import FULL, LORA, adapt
 from chunks import ChunkIndex
 from judging import judge
+from next_lines import LineWriter, Place, draw_places, number_lines
 from numpy.typing import NDArray
 from passes import KeptPasses, PromptedPasses
 from selecting import Texts, mark_terms, take_tokens
@@ -26,6 +27,7 @@ from knnstore.lm.settings import derive_default
 
 MODEL, CACHE, BM25 = "the model", "the model + cache", "BM25 in the prompt"
 NGRAMS, KEYS, STORE, MIXED = "n-grams", "keys", "store", "keys + n-grams of everything"
+LINES = "lines"
 DEFAULT, CACHED = ", by default", " + cache"
 ALL = "everything"
 ALONE = KNNSettings(k=1, lam=0.0)
@@ -50,6 +52,8 @@ class Plan:
     full_rates: Sequence[float]
     chunk_dev: int
     """Documents of dev on which the size of chunks is chosen."""
+    line_rounds: int
+    """Lines of each document of test that are completed."""
 
 
 class Sides:
@@ -98,6 +102,13 @@ class Sides:
     def measure_full(self) -> None:
         """Measure a model all of whose weights were trained, without and with n-grams of everything."""
         self._measure_adapted(FULL, self._plan.full_rates)
+
+    def measure_lines(self) -> None:
+        """Measure greedy lines of whole documents, and number the lines of the documents that are judged."""
+        self._step("line-numbers", self._number_lines)
+        rounds = draw_places(self._texts.whole, self._base_reader, self._plan.line_rounds)
+        for number, places in enumerate(rounds):
+            self._step(f"lines-{number}", lambda places=places: self._complete_lines(places))
 
     def _judge_model(self) -> Step:
         """Judge the model alone; keep the target tokens, and check that test is not in the store."""
@@ -208,6 +219,41 @@ class Sides:
         everything.store.close()
         lm.store.close()
         return Step(values, judged | together)
+
+    def _number_lines(self) -> Step:
+        """Return the line number of each token of test."""
+        numbers = [number_lines(document, self._base_reader) for document in self._texts.test]
+        return Step({}, {LINES: np.concatenate(numbers)})
+
+    def _complete_lines(self, places: Sequence[Place]) -> Step:
+        """Complete lines, and keep what each side wrote."""
+        lines = [
+            {
+                "document": place.document,
+                "rest": place.rest,
+                "written": self._line_writer.write(place.before),
+            }
+            for place in places
+        ]
+        return Step({LINES: lines}, {})
+
+    @cached_property
+    def _line_writer(self) -> LineWriter:
+        """Completes lines with the model, with n-grams of everything, with chunks, and with both.
+
+        The settings are the best ones without the continuous cache, which does not count in generation.
+        """
+        size = self._step("bm25", self._judge_chunks).values["size"]
+        lm = self._open_everything()
+        encoder, index = lm.key_encoder, self._index(lm, size)
+        settings = []
+        for each in (encoder, self._prompt(encoder, index, size, lm)):
+            lm.key_encoder = each
+            settings.append(best_without(self._calibrate(lm)[0], "cache"))
+        lm.store.close()
+        lm = knnstore.load(lm.store.home.path, device="cpu")  # a reader, which may stay open
+        plain = {f"{NGRAMS} of {ALL}": settings[0], MODEL: ALONE}
+        return LineWriter(lm, index, plain, {f"{BM25} + {NGRAMS}": settings[1], BM25: ALONE})
 
     def _measure_adapted(self, kind: str, rates: Sequence[float]) -> None:
         """Train a model with each learning rate, and judge the one that is best on dev."""

@@ -3,20 +3,21 @@
 import json
 import math
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from adapting import FULL, LORA
 from judging import right_of
+from next_lines import NO_LINE
 from numpy.typing import NDArray
-from sides import ALL, BM25, CACHED, MIXED, MODEL, NGRAMS
+from selecting import FROM
+from sides import ALL, BM25, CACHED, LINES, MIXED, MODEL, NGRAMS
 from steps import Step, read_step
 
 from knnstore.lm.scoring import Interval, assign_blocks, compute_interval
 
-FROM = 200
-"""Position from which tokens are judged apart: the beginning of a document holds headers and licences."""
 KNOWN_SHARE = 0.1
 """A document of test is new if the store has less of it, word for word."""
 _HEAD = (
@@ -78,11 +79,39 @@ def make_report(domain: str, found: Found) -> str:
         "|---|---|",
         *(make_comparison(found, *pair) for pair in list_pairs(found)),
         "",
+        *make_lines(found),
+        *make_failures(found, f"{NGRAMS} of {ALL}"),
         "| step | what it took and chose |",
         "|---|---|",
         *(f"| {name} | {json.dumps(describe_values(values))} |" for name, values in found.values.items()),
         "",
     ]
+    return "\n".join(lines)
+
+
+def make_summary(domains: Mapping[str, Found]) -> str:
+    """Return two tables of all sides in all domains as Markdown, from token `FROM` on.
+
+    Args:
+        domains: what was measured, by the name of the domain.
+    """
+    sides = dict.fromkeys(side for found in domains.values() for side in list_sides(found))
+    late = {name: found.arrays["positions"] >= FROM for name, found in domains.items()}
+    titles = {
+        "perplexity ÷ the model": lambda name, side: shown_ratio(
+            perplexity(domains[name], side, late[name], MODEL)
+        ),
+        "top-1 − the model, points": lambda name, side: shown_points(
+            accuracy_gain(domains[name], side, late[name])
+        ),
+    }
+    lines = []
+    for title, show in titles.items():
+        lines += [f"| {title} | {' | '.join(domains)} |", "|---" * (1 + len(domains)) + "|"]
+        for side in sides:
+            cells = [show(name, side) if side in found.arrays else "–" for name, found in domains.items()]
+            lines.append(f"| {side} | {' | '.join(cells)} |")
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -112,6 +141,89 @@ def make_gains(found: Found, side: str) -> list[str]:
     return [f"| share, {side} | |", "|---|---|", *rows]
 
 
+def make_lines(found: Found) -> list[str]:
+    """Return a table of the completed lines; empty if none were completed."""
+    lines = [line for values in found.values.values() for line in values.get(LINES, [])]
+    if not lines:
+        return []
+    documents = np.array([line["document"] for line in lines])
+    names = list(lines[0]["written"])
+    equal = {
+        name: np.array([line["written"][name] == line["rest"] for line in lines], np.float64)
+        for name in names
+    }
+    similar = {
+        name: np.array([compare_texts(line["written"][name], line["rest"]) for line in lines])
+        for name in names
+    }
+    rows = []
+    for name in sorted(names, key=lambda each: (each != MODEL, each)):
+        cells = [name]
+        for measured in (equal, similar):
+            gain = compute_points(measured[name] - measured[MODEL], documents)
+            cells += [f"{100 * measured[name].mean():.1f}", shown_points(gain)]
+        rows.append(f"| {' | '.join(cells)} |")
+    head = (
+        f"| {len(lines)} lines of {len(set(documents))} documents | exact, % | − the model, points "
+        "| edit similarity, % | − the model, points |"
+    )
+    return [head, "|---" * 5 + "|", *rows, ""]
+
+
+def compare_texts(text: str, other: str) -> float:
+    """Return the similarity of two texts, 1 for equal ones: twice the matching letters by all letters."""
+    return SequenceMatcher(None, text, other, autojunk=False).ratio()
+
+
+def make_failures(found: Found, side: str) -> list[str]:
+    """Return a table of what a side gives the tokens at which the model's greedy lines go wrong.
+
+    A greedy line goes wrong at its first token that is not the most probable one after the document's own
+    text. Lines from token `FROM` on count. Empty if the lines were not numbered.
+    """
+    if LINES not in found.arrays or side not in found.arrays:
+        return []
+    numbers, positions = found.arrays[LINES], found.arrays["positions"]
+    counted = (positions >= FROM) & (numbers != NO_LINE)
+    documents = found.arrays["documents"][counted]
+    _, starts, line_of = np.unique(
+        documents * (numbers.max() + 1) + numbers[counted], return_index=True, return_inverse=True
+    )
+    right = {name: found.arrays[right_of(name)][counted] for name in (MODEL, side)}
+    log_probs = {name: found.arrays[name][counted] for name in (MODEL, side)}
+    whole = {name: np.bincount(line_of, ~of_side) == 0 for name, of_side in right.items()}
+    # 1) The first wrong token of each line that the model gets wrong.
+    wrong = np.flatnonzero(~right[MODEL])
+    failing_lines, first = np.unique(line_of[wrong], return_index=True)
+    failures = wrong[first]
+    # 2) What the side gives these tokens, and whether the line is right then.
+    before, after = (log_probs[name][failures] for name in (MODEL, side))
+    repaired = right[side][failures]
+    shares = {
+        "lines that the model gets right": whole[MODEL],
+        "lines that the side gets right": whole[side],
+        "lines that only the side gets right": whole[side] & ~whole[MODEL],
+        "lines that only the model gets right": whole[MODEL] & ~whole[side],
+        "the model's first wrong tokens: less than .05 probable by the model": before < math.log(0.05),
+        "the same: at the beginning of the line": failures == starts[failing_lines],
+        "the same: at least twice as probable by the side": after - before > math.log(2),
+        "the same: most probable by the side": repaired,
+        "lines whose first wrong token is most probable by the side: right to their end": whole[side][
+            failing_lines[repaired]
+        ],
+    }
+    rows = [f"| {name} | {100 * share.mean():.1f} % |" for name, share in shares.items()]
+    gain = compute_points(whole[side].astype(np.float64) - whole[MODEL], documents[starts])
+    return [
+        f"| {len(starts):,} greedy lines from token {FROM} on, {side} | |",
+        "|---|---|",
+        f"| lines that the side gets right − the model, points | {shown_points(gain)} |",
+        *rows,
+        f"| wrong tokens in a line that the model gets wrong | {len(wrong) / len(failures):.1f} |",
+        "",
+    ]
+
+
 def list_pairs(found: Found) -> list[tuple[str, str]]:
     """Return the pairs of measured sides that are compared with each other."""
     cheap = f"{NGRAMS} of {ALL}{CACHED}"
@@ -133,9 +245,9 @@ def make_comparison(found: Found, side: str, other: str) -> str:
 def describe_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step's values without the long ones, with few digits."""
     return {
-        name: round(value, 3) if isinstance(value, float) else value
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in values.items()
-        if name not in ("settings", "tried", "shared_with_store", "with everything")
+        if name not in ("settings", "tried", "shared_with_store", "with everything", LINES)
     }
 
 
@@ -180,14 +292,15 @@ def perplexity(found: Found, side: str, tokens: NDArray[np.bool_], other: str | 
 
 
 def accuracy_gain(found: Found, side: str, tokens: NDArray[np.bool_]) -> Interval:
-    """Return a side's gain in accuracy over the model on some tokens, in points, with its interval.
-
-    The fields of the result are points, not perplexities.
-    """
+    """Return a side's gain in accuracy over the model on some tokens, in points, with its interval."""
     right = (found.arrays[right_of(name)][tokens].astype(np.float64) for name in (side, MODEL))
-    gains = np.subtract(*right)
-    mean = compute_mean(gains, found.arrays["documents"][tokens])
+    return compute_points(np.subtract(*right), found.arrays["documents"][tokens])
+
+
+def compute_points(gains: NDArray[np.float64], documents: NDArray[np.int64]) -> Interval:
+    """Return the mean of gains in points, which are not perplexities, with its interval over documents."""
     # `compute_mean` gives exp of a mean; its logarithm is the mean itself.
+    mean = compute_mean(gains, documents)
     return Interval(*(100 * math.log(value) if 0 < value < math.inf else value for value in mean))
 
 
