@@ -18,8 +18,8 @@ _LEARNING, _FORGETTING = 0.4, 0.99
 """Step size with which the caution of a source follows its errors; and the factor by which each pass brings
 the logarithm of the caution back towards 0."""
 _LOSS, _ALLOWANCE = 0.01, 2.0
-"""Drafts pause while all passes of a text have taken longer than the passes without drafts would have, by more
-than this fraction and this number of passes."""
+"""Drafts pause while the passes of a text have taken longer than passes without drafts would have taken, by
+more than this fraction and this number of passes."""
 
 
 class Drafts:
@@ -66,10 +66,8 @@ class Drafts:
         length = min(most, _MOST)
         if length < 1 or self._cost > (1 + _LOSS) * self.tokens + _ALLOWANCE:
             return proposed
-        sources = (_draft_repetition(text, length), _repetition_risks), (
-            draft_from(self._counts.text, text, length),
-            _stored_risks,
-        )
+        repeated, stored = _draft_repetition(text, length), draft_from(self._counts.text, text, length)
+        sources = ((repeated, _estimate_repetition_risks), (stored, _estimate_stored_risks))
         for source, (draft, estimate_risks) in enumerate(sources):
             if not len(draft.tokens):
                 continue
@@ -103,15 +101,15 @@ class Drafts:
         return probs
 
 
-def _repetition_risks(draft: Draft) -> NDArray[np.float64]:
-    """Return the risk of each token of a draft from the text itself, float64, shape (m,)."""
+def _estimate_repetition_risks(draft: Draft) -> NDArray[np.float64]:
+    """Estimate the risk of each token of a draft from the text itself, float64, shape (m,)."""
     matched = draft.matched + np.arange(len(draft.tokens))
     risks: NDArray[np.float64] = 4 / matched.clip(max=_MANY) ** 1.5
     return risks
 
 
-def _stored_risks(draft: Draft) -> NDArray[np.float64]:
-    """Return the risk of each token of a draft from the store, float64, shape (m,).
+def _estimate_stored_risks(draft: Draft) -> NDArray[np.float64]:
+    """Estimate the risk of each token of a draft from the store, float64, shape (m,).
 
     Where several places were counted, the share of the places that agree decides, otherwise the number of
     matching tokens.
@@ -127,8 +125,8 @@ def _draft_repetition(text: NDArray[np.int64], most: int) -> Draft:
     """Draft the tokens that followed an earlier occurrence of the text's last tokens.
 
     The function compares the last tokens of the text with the tokens at earlier places, and takes the place
-    where most tokens match, up to `_MANY`; of several such places, it takes the latest. If fewer tokens follow
-    the place than are wanted, they are repeated cyclically.
+    where most tokens match, up to `_MANY`; of several such places, it takes the latest. If too few tokens
+    follow the place, they are repeated cyclically.
 
     Args:
         text: the tokens so far, at least one.
