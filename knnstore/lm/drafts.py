@@ -17,7 +17,7 @@ _MANY = 16
 _LEARNING, _FORGETTING = 0.4, 0.99
 """Step size with which the caution of a source follows its errors; and the factor by which each pass brings
 the logarithm of the caution back towards 0."""
-_LOSS, _ALLOWANCE = 0.01, 2.0
+_LOSS, _ALLOWANCE = 0.005, 3.0
 """Drafts pause while the passes of a text have taken longer than passes without drafts would have taken, by
 more than this fraction and this number of passes."""
 
@@ -34,7 +34,7 @@ class Drafts:
     at 1. It is learned while the text is generated: it grows if fewer drafted tokens are accepted than
     expected. The length of a draft maximizes the expected number of tokens divided by the duration of the
     pass. If no length is better than a pass without a draft, the draft is empty. Drafts also pause while they
-    have cost more time than they saved, so text that cannot be guessed takes about 1 % longer than without.
+    have cost more time than they saved, so text that cannot be guessed takes hardly longer than without.
 
     Args:
         store: the store whose text is copied.
@@ -111,13 +111,12 @@ def _estimate_repetition_risks(draft: Draft) -> NDArray[np.float64]:
 def _estimate_stored_risks(draft: Draft) -> NDArray[np.float64]:
     """Estimate the risk of each token of a draft from the store, float64, shape (m,).
 
-    Where several places were counted, the share of the places that agree decides, otherwise the number of
-    matching tokens.
+    The risk is lower if more tokens match; where several places were found, also if more of them agree.
     """
     matched = draft.matched + np.arange(len(draft.tokens))
-    is_counted = draft.shares > 0
-    risks: NDArray[np.float64] = 5 / matched
-    risks[is_counted] = 0.1 - 2 * np.log(draft.shares[is_counted])
+    is_single = draft.shares == 0
+    risks: NDArray[np.float64] = np.where(is_single, 5, 2) / matched
+    risks[~is_single] -= 1.5 * np.log(draft.shares[~is_single])
     return risks
 
 
