@@ -192,6 +192,14 @@ def test_what_repeats_is_drafted_again_and_again(lm) -> None:
     assert draft == (loop * 4)[: len(draft)]
 
 
+def test_the_source_in_which_more_tokens_match_is_copied(lm) -> None:
+    stored = lm.reader.tokens(STORED[3].text)[:30].tolist()
+    once = [stored[11], 61, *stored[:12]]  # one token in the text itself, twelve in the store
+    assert Drafts(lm.store, PLAIN).propose(np.array(once), 40)[0] == stored[12]
+    often = [61, 62, *stored[10:12], 63]  # four in the text itself, two in the store
+    assert Drafts(lm.store, PLAIN).propose(np.array((often * 4)[:-1]), 40)[0] == 63
+
+
 def test_a_model_whose_state_cannot_be_cut_writes_without(lm, made, monkeypatch) -> None:
     monkeypatch.setattr(type(lm.base), "_is_stateful", True)
     lm.generate(torch.tensor([[0, 5, 6]]), max_new_tokens=2, pad_token_id=2, draft=True)
