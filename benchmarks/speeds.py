@@ -7,8 +7,8 @@ HOME is a store, calibrated or not, whose settings in force are used. FILE holds
 stored: their beginnings of 80 tokens are continued greedily by 64, with --foreign those of other text too.
 The model alone and the store take turns; a figure is the median of the ratios of their tokens a second.
 
-- ``step``, ``drafted``: one row, without drafts and with them; both must write the same.
-- ``eight``: eight rows at a time, without drafts.
+- ``step``: one row, without drafts (`benchmarks/drafts.py` measures drafts);
+- ``eight``: eight rows at a time;
 - ``scoring``: of `evaluate`.
 
 JSON goes to stdout.
@@ -19,8 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -33,7 +32,6 @@ from torch import Tensor
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, Purpose
-from knnstore.lm.model import drafting
 
 PROMPT, NEW, ROWS = 80, 64, 8
 """Tokens, tokens, rows."""
@@ -57,45 +55,22 @@ def continued(lm: KNNLMForCausalLM, prompts: Tensor, **options: Any) -> Callable
     )  # fmt: skip
 
 
-@contextmanager
-def counted_drafts() -> Iterator[list[drafting.Drafts]]:
-    """Record the drafts that are made in the context, for the tokens of each pass."""
-    made: list[drafting.Drafts] = []
-
-    class Counted(drafting.Drafts):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.append(self)
-
-    usual, drafting.Drafts = drafting.Drafts, Counted  # type: ignore[misc]
-    try:
-        yield made
-    finally:
-        drafting.Drafts = usual  # type: ignore[misc]
-
-
 def writing(lm: KNNLMForCausalLM, texts: list[TextDocument], most: int) -> dict[str, Any]:
     """Continue the beginnings of texts, one by one and eight at a time."""
     begun = [ids for text in texts if len(ids := lm.reader.tokens(text.text)[:PROMPT].tolist()) == PROMPT]
     prefix = [*lm.reader.prefix]
     prompts = torch.tensor([[*prefix, *ids] for ids in begun[:most]])
-    ratios: dict[str, list[float]] = {"step": [], "drafted": [], "eight": []}
+    ratios: dict[str, list[float]] = {"step": [], "eight": []}
     continued(lm, prompts[:1])()  # what is read and counted once, as by a service
-    with counted_drafts() as drafts:
-        for prompt in prompts.split(1):
-            alone, _ = timed(continued(lm, prompt, knn=ALONE))
-            step, written = timed(continued(lm, prompt))
-            drafted, same = timed(continued(lm, prompt, draft=True))
-            assert torch.equal(written, same)
-            ratios["step"].append(alone / step)
-            ratios["drafted"].append(alone / drafted)
+    for prompt in prompts.split(1):
+        alone, _ = timed(continued(lm, prompt, knn=ALONE))
+        ratios["step"].append(alone / timed(continued(lm, prompt))[0])
     for rows in prompts.split(ROWS):
         alone, _ = timed(continued(lm, rows, knn=ALONE))
         ratios["eight"].append(alone / timed(continued(lm, rows))[0])
     return {
         "prompts": len(prompts),
         **{name: round(statistics.median(values), 2) for name, values in ratios.items()},
-        "tokens_a_pass": round(sum(one.tokens for one in drafts) / sum(one.passes for one in drafts), 2),
     }
 
 

@@ -8,35 +8,33 @@ from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
 _MOST = 16
 """Largest number of tokens of a draft."""
-_LEAST_END, _MANY = 2, 16
-"""The last 2 tokens must match before a draft is made; matches of 16 tokens and more count alike."""
-_WORTH = 0.3
-"""A token is drafted if the probability that it and all drafted tokens before it are accepted is at least
-this, which is about the cost of one more position as a fraction of the cost of a forward pass."""
-_TRUST, _FORGETTING = 4.0, 0.97
-"""Weight of the initial estimate, in tokens; and the factor by which each pass reduces the weight of earlier
-passes."""
-
-_MATCHED = np.arange(_MANY + 1)
-_EXPECTED = np.concatenate(
-    [
-        1 - 0.8 / (_MATCHED + 0.1),  # repeated in the text, after so many that matched
-        1 - 4 / (_MATCHED + 4),  # in one place of the store
-        0.95 * np.linspace(0, 1, _MANY + 1),  # in so many sixteenths of several places
-    ]
-).clip(0)
-"""Initial estimate of the probability that a drafted token is accepted, for each kind of drafted token."""
-_REPEATED, _ONE, _SEVERAL = 0, _MANY + 1, 2 * (_MANY + 1)
+_PASS_COSTS = np.append([1.0, 1.7, 2.05], 1.27 + 0.058 * np.arange(4, _MOST + 2))
+"""Duration of a forward pass that checks 0, 1, … `_MOST` drafted tokens, as a multiple of a pass without a
+draft: a model of 135 million float32 weights on a CPU, whose products of two or three rows take longer than
+products of four."""
+_MANY = 16
+"""Largest number of matching tokens that are compared inside the text."""
+_LEARNING, _FORGETTING = 0.4, 0.99
+"""Step size with which the caution of a source follows its errors; and the factor by which each pass brings
+the logarithm of the caution back towards 0."""
+_LOSS, _ALLOWANCE = 0.005, 3.0
+"""Drafts pause while the passes of a text have taken longer than passes without drafts would have taken, by
+more than this fraction and this number of passes."""
 
 
 class Drafts:
     """Proposes the next tokens of one text, for speculative decoding.
 
     A draft is a guess of several next tokens, which the model then checks in one forward pass. The draft is
-    copied from the store, or from an earlier place of the text, where the same last tokens occurred. A
-    drafted token is more likely to be accepted if more tokens before it match, and if more places in the
-    store agree. The probabilities are learned while the text is generated. If they are too low, the draft is
-    empty.
+    copied from one of two sources, the text itself or the store, where the same last tokens occurred.
+
+    Each drafted token has a *risk*, the negative logarithm of the probability that it is accepted. The risk
+    is lower if more tokens match, and if more places of the store agree. The probability that the first n
+    tokens of a draft are all accepted is exp(-caution × (sum of their risks)). The caution of a source begins
+    at 1. It is learned while the text is generated: it grows if fewer drafted tokens are accepted than
+    expected. The length of a draft maximizes the expected number of tokens divided by the duration of the
+    pass. If no length is better than a pass without a draft, the draft is empty. Drafts also pause while they
+    have cost more time than they saved, so text that cannot be guessed takes hardly longer than without.
 
     Args:
         store: the store whose text is copied.
@@ -46,8 +44,9 @@ class Drafts:
     def __init__(self, store: Reader, settings: KNNSettings) -> None:
         self._store, self._selection = store, settings.selection
         self._counts: NGramCounts | None = None
-        self._accepted, self._drafted = np.zeros((2, len(_EXPECTED)))
-        self._kinds = np.zeros(0, np.int64)
+        self._log_cautions = np.zeros(2)
+        self._source, self._risks = 0, np.zeros(0)
+        self._cost = 0.0  # of all passes, as a multiple of a pass without a draft
         self.passes, self.tokens = 0, 0
         """Number of forward passes, and number of tokens that they generated."""
 
@@ -63,62 +62,77 @@ class Drafts:
         """
         if self._counts is None:  # once for a text: drafts do not change the generated text
             self._counts = self._store.ngrams(self._selection)
-        stored, repeated = draft_from(self._counts.text, text, _MOST, _LEAST_END), _repeated(text)
-        _, tokens, self._kinds = max(
-            self._expected(stored, _ONE),
-            self._expected(repeated, _REPEATED),
-            key=lambda candidate: candidate[0],
-        )
-        return tokens[: max(0, most)]
-
-    def _expected(self, draft: Draft, kind: int) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
-        """Cut a draft where further tokens are not worth their cost; estimate the number of accepted tokens.
-
-        A token is worth its cost if it is likely enough that it and all tokens before it are accepted.
-
-        Args:
-            draft: the drafted tokens.
-            kind: index of the first acceptance probability for this source: `_REPEATED` for a draft from the
-                text itself, `_ONE` for a draft from the store. The kind of a token is the index of its own
-                learned acceptance probability.
-
-        Returns:
-            The expected number of accepted tokens, the remaining tokens, and the kind of each remaining
-            token.
-        """
-        kinds = kind + (draft.matched + np.arange(len(draft.tokens))).clip(max=_MANY)
-        kinds = np.where(draft.shares > 0, _SEVERAL + (draft.shares * _MANY).astype(np.int64), kinds)
-        drafted = self._drafted[kinds] + _TRUST
-        probs = ((self._accepted[kinds] + _TRUST * _EXPECTED[kinds]) / drafted).cumprod()
-        worth = int((probs >= _WORTH).sum())
-        return float(probs[:worth].sum()), draft.tokens[:worth], kinds[:worth]
+        best_speed, proposed, self._risks = 1.0, text[:0], np.zeros(0)
+        length = min(most, _MOST)
+        if length < 1 or self._cost > (1 + _LOSS) * self.tokens + _ALLOWANCE:
+            return proposed
+        repeated, stored = _draft_repetition(text, length), draft_from(self._counts.text, text, length)
+        sources = ((repeated, _estimate_repetition_risks), (stored, _estimate_stored_risks))
+        for source, (draft, estimate_risks) in enumerate(sources):
+            if not len(draft.tokens):
+                continue
+            risks = estimate_risks(draft)
+            expected_tokens = 1 + self._accept_probs(source, risks.cumsum()).cumsum()
+            speeds = expected_tokens / _PASS_COSTS[1 : len(risks) + 1]
+            stop = int(speeds.argmax()) + 1
+            if speeds[stop - 1] > best_speed:
+                best_speed, proposed = speeds[stop - 1], draft.tokens[:stop]
+                self._source, self._risks = source, risks[:stop]
+        return proposed
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Update the acceptance probabilities after the model checked the last proposed draft.
+        """Update the caution of the draft's source after the model checked the last proposed draft.
 
         Args:
             drafted: number of tokens of the draft.
             accepted: how many tokens at the beginning of the draft were accepted.
         """
         self.passes, self.tokens = self.passes + 1, self.tokens + accepted + 1
-        self._accepted *= _FORGETTING
-        self._drafted *= _FORGETTING
-        np.add.at(self._accepted, self._kinds[:accepted], 1)
-        np.add.at(
-            self._drafted, self._kinds[: min(drafted, accepted + 1)], 1
-        )  # a rejected token ends a draft
+        self._cost += _PASS_COSTS[drafted]
+        checked = self._risks[: min(drafted, accepted + 1)]  # a rejected token ends a draft
+        self._log_cautions *= _FORGETTING
+        if len(checked):
+            error = self._accept_probs(self._source, checked).sum() - accepted
+            self._log_cautions[self._source] += _LEARNING * error
+
+    def _accept_probs(self, source: int, risks: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the probabilities that tokens are accepted, by their risks and the caution of the source."""
+        probs: NDArray[np.float64] = np.exp(-np.exp(self._log_cautions[source]) * risks)
+        return probs
 
 
-def _repeated(text: NDArray[np.int64]) -> Draft:
+def _estimate_repetition_risks(draft: Draft) -> NDArray[np.float64]:
+    """Estimate the risk of each token of a draft from the text itself, float64, shape (m,)."""
+    matched = draft.matched + np.arange(len(draft.tokens))
+    risks: NDArray[np.float64] = 4 / matched.clip(max=_MANY) ** 1.5
+    return risks
+
+
+def _estimate_stored_risks(draft: Draft) -> NDArray[np.float64]:
+    """Estimate the risk of each token of a draft from the store, float64, shape (m,).
+
+    The risk is lower if more tokens match; where several places were found, also if more of them agree.
+    """
+    matched = draft.matched + np.arange(len(draft.tokens))
+    is_single = draft.shares == 0
+    risks: NDArray[np.float64] = np.where(is_single, 5, 2) / matched
+    risks[~is_single] -= 1.5 * np.log(draft.shares[~is_single])
+    return risks
+
+
+def _draft_repetition(text: NDArray[np.int64], most: int) -> Draft:
     """Draft the tokens that followed an earlier occurrence of the text's last tokens.
 
-    A draft is a guess of several next tokens. The function compares the last tokens of the text with the
-    tokens at earlier places, and takes the place where most tokens match; of several such places, it takes
-    the latest. At most `_MANY` tokens are compared. If fewer than `_LEAST_END` tokens match, the draft is
-    empty. If fewer tokens follow the place than a draft has, they are repeated cyclically.
+    The function compares the last tokens of the text with the tokens at earlier places, and takes the place
+    where most tokens match, up to `_MANY`; of several such places, it takes the latest. If too few tokens
+    follow the place, they are repeated cyclically.
 
     Args:
         text: the tokens so far, at least one.
+        most: number of tokens to draft.
+
+    Returns:
+        The draft; it has no tokens if the last token is new.
     """
     ends = np.flatnonzero(text[:-1] == text[-1])
     length, longer = 0, ends
@@ -126,8 +140,8 @@ def _repeated(text: NDArray[np.int64]) -> Draft:
         ends, length = longer, length + 1
         longer = ends[ends >= length]
         longer = longer[text[longer - length] == text[-1 - length]]
-    if length < _LEAST_END:
+    if not length:
         return Draft(0, text[:0], np.zeros(0))
     after = int(ends[-1]) + 1
-    drafted = text[after + np.arange(_MOST) % (len(text) - after)]
-    return Draft(length, drafted, np.zeros(_MOST))
+    drafted = text[after + np.arange(most) % (len(text) - after)]
+    return Draft(length, drafted, np.zeros(most))

@@ -135,7 +135,7 @@ def test_the_same_store_as_one_process_makes(tmp_path: Path, options: dict[str, 
     one, many = Workshop(tmp_path / "one", **options), Workshop(tmp_path / "many", **options)
     for shop in (one, many):
         shop.add(DOCUMENTS[:5])
-    changed = [{**DOCUMENTS[0], "text": "the wall"}, *DOCUMENTS[1:]]
+    changed = [{**DOCUMENTS[0], "text": "w20 w21"}, *DOCUMENTS[1:]]
     one.add(changed)
     plan = many.plan(changed)
     assert plan is not None
@@ -261,19 +261,19 @@ def test_a_damaged_plan_is_refused(workshop: Workshop) -> None:
 def test_changes_between_plan_and_commit_win(workshop: Workshop) -> None:
     """A document that was removed does not come back, and a newer version is not replaced."""
     workshop.add(DOCUMENTS[:4])
-    changed = [{**document, "text": f"{document['text']} again"} for document in DOCUMENTS[:4]]
+    changed = [{**document, "text": f"{document['text']} w19"} for document in DOCUMENTS[:4]]
     workshop.plan([*changed, *DOCUMENTS[4:8]])
     workshop.encode()
     workshop.remove("d1")
-    newer = {**DOCUMENTS[2], "text": "a newer text"}
-    workshop.add([newer, {**DOCUMENTS[5], "text": "came meanwhile"}])
+    newer = {**DOCUMENTS[2], "text": "w20 w21 w22"}
+    workshop.add([newer, {**DOCUMENTS[5], "text": "w23 w24"}])
     committed = workshop.commit()
     assert set(committed.skipped) == {"d1", "d2", "d5"}
     assert committed.documents == 5
     with knnstore.load(workshop.home) as lm:
         texts = {of.id: lm.reader.text(lm.store.tokens(of.id).tolist()) for of in lm.store.documents()}
     assert texts.keys() == {"d0", "d2", "d3", "d4", "d5", "d6", "d7"}
-    assert texts["d2"].strip() == "a newer text"
+    assert texts["d2"].strip() == "w20 w21 w22"
     assert texts["d0"].strip() == changed[0]["text"]
     assert workshop.problems() == []
 
@@ -305,7 +305,7 @@ def test_documents_of_earlier_plans_and_renamed_ones_do_not_come_back(
     workshop: Workshop, tmp_path: Path
 ) -> None:
     """Their positions are lower than those of the plan."""
-    workshop.add([{"id": "old", "text": "the wall"}])
+    workshop.add([{"id": "old", "text": "w20 w21"}])
     earlier = tmp_path / "earlier"
     workshop.plan(DOCUMENTS[:1], folder=earlier)
     workshop.plan(DOCUMENTS[:3])

@@ -80,7 +80,7 @@ def test_uploads_are_invisible_and_the_commit_sends_no_point(
     many = ServerWorkshop(tmp_path / "many", qdrant_server, prefer_grpc=protocol == "grpc")
     for shop in (one, many):
         shop.add(DOCUMENTS[:3])
-    changed = [{**DOCUMENTS[0], "text": "the wall"}, *DOCUMENTS[1:]]
+    changed = [{**DOCUMENTS[0], "text": "w20 w21"}, *DOCUMENTS[1:]]
     one.add(changed)
     plan = many.plan(changed)
     assert plan is not None
@@ -181,7 +181,7 @@ def test_every_step_may_be_killed_and_is_then_repeated(
     workshop = ServerWorkshop(tmp_path, qdrant_server, prefer_grpc=False)  # gRPC does not survive a fork
     workshop.add(DOCUMENTS[:3])
     points = workshop.read_points()
-    plan = workshop.plan([*DOCUMENTS[1:2], {**DOCUMENTS[2], "text": "the wall"}, *DOCUMENTS[3:]])
+    plan = workshop.plan([*DOCUMENTS[1:2], {**DOCUMENTS[2], "text": "w20 w21"}, *DOCUMENTS[3:]])
     assert plan is not None
     work: Callable[[], object] = workshop.commit
     if place == "plan.released":
@@ -249,11 +249,11 @@ def test_a_missing_shard_is_named_and_nothing_is_added(workshop: ServerWorkshop)
 
 
 def test_points_of_outdated_documents_are_deleted(workshop: ServerWorkshop) -> None:
-    changed = [{**document, "text": f"{document['text']} again"} for document in DOCUMENTS[:3]]
+    changed = [{**document, "text": f"{document['text']} w19"} for document in DOCUMENTS[:3]]
     workshop.plan([*changed, *DOCUMENTS[3:8]])
     workshop.upload()
     workshop.remove("d1")
-    workshop.add([{**DOCUMENTS[5], "text": "came meanwhile"}])
+    workshop.add([{**DOCUMENTS[5], "text": "w23 w24"}])
     with KNNStore.open(workshop.home, "a") as store:
         store.optimize()
     assert workshop.problems() == []
@@ -272,7 +272,7 @@ def test_a_worker_that_uploads_after_the_commit_changes_nothing(workshop: Server
     late = PlanFolder(workshop.folder.path)
     documents, target = late.read_documents(plan.shards[0]), plan.target
     keys = np.array(late.open_keys(plan.shards[0]))
-    workshop.add([{**DOCUMENTS[3], "text": "came meanwhile"}])  # the first document of the plan
+    workshop.add([{**DOCUMENTS[3], "text": "w23 w24"}])  # the first document of the plan
     assert workshop.commit().skipped == ("d3",)
     points = workshop.read_points()
     with pytest.raises(PlanError, match="committed or dropped meanwhile"), ShardUploader(late) as uploader:

@@ -1,7 +1,7 @@
 """Settings that an earlier version saved, with fields that this version does not have."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -66,6 +66,15 @@ def test_a_record_without_the_fields_of_later_versions_is_shown(store) -> None:
     record = CalibrationRecord.of(store)
     assert record is not None
     assert record.domains == ()
+
+
+def test_a_record_counts_the_growth_of_its_own_domains(store) -> None:
+    store.save_settings(SavedSettings(QUERY, {**RECORD, "records": 2}))
+    record = CalibrationRecord.of(store)
+    assert record is not None
+    (news,) = store.domains()
+    for domains, expected in (((), news.records / 2), (("news",), news.records / 2), (("law",), 0)):
+        assert replace(record, domains=domains).growth(store) == expected
 
 
 def test_settings_whose_mixer_is_gone_are_not_used_unless_it_is_installed(store, caplog, monkeypatch) -> None:

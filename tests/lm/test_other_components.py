@@ -15,6 +15,7 @@ import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import DistributionComponent, KNNSettings, settings_for, settings_from_dict, settings_to_dict
 from knnstore.lm.components import NGramSettings, registry
+from knnstore.lm.components.distribution import Places
 from tests.lm.phrases import words
 from tests.server.conftest import Server
 
@@ -164,6 +165,15 @@ def test_settings_of_one_component_leave_those_of_the_others(title, monkeypatch)
 
 
 @pytest.mark.usefixtures("installed")
+def test_distributions_of_several_groups_of_positions_have_the_same_width() -> None:
+    several = Places(torch.tensor([[0.4, 0.6]]), torch.tensor([[3, 4]]))
+    joined = Places.joined([several, Places(torch.tensor([[1.0]]), torch.tensor([[5]]))])
+    assert joined.width == 2
+    assert torch.equal(joined.weights, torch.tensor([[0.4, 0.6], [1.0, 0.0]]))
+    assert joined.tokens[0].tolist() == [3, 4]
+    assert joined.tokens[1, 0] == 5
+
+
 def test_a_name_that_is_taken_is_refused() -> None:
     class Keys(DistributionComponent):
         name = "keys"

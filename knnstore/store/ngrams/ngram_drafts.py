@@ -9,30 +9,27 @@ from numpy.typing import NDArray
 from knnstore.store.ngrams.suffix_array import DEPTH, END, Places, SortedText, Symbols
 
 _MAX_SUFFIX = DEPTH - 1  # so that the order says what follows
-_PLACES_COMPARED = 64
 _PLACES_COUNTED = 512
-_MAX_FURTHER_BACK = 64
-"""Symbols."""
 
 
 class Draft(NamedTuple):
     """Tokens that may continue a text: they follow the text's last tokens at a place in a stored document."""
 
     matched: int
-    """Number of tokens before the place that equal the last tokens of the text; 0 if no place was found."""
+    """Number of tokens before the place that were found equal to the last tokens of the text, at most
+    `DEPTH` - 1; 0 if no place was found."""
     tokens: NDArray[np.int64]
     """Tokens from the place on, int64, at most the requested number; empty if no place was found."""
     shares: NDArray[np.float64]
     """For each token of `tokens`, the share of the places with the same preceding tokens that continue with
-    this token, same shape; 0 if only one place is left, or if places were not counted."""
+    this token, same shape; 0 if only one place is left, and after the first `DEPTH` tokens."""
 
 
 def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
     """Find the last tokens of a text in stored documents, and return the tokens that follow there.
 
-    If the last `DEPTH` - 1 tokens occur at no more than 64 places, the place with the longest match is used.
-    Otherwise the most frequent continuation of the longest match is used; of hundreds of places only a sample
-    is counted.
+    The longest match is used, of at most `DEPTH` - 1 tokens, and its most frequent continuation. Of hundreds
+    of places only a sample is counted.
 
     Args:
         text: the stored documents with their suffix array.
@@ -43,8 +40,8 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
     Returns:
         The draft; it has no tokens if the documents do not contain the last `least` tokens with a next token.
     """
-    end = tokens[-_MAX_SUFFIX - _MAX_FURTHER_BACK :].astype(np.uint32) + np.uint32(1)
-    length, longest, places = least - 1, min(_MAX_SUFFIX, len(end)), np.zeros(0, np.int64)
+    end = tokens[-_MAX_SUFFIX:].astype(np.uint32) + np.uint32(1)
+    length, longest, places = least - 1, len(end), np.zeros(0, np.int64)
     while length < longest:  # where a longer end is, there are the shorter ones
         middle = (length + longest + 1) // 2
         found_places = _find_places_after(text, end[-middle:])
@@ -55,11 +52,8 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
     if not len(places):
         return Draft(0, tokens[:0], np.zeros(0))
     shares = np.zeros(most)
-    if length == _MAX_SUFFIX and len(places) <= _PLACES_COMPARED:
-        place, length = _extend_match(text, places - length, end, length)
-    else:
-        place, counted = _find_most_frequent(text, places[:: 1 + len(places) // _PLACES_COUNTED])
-        shares[: len(counted)] = counted[:most]
+    place, counted = _find_most_frequent(text, places[:: 1 + len(places) // _PLACES_COUNTED])
+    shares[: len(counted)] = counted[:most]
     after = text.symbols[place : place + most]
     ended = np.flatnonzero(after == END)
     draft_tokens = after[: ended[0] if len(ended) else most].astype(np.int64) - 1
@@ -95,31 +89,6 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
     high = bisect_right(text.order, wanted_list, low, key=key)
     places = text.order[low:high].astype(np.int64) + length
     return places[np.searchsorted(symbols[places], END, side="right") :]
-
-
-def _extend_match(text: SortedText, begins: Places, end: Symbols, matched: int) -> tuple[int, int]:
-    """Compare further symbols before several matches, and choose the match that is longest then.
-
-    A symbol is a token or the start of a document.
-
-    Args:
-        text: the stored documents with their suffix array.
-        begins: index in `text.symbols` of the first symbol of each match; at least one.
-        end: last symbols of the text to continue.
-        matched: number of symbols that are known to match.
-
-    Returns:
-        The index in `text.symbols` after the longest match, and the number of its symbols.
-    """
-    best, length = int(begins[0]) + matched, matched
-    back = end[:-matched][-_MAX_FURTHER_BACK:][::-1]
-    for begin in begins.tolist():
-        before = text.symbols[max(0, begin - len(back)) : begin][::-1]
-        differs = np.flatnonzero(before != back[: len(before)])
-        further = int(differs[0]) if len(differs) else len(before)
-        if matched + further > length:
-            best, length = begin + matched, matched + further
-    return best, length
 
 
 def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[float]]:
