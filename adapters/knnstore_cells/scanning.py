@@ -9,6 +9,7 @@ faster.
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -78,8 +79,8 @@ class _PreparedQueries(NamedTuple):
     queries: Keys
     """Query vectors minus the middle, float32, shape (q, width)."""
 
-    cells: list[NDArray[np.int64]]
-    """For each query the numbers of the cells that it searches, int64, without padding."""
+    cells: NDArray[np.int64]
+    """Numbers of the cells that each query searches, int64, shape (q, p); padded with -1."""
 
     center_products: NDArray[np.float32]
     """Inner products of `queries` and the centers of the codec minus the middle, shape (q, 256).
@@ -87,8 +88,8 @@ class _PreparedQueries(NamedTuple):
     The codec is the compressor of keys. A decoded key is the sum of a center and of other vectors.
     """
 
-    squares: list[float]
-    """|query - middle|² of each query."""
+    squares: NDArray[np.float32]
+    """|query - middle|² of each query, shape (q,)."""
 
     @classmethod
     def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor) -> Self:
@@ -103,14 +104,22 @@ class _PreparedQueries(NamedTuple):
                 (width, 256).
         """
         relative_queries = np.ascontiguousarray(queries - middle)
-        cells_of_queries = [np.ascontiguousarray(numbers[numbers != _NONE], np.int64) for numbers in cells]
         # All products use torch: the threads of numpy would compete with those of torch.
         center_products = (torch.from_numpy(relative_queries) @ centers).numpy()
-        return cls(
-            relative_queries,
-            cells_of_queries,
-            center_products,
-            (relative_queries * relative_queries).sum(1).tolist(),
+        squares = np.einsum("ij,ij->i", relative_queries, relative_queries)
+        return cls(relative_queries, np.ascontiguousarray(cells, np.int64), center_products, squares)
+
+    def select_rows(self, rows: Sequence[int]) -> Self:
+        """Return only some of the queries.
+
+        Args:
+            rows: row numbers of the queries.
+        """
+        return self._replace(
+            queries=self.queries[rows],
+            cells=self.cells[rows],
+            center_products=self.center_products[rows],
+            squares=self.squares[rows],
         )
 
 
@@ -168,16 +177,15 @@ class CodeScanner:
         prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
         with self._room.wait_to_grow():
             self._load_cells(prepared.cells, read)
-            norms_of_queries = [
-                [self._cell_norms[number] for number in norms.tolist()] for norms in prepared.cells
-            ]
-            counts = [sum(len(cell.norms) for cell in norms) for norms in norms_of_queries]
-            shape = len(queries), max(counts)
-            ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
-            for row, (norms, count) in enumerate(zip(norms_of_queries, counts, strict=True)):
-                if count:
-                    self._compute_distances(prepared, row, norms, ids[row, :count], distances[row, :count])
-        return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
+            found = self._compute_distances(prepared)
+        if len(found) == 1:
+            ((ids, distances),) = found
+            return Visits(np.zeros((1, 1), np.int64), ids[None], distances[None, None])
+        shape = len(queries), max(len(ids) for ids, _ in found)
+        every_id, every_distance = np.full(shape, -1), np.full(shape, np.inf, np.float32)
+        for row, (ids, distances) in enumerate(found):
+            every_id[row, : len(ids)], every_distance[row, : len(ids)] = ids, distances
+        return Visits(np.arange(len(queries))[:, None], every_id, every_distance[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
         """Compute the distances of each query to all records of its cells, arranged by cell.
@@ -209,17 +217,16 @@ class CodeScanner:
         visits, filled_rows = dict[int, Visit](), dict.fromkeys(queries_of_cell, 0)
         for start in range(0, len(queries), _AT_ONCE):
             with self._room.wait_to_grow():
-                batch = order[start : start + _AT_ONCE]
-                self._load_cells([prepared.cells[row] for row in batch], read)
-                for row in batch:
-                    numbers = prepared.cells[row].tolist()
-                    cell_norms = [self._cell_norms[number] for number in numbers]
-                    lengths = [len(cell.norms) for cell in cell_norms]
-                    ids, distances = np.empty(sum(lengths), np.int64), np.empty(sum(lengths), np.float32)
-                    if len(ids):
-                        self._compute_distances(prepared, row, cell_norms, ids, distances)
+                batch = prepared.select_rows(order[start : start + _AT_ONCE])
+                self._load_cells(batch.cells, read)
+                for numbers, (ids, distances) in zip(
+                    batch.cells.tolist(), self._compute_distances(batch), strict=True
+                ):
                     offset = 0
-                    for number, length in zip(numbers, lengths, strict=True):
+                    for number in numbers:
+                        if number == _NONE:
+                            continue
+                        length = len(self._cell_norms[number].norms)
                         if number not in visits:
                             rows, ranks = np.array(queries_of_cell[number]).T
                             cell_distances = np.empty((len(rows), length), np.float32)
@@ -239,49 +246,49 @@ class CodeScanner:
         self._cell_norms.clear()
         self.held = 0
 
-    def _compute_distances(
-        self,
-        prepared: _PreparedQueries,
-        row: int,
-        cell_norms: Sequence[_CellNorms],
-        ids: Ids,
-        distances: Distances,
-    ) -> None:
-        """Compute the distances of one query to all records of its cells, which are in memory.
+    def _compute_distances(self, prepared: _PreparedQueries) -> list[tuple[Ids, Distances]]:
+        """Compute the distances of each query to all records of its cells, which are in memory.
 
         Args:
-            prepared: the queries.
-            row: row number of the query in `prepared`.
-            cell_norms: for each cell that the query searches, the values of its records; in the order of
-                ``prepared.cells[row]``.
-            ids: array that is filled with the record ids, int64, shape (r,), r >= 1.
-            distances: array that is filled with the distances, float32, shape (r,).
+            prepared: the queries, at least one.
+
+        Returns:
+            For each query the record ids and the distances, each of shape (r,), cell after cell.
 
         Raises:
-            InvalidVectorError: an inner product is not finite, because the query is too large.
+            InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        # One query at a time: for several FAISS starts threads, which would compete with those of torch.
-        self._compute_products(prepared.queries[row], prepared.cells[row], ids, distances)
-        distances += prepared.center_products[row].take(np.concatenate([cell.firsts for cell in cell_norms]))
+        numbers = prepared.cells.ravel().tolist()
+        cells = [self._cell_norms[number] for number in numbers if number != _NONE]
+        firsts = np.concatenate([np.empty(0, np.intp), *(cell.firsts for cell in cells)])
+        ends, ids, distances = self._compute_products(prepared.queries, prepared.cells)
+        if len(ids) != len(firsts):
+            raise InvalidVectorError("a query is too large to be measured: a product is not a finite number")
+        counts = np.diff(ends)
+        rows, width = np.arange(len(counts)), prepared.center_products.shape[1]
+        distances += prepared.center_products.ravel().take(firsts + np.repeat(rows * width, counts))
         if self._metric is Metric.IP:
             np.negative(distances, out=distances)
-            return
-        distances *= -2
-        distances += np.concatenate([cell.norms for cell in cell_norms])
-        distances += prepared.squares[row]
-        np.maximum(distances, 0, out=distances)
+        else:
+            distances *= -2
+            distances += np.concatenate([np.empty(0, np.float32), *(cell.norms for cell in cells)])
+            distances += np.repeat(prepared.squares, counts)
+            np.maximum(distances, 0, out=distances)
+        borders = ends.tolist()
+        return [(ids[start:stop], distances[start:stop]) for start, stop in pairwise(borders)]
 
-    def _load_cells(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
+    def _load_cells(self, cells: NDArray[np.int64], read: Read) -> None:
         """Read the codes (compressed keys) of cells whose codes are not in memory yet, and keep the codes.
 
         If the memory limit is exceeded, the cell cache drops decoded cells.
 
         Args:
-            cells: for each query the numbers of the cells that it searches.
+            cells: numbers of the cells that each query searches, shape (q, p); padded with -1.
             read: function that reads the records of cells.
         """
         # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
-        missing = sorted(set(np.concatenate(cells).tolist()) - self._cell_norms.keys())
+        numbers = cells.ravel().tolist()
+        missing = sorted({number for number in numbers if number not in self._cell_norms} - {_NONE})
         if not missing:
             return
         for number, (ids, codes) in zip(missing, read(missing), strict=True):
@@ -294,32 +301,42 @@ class CodeScanner:
             self.held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
         self._room.shrink()
 
-    def _compute_products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
-        """Compute the inner products of a query with all keys of several cells, without the keys' centers.
+    def _compute_products(
+        self, queries: Keys, cells: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], Ids, Distances]:
+        """Compute the inner products of queries with all keys of several cells, without the keys' centers.
 
         A decoded key is the sum of a center of the codec (the compressor of keys) and of vectors from its
-        codebooks. This method computes the product of the query with the vectors from the codebooks. The
-        caller adds the product with the center.
+        codebooks. This method computes the products with the vectors from the codebooks. The caller adds the
+        products with the centers.
 
         Args:
-            query: query vector minus the middle, float32, shape (width,).
-            cells: numbers of the cells.
-            ids: array that is filled with the record ids, int64, shape (r,).
-            products: array that is filled with the inner products, float32, shape (r,).
+            queries: query vectors minus the middle, float32, shape (q, width).
+            cells: numbers of the cells of each query, int64, shape (q, p); padded with -1.
 
-        Raises:
-            InvalidVectorError: a product is not finite.
+        Returns:
+            Three arrays: 0 and the index at which the records of each query end, int64, shape (q + 1,); the
+            record ids; and the inner products. The records of the queries follow each other, and those of a
+            query are cell after cell. Products that are not finite are left out.
         """
-        pointer, result = self._faiss.swig_ptr, self._faiss.RangeSearchResult(1)
-        self._index.nprobe = len(cells)
-        center_terms = np.zeros(len(cells), np.float32)  # FAISS adds these products with its own centers
-        self._index.range_search_preassigned_c(
-            1, pointer(query), -np.inf, pointer(cells), pointer(center_terms), result
-        )
-        if int(self._faiss.rev_swig_ptr(result.lims, 2)[1]) != len(ids):
-            raise InvalidVectorError("a query is too large to be measured: a product is not a finite number")
-        ids[:] = self._faiss.rev_swig_ptr(result.labels, len(ids))
-        products[:] = self._faiss.rev_swig_ptr(result.distances, len(ids))
+        faiss, pointer = self._faiss, self._faiss.swig_ptr
+        result = faiss.RangeSearchResult(len(queries))
+        self._index.nprobe = cells.shape[1]
+        center_terms = np.zeros(cells.shape, np.float32)  # FAISS adds these products with its own centers
+        threads = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(1)  # its threads would compete with those of torch
+        try:
+            self._index.range_search_preassigned_c(
+                len(queries), pointer(queries), -np.inf, pointer(cells), pointer(center_terms), result
+            )
+        finally:
+            faiss.omp_set_num_threads(threads)
+        ends = faiss.rev_swig_ptr(result.lims, len(queries) + 1).astype(np.int64)
+        if not ends[-1]:
+            return ends, np.empty(0, np.int64), np.empty(0, np.float32)
+        arrays = (faiss.rev_swig_ptr(values, int(ends[-1])) for values in (result.labels, result.distances))
+        ids, products = (array.copy() for array in arrays)  # FAISS frees its own
+        return ends, ids, products
 
 
 def can_scan() -> bool:

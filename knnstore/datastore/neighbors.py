@@ -94,10 +94,12 @@ class Neighbors:
             return self.nearest(self.ids.shape[1])
         if k == 1:
             return self._map_arrays(partial(_swap_into_first_column, columns=self.distances.argmin(axis=1)))
-        rows, order = np.arange(len(self.ids))[:, None], np.argpartition(self.distances, k - 1, axis=1)
-        near_order = self.distances[rows, order[:, :k]].argsort(axis=1, kind="stable")
-        order[:, :k] = order[rows, near_order]
-        return self._map_arrays(lambda array: array[rows, order])
+        order = np.argpartition(self.distances, k - 1, axis=1)
+        # Indices of the flat arrays, because `take` with them is faster than pairs of indices.
+        order += np.arange(0, order.size, order.shape[1])[:, None]
+        near_order = self.distances.take(order[:, :k]).argsort(axis=1, kind="stable")
+        order[:, :k] = np.take_along_axis(order, near_order, axis=1)
+        return self._map_arrays(lambda array: array.take(order))
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
         """Return a copy with the neighbors of some queries only.

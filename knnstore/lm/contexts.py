@@ -66,7 +66,7 @@ class Contexts:
     `at_positions` share this dictionary."""
 
     @classmethod
-    def of_pass(cls, batch: TextBatch, prefix: Sequence[int], kept: Tensor) -> Self:
+    def of_pass(cls, batch: TextBatch, prefix: Sequence[int], kept: Numbers) -> Self:
         """Create the contexts of selected positions of one forward pass of the model.
 
         The context of a position is the tokens of its text up to this position, with the token at the
@@ -79,11 +79,10 @@ class Contexts:
             kept: the selected positions, as indices into the b * t positions, int64, shape (n,), in any
                 order. The contexts have the same order.
         """
-        at = kept.cpu().numpy()
-        owners = at // batch.is_text.shape[1]
+        owners = kept // batch.is_text.shape[1]
         read = np.array(batch.starts, np.int64)[:, None] + batch.is_text.cumsum(1)
-        is_text = batch.is_text.ravel()[at]
-        return cls.of_texts(batch.texts, batch.stops, prefix, owners, read.ravel()[at], is_text)
+        is_text = batch.is_text.ravel()[kept]
+        return cls.of_texts(batch.texts, batch.stops, prefix, owners, read.ravel()[kept], is_text)
 
     @classmethod
     def of_texts(

@@ -16,7 +16,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Likelihoods, compute_entropy
+from knnstore.lm.mixing import Likelihoods, compute_entropy, compute_exp
 from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
@@ -108,7 +108,7 @@ class RowMixer:
         log_probs = rows.logits.float().log_softmax(-1)
         if settings.is_model_alone:
             return Likelihoods.of(log_probs, targets, count)
-        batch = _batch(rows, log_probs, settings, targets)
+        batch = _batch(rows, log_probs, compute_exp(log_probs), settings, targets)
         mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
         return mixture.likelihoods(log_probs, targets, count)
 
@@ -136,23 +136,25 @@ class RowMixer:
             at = slice(start, start + step)
             some = rows if start == 0 and step >= len(rows.logits) else rows.select(at)
             log_probs = some.logits.float().log_softmax(-1)
-            batch = _batch(some, log_probs, settings)
+            probs = compute_exp(log_probs)
+            batch = _batch(some, log_probs, probs, settings)
             mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-            is_anything_found = is_anything_found or any(
-                bool(one.is_found.any()) for one in mixture.components
-            )
-            parts.append(mixture.distribution(log_probs))
+            is_anything_found = is_anything_found or mixture.is_anything_found
+            parts.append(mixture.distribution(log_probs, probs))
         if not is_anything_found:
             return rows.logits
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
+def _batch(
+    rows: Rows, log_probs: Tensor, probs: Tensor, settings: KNNSettings, targets: Tensor | None = None
+) -> Batch:
     """Create the input of `look_up`, a `Batch`, from rows with the same settings.
 
     Args:
         rows: the n rows; a row is one position of one text.
         log_probs: the model's log-probabilities, float32, shape (n, v).
+        probs: the model's probabilities, float32, shape (n, v).
         settings: the settings of all rows.
         targets: the target tokens, int64, shape (n,); None when text is generated.
 
@@ -166,7 +168,7 @@ def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor
     return Batch(
         rows.keys.to(log_probs.device).float(),
         log_probs.amax(-1),
-        None if settings.needs_nearest_only else compute_entropy(log_probs),
+        None if settings.needs_nearest_only else compute_entropy(log_probs, probs),
         log_probs.shape[1],
         contexts=rows.contexts if settings.needs_text else None,
         targets=targets,

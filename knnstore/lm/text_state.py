@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from knnstore.lm.keys import Joining
 
@@ -82,6 +83,8 @@ class TextState:
     def last_states(self, count: int, like: Tensor) -> Tensor:
         """Return the hidden states of the last `count` tokens, oldest first; zeros before the text begins.
 
+        Read only: the result may share memory with the state.
+
         Args:
             count: >= 0.
             like: a tensor with the width (last dimension), dtype and device of the result.
@@ -90,13 +93,13 @@ class TextState:
             Shape (count, width).
         """
         known = min(count, self.length)
-        states = like.new_zeros((count, like.shape[-1]))
-        if known:
-            first = self.length - known - self._first_state
-            assert self._states is not None
-            assert first >= 0, "the hidden states were dropped"
-            states[count - known :] = self._states[first : first + known]
-        return states
+        if not known:
+            return like.new_zeros((count, like.shape[-1]))
+        first = self.length - known - self._first_state
+        assert self._states is not None
+        assert first >= 0, "the hidden states were dropped"
+        states = self._states[first : first + known]
+        return states if known == count else pad(states, (0, 0, count - known, 0))
 
     def append(self, tokens: Tokens | None, keys: Tensor, states: Tensor | None) -> None:
         """Append the tokens of a forward pass. Does nothing if n is 0.

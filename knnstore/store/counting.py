@@ -158,6 +158,9 @@ class Counting:
         """
         for _ in range(attempts):
             first_view = view()
+            cached = self._get_cached(first_view, selection)
+            if cached is not None and cached.is_whole and cached.revision == first_view.snapshot.revision:
+                return cached.counts
             counts = self._get_stale_counts(first_view, view, selection) if self._background else None
             if counts is not None:
                 return counts

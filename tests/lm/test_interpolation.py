@@ -131,6 +131,16 @@ def test_rare_tokens_of_the_model_do_not_round_to_impossible():
     torch.testing.assert_close(mixed, torch.tensor([[0.0, -200.0 + math.log(0.5)]]))
 
 
+def test_known_probabilities_change_nothing_and_are_not_changed():
+    lm = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).log_softmax(1)
+    probs = lm.exp()
+    before = lm.clone(), probs.clone()
+    found = mixture(torch.rand(3, 4), 1.0, torch.arange(12).reshape(3, 4), 0.3)
+    torch.testing.assert_close(found.distribution(lm, probs), found.distribution(lm), rtol=0, atol=1e-6)
+    assert torch.equal(lm, before[0])
+    assert torch.equal(probs, before[1])
+
+
 def test_gradients_flow_to_the_model_alone():
     """Fine-tuning through the mixture: the derivative of the definition, by central differences."""
     logits = torch.tensor([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]], dtype=torch.float32, requires_grad=True)

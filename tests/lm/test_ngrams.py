@@ -114,7 +114,7 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
 
 def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
     def after(ids, prefix):
-        contexts = Contexts.of_pass(batch_of(torch.tensor([ids]), 1), prefix, torch.tensor([0]))
+        contexts = Contexts.of_pass(batch_of(torch.tensor([ids]), 1), prefix, np.array([0]))
         question = Question(lm.store, EVERYTHING, ALONE.ngrams, contexts, V)
         found = NGrams().look_up(question, Form.DISTRIBUTION)
         rows = found.rest[:, None] * found.unigrams
@@ -130,7 +130,7 @@ def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
     first = int(lm.reader.tokens("w22")[0])
 
     def contexts_at(ids, at):
-        return Contexts.of_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], torch.tensor([at]))
+        return Contexts.of_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], np.array([at]))
 
     whole = [0, 9, first]
     for ids, at, owner, length in (([0], 0, -1, 0), (whole, 0, -1, 0), (whole, 1, 0, 0), (whole, 2, 0, 1)):

@@ -89,7 +89,7 @@ def test_written_text_has_the_distributions_of_the_definition(texts, order, new,
     rows = [prefix + text for text in texts]
     width = max(1, *map(len, rows))
     ids, new = torch.tensor([[-1] * (width - len(row)) + row for row in rows]), min(new, width)
-    kept = torch.randperm(len(rows) * new)
+    kept = torch.randperm(len(rows) * new).numpy()
     contexts = Contexts.of_pass(batch_of(ids, new), prefix, kept)
     question = Question(None, EVERYTHING, NGramSettings(order), contexts, 10)
     said = OwnNGrams().look_up(question, Form.DISTRIBUTION)

@@ -70,6 +70,26 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
 
 
 @settings(max_examples=50, deadline=None)
+@given(texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), data=st.data())
+def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order, data):
+    """Steps of several texts in any order, as where texts are generated, drafted and taken back."""
+    counts = NGramCounts(
+        SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
+    )
+    steps = [(row, stop) for row, text in enumerate(asked) for stop in range(len(text) + 1)]
+    steps = data.draw(st.permutations(steps))
+    for at in range(0, len(steps), 3):
+        batch = steps[at : at + 3]
+        ends = [asked[row][max(0, stop - order + 1) : stop] for row, stop in batch]
+        begins = [row % 3 != 2 and stop < order - 1 for row, stop in batch]
+        matches = Matches.of_ends(counts, ends, begins)
+        found = dense(counts, matches, matches.firsts, order)
+        for (row, stop), probs in zip(batch, found, strict=True):
+            whole = Matches.of(counts, [np.array(asked[row][:stop], np.uint32)], [row % 3 != 2])
+            np.testing.assert_array_equal(probs, dense(counts, whole, whole.firsts + stop - 1, order)[0])
+
+
+@settings(max_examples=50, deadline=None)
 @given(
     texts=TEXTS,
     asked=st.lists(st.integers(0, 4), max_size=12),

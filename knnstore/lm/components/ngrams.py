@@ -25,9 +25,11 @@ from knnstore.lm.mixing import (
     fit_lambdas,
     mix_target_log_probs,
 )
-from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, Suffixes
+from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence
 
 Rows = slice | Tensor
+_MAX_ENDS = 64
+"""Largest number of contexts whose ends are matched one by one, as in a decoding step."""
 _MIN_CITED_PLACES = 32
 """Least number of places that are cited for each length of n-grams, if the text has as many."""
 
@@ -307,26 +309,26 @@ class NGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
-        is_empty = not counts.unigrams.any()
         if form is not Form.DISTRIBUTION:
             found = TargetContinuation.empty(order, len(contexts))
-            if not is_empty:
+            if not counts.is_empty:
                 matches, rows, at = _match_contexts(counts, contexts, order)
                 found.probs[rows] = torch.from_numpy(matches.gold(at, order))
-                found.suffixes[rows] = stack_suffixes(matches.suffixes(at, order))
+                found.suffixes[rows] = torch.from_numpy(np.stack(matches.suffixes(at, order), 1))
             return found
-        if is_empty:
+        if counts.is_empty:
             return Continuation.empty(len(contexts))
-        matches, rows, at = _match_contexts(counts, contexts, order)
+        match = _match_contexts if len(contexts) > _MAX_ENDS else _match_ends
+        matches, rows, at = match(counts, contexts, order)
         seen = matches.distribution(at, order)
         weights, tokens = arrange_by_row(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
-        rest, suffixes = torch.zeros(len(contexts)), torch.zeros((len(contexts), 3), dtype=torch.int64)
-        rest[rows] = torch.from_numpy(seen.rest)
-        suffixes[rows] = stack_suffixes(seen.suffixes)
+        rest, suffixes = np.zeros(len(contexts), np.float32), np.zeros((len(contexts), 3), np.int64)
+        rest[rows] = seen.rest
+        suffixes[rows] = np.stack(seen.suffixes, 1)
         unigrams = torch.from_numpy(counts.unigrams)
         if len(unigrams) < question.vocabulary:
             unigrams = pad(unigrams, (0, question.vocabulary - len(unigrams)))
-        return Continuation(weights, tokens, suffixes, rest, unigrams)
+        return Continuation(weights, tokens, torch.from_numpy(suffixes), torch.from_numpy(rest), unigrams)
 
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
@@ -406,6 +408,25 @@ def _match_contexts(
     return matches, cut.rows, matches.firsts[cut.owners] + cut.lengths - 1
 
 
+def _match_ends(
+    counts: NGramCounts, contexts: Contexts, order: int
+) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
+    """Find the end of each context in the counted text, as `_match_contexts` does; faster for few contexts.
+
+    Args:
+        counts: the counts of the selected documents.
+        contexts: n positions in texts.
+        order: number of tokens of the longest n-grams.
+    """
+    rows = np.flatnonzero(contexts.owners >= 0)
+    ends, begins = list[list[int]](), list[bool]()
+    for owner, length in zip(contexts.owners[rows].tolist(), contexts.lengths[rows].tolist(), strict=True):
+        ends.append(contexts.texts[owner][max(0, length - order + 1) : length].tolist())
+        begins.append(contexts.is_whole[owner] and length < order - 1)
+    matches = Matches.of_ends(counts, ends, begins)
+    return matches, rows, matches.firsts
+
+
 def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
     """Return the weight λ of n-grams for each context, float32, in the shape of `lengths`.
 
@@ -442,11 +463,3 @@ def arrange_by_row(
     prob_matrix, token_matrix = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
     prob_matrix[rows, column], token_matrix[rows, column] = probs, tokens
     return torch.from_numpy(prob_matrix), torch.from_numpy(token_matrix)
-
-
-def stack_suffixes(suffixes: Suffixes) -> Tensor:
-    """Convert the longest found suffixes of n contexts to a tensor, int64, shape (n, 3).
-
-    The columns are the suffix's length in tokens, its count, and its number of different next tokens.
-    """
-    return torch.from_numpy(np.stack(suffixes, 1))

@@ -15,7 +15,7 @@ from torch.nn.functional import dropout, linear, pad
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.interpolation import MAX_LAMBDA
 from knnstore.lm.mixing.mixer import Chosen, Evidence, SimpleMixer
-from knnstore.lm.mixing.token_sums import DISTINCT_AMONG, list_powers_of_two
+from knnstore.lm.mixing.token_sums import DISTINCT_AMONG, get_rank_columns, list_powers_of_two
 from knnstore.store import Weights
 
 _MISSING_DISTANCE = 1e30
@@ -284,8 +284,7 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
         f).
     """
     distances, distinct = evidence.distances, evidence.distinct
-    ranks = [min(rank, distances.shape[1]) - 1 for rank in list_powers_of_two(k)]
-    near = distances[:, ranks]
+    near = distances.index_select(1, get_rank_columns(k, distances.shape[1], distances.device))
     found = near < torch.inf
     if not found.all():
         farthest = (
@@ -295,9 +294,11 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
         )
         near = near.where(found, farthest)
     counted = len(list_powers_of_two(min(k, DISTINCT_AMONG)))
-    columns = [min(column, distinct.shape[1] - 1) for column in range(counted)]
+    distinct = distinct[:, :counted].float().log1p()
+    if distinct.shape[1] < counted:
+        distinct = torch.cat([distinct, distinct[:, -1:].expand(-1, counted - distinct.shape[1])], 1)
     # asinh grows like a logarithm, and is defined for negative distances (inner products).
-    return torch.cat([(near / scale).asinh(), distinct[:, columns].float().log1p()], 1)
+    return torch.cat([(near / scale).asinh(), distinct], 1)
 
 
 @dataclass(frozen=True)

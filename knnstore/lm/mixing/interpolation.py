@@ -17,6 +17,7 @@ nearer; they may be negative (inner products).
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +30,14 @@ _VALUES, _VALUES_CPU = 1 << 24, 1 << 20
 _LOWEST = -1e30
 """Replaces log 0, so that a token with p = 0 adds nothing to an entropy."""
 
+_LEAST_NORMAL = torch.finfo(torch.float32).tiny
+"""Smallest probability that has all of its digits in float32."""
+
 LEAST_PROBABILITY = 1e-30
 """Smallest probability in fits; smaller values are raised to it, so that logarithms and ratios stay finite in
 float32."""
+
+_ALL_ROWS = slice(None)
 
 MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that a token that was not retrieved remains possible."""
@@ -45,16 +51,31 @@ LEAST_TEMPERATURE = 1e-12
 """Smallest temperature that settings accept; with a smaller one, distance / T may overflow."""
 
 
-def compute_entropy(log_probs: Tensor) -> Tensor:
+def compute_exp(values: Tensor) -> Tensor:
+    """Compute e to the power of each value; on a CPU with numpy, which takes half of torch's time."""
+    if values.device.type != "cpu" or values.requires_grad:
+        return values.exp()
+    return torch.from_numpy(np.exp(values.numpy()))
+
+
+def _log_in_place(values: Tensor) -> Tensor:
+    """Replace positive values on the CPU by their natural logarithms, with numpy, and return the tensor."""
+    array = values.numpy()
+    np.log(array, out=array)
+    return values
+
+
+def compute_entropy(log_probs: Tensor, probs: Tensor) -> Tensor:
     """Compute the entropy in nats of n distributions over v tokens.
 
     Args:
         log_probs: log p of every token, shape (n, v); -inf is allowed.
+        probs: p of every token, shape (n, v).
 
     Returns:
         Shape (n,).
     """
-    return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(-1)
+    return -(log_probs.clamp(min=_LOWEST).mul_(probs)).sum(-1)
 
 
 def compute_neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
@@ -174,11 +195,14 @@ class Mixture:
     def __init__(self, components: Sequence[Contribution], temperature: PerQuery = 1.0) -> None:
         self.components = components
         self.temperature = temperature
-        lams = [component.lam.where(component.is_found, 0.0) for component in components]
+        found = [component.is_found for component in components]
+        lams = [one.lam.where(is_found, 0.0) for one, is_found in zip(components, found, strict=True)]
         shares, left = lams[-1:], 1 - lams[-1]
         for lam in reversed(lams[:-1]):
             shares.insert(0, lam * left)
             left = left * (1 - lam)
+        self.is_anything_found = any(bool(is_found.any()) for is_found in found)
+        """True if a component has a prediction in at least one row."""
         self.shares = shares
         """Share of each component in the mixture, float32, shapes (n,)."""
         # Rounding may make the sum larger than 1, and 1 - λ needs a logarithm.
@@ -248,20 +272,27 @@ class Mixture:
         )
         return _mix_log_probs(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
 
-    def distribution(self, lm_log_probs: Tensor) -> Tensor:
+    def distribution(self, lm_log_probs: Tensor, lm_probs: Tensor | None = None) -> Tensor:
         """Compute the log-probabilities of all tokens of the vocabulary in the mixture.
 
         Args:
             lm_log_probs: log p_LM, float32, shape (n, v).
+            lm_probs: p_LM, if the caller has it, float32, shape (n, v).
 
         Returns:
             log p, float32, shape (n, v). A row in which the weight λ of all components is 0 equals the row of
             `lm_log_probs` exactly.
         """
-        left, mixed_in = 1 - self.lam[:, None], self._sum_component_probs(lm_log_probs)
-        mixed = torch.addcmul(mixed_in, left, lm_log_probs.exp()).log()
+        left = 1 - self.lam[:, None]
+        below = left * (compute_exp(lm_log_probs) if lm_probs is None else lm_probs)
+        if below.device.type == "cpu" and not below.requires_grad and self.lam.amin() > 0:
+            mixed = self._add_component_probs(below)
+            if mixed.amin() >= _LEAST_NORMAL:
+                return _log_in_place(mixed)
+            below = left * compute_exp(lm_log_probs)
         # A token without a weight in any component is computed in logarithms: exact, and never log 0.
-        return mixed.where(mixed_in > 0, lm_log_probs + left.log())
+        mixed_in = self._add_component_probs(torch.zeros_like(lm_log_probs))
+        return (mixed_in + below).log().where(mixed_in > 0, lm_log_probs + left.log())
 
     def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
         """Compute the mixture's log-probabilities of one given token and of the most probable tokens.
@@ -279,33 +310,32 @@ class Mixture:
         for start in range(0, max(1, len(gold)), step):
             at = slice(start, start + step)
             below, lam, asked = lm_log_probs[at], self.lam[at, None], gold[at, None]
-            mixed_in = self._sum_component_probs(below, at)
+            mixed_in = self._add_component_probs(torch.zeros_like(below), at)
             if count:
-                probs = below.exp().mul_(1 - lam).add_(mixed_in)
+                probs = compute_exp(below).mul_(1 - lam).add_(mixed_in)
                 likeliest = probs.argmax(1, keepdim=True) if count == 1 else probs.topk(count).indices
                 asked = torch.cat([asked, likeliest], 1)
             log_probs = _mix_log_probs(below.gather(1, asked), mixed_in.gather(1, asked), lam)
             parts.append(Likelihoods(log_probs[:, 0], log_probs[:, 1:], asked[:, 1:]))
         return Likelihoods(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _sum_component_probs(self, like: Tensor, at: slice = slice(None)) -> Tensor:
-        """Sum the components' probabilities of each token, multiplied by their shares in the mixture.
+    def _add_component_probs(self, mixed_in: Tensor, at: slice = _ALL_ROWS) -> Tensor:
+        """Add the components' probabilities of each token, multiplied by their shares in the mixture.
 
         Args:
-            like: a tensor of shape (m, v) with the dtype and device of the result.
+            mixed_in: the probabilities to add to, shape (m, v); changed in place.
             at: slice that selects m positions; default all positions.
 
         Returns:
-            Shape (m, v): the part of each token's probability that comes from the components.
+            `mixed_in`.
         """
-        mixed_in = torch.zeros_like(like)
         for share, component in zip(self.shares, self.components, strict=True):
             column, weights = share[at, None], component.weights[at]
             if component.tokens is not None:
-                tokens = component.tokens[at].clamp(0, like.shape[1] - 1)
+                tokens = component.tokens[at].clamp(0, mixed_in.shape[1] - 1)
                 mixed_in.scatter_add_(1, tokens, column * weights)
             else:
-                for search_weights in torch.split(weights, like.shape[1], 1):
+                for search_weights in torch.split(weights, mixed_in.shape[1], 1):
                     mixed_in.addcmul_(column, search_weights)
             if component.rest is not None:
                 assert component.base is not None

@@ -239,7 +239,8 @@ class SimpleMixer(ABC):
             temperature: T of the settings.
         """
         lam, temperatures = self(evidence, temperature)
-        return Weighed(evidence.weights([temperatures])[:, 0], lam, temperatures)
+        (search,) = evidence.searches
+        return Weighed(search.weights(temperatures), lam, temperatures)
 
     @abstractmethod
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:

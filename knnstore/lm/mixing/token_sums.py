@@ -9,6 +9,7 @@ tokens alone, at each temperature of a grid, for fits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -28,8 +29,7 @@ CHUNK_VALUES = 1 << 20
 _OCTAVES = (-6.0, 3.0)
 _OCTAVE_STEP = 0.5
 
-_NO_TOKEN = -1
-_MAX_LOOPED_QUERIES = 4
+_MAX_LOOPED_QUERIES = 16
 """Up to this many queries, a loop in Python is faster than a dozen operations on tensors."""
 
 
@@ -237,22 +237,45 @@ def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     Returns:
         int16, shape (n, ⌊log₂ min(k, 16)⌋ + 1).
     """
-    ranks = list_powers_of_two(min(tokens.shape[1], DISTINCT_AMONG))
-    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NO_TOKEN)
+    width = min(tokens.shape[1], DISTINCT_AMONG)
+    near, found = tokens[:, :width], distances[:, :width] < torch.inf
     if len(near) <= _MAX_LOOPED_QUERIES:
-        counts_of = [[len({*row[:limit]} - {_NO_TOKEN}) for limit in ranks] for row in near.tolist()]
-        return torch.tensor(counts_of, dtype=torch.int16, device=near.device).reshape(-1, len(ranks))
-    # Sort by token, and equal tokens by rank. The first of each token is counted.
-    token, rank = near.sort(dim=1, stable=True)
-    first = token != _NO_TOKEN
-    first[:, 1:] &= token[:, 1:] != token[:, :-1]
-    counts = torch.zeros_like(first).scatter_(1, rank, first).cumsum(1)
-    return counts[:, [limit - 1 for limit in ranks]].to(torch.int16)
+        return _count_distinct_in_rows(near.tolist(), found.sum(1).tolist()).to(near.device)
+    # A token is counted at its first rank. Missing neighbors have the last ranks, so they hide no token.
+    is_repeated = (near[:, :, None] == near[:, None, :]).tril_(-1).any(2)
+    counts = (found & ~is_repeated).cumsum(1)
+    return counts.index_select(1, get_rank_columns(width, width, counts.device)).to(torch.int16)
+
+
+def _count_distinct_in_rows(rows: Sequence[Sequence[int]], found: Sequence[int]) -> Tensor:
+    """Count the different values among the first 1, 2, 4, ... values of each row.
+
+    Args:
+        rows: rows of equally many values.
+        found: number of values of each row that count; the others are at its end.
+    """
+    ranks = list_powers_of_two(len(rows[0]) if rows else 0)
+    counts = [
+        [len({*row[: min(rank, count)]}) for rank in ranks] for row, count in zip(rows, found, strict=True)
+    ]
+    return torch.tensor(counts, dtype=torch.int16).reshape(len(rows), len(ranks))
 
 
 def list_powers_of_two(k: int) -> list[int]:
     """Return the powers of two from 1 up to at most k, ascending; an empty list for k = 0."""
     return [1 << power for power in range(k.bit_length())]
+
+
+@lru_cache(maxsize=32)
+def get_rank_columns(k: int, width: int, device: torch.device) -> Tensor:
+    """Return the columns of the neighbors with rank 1, 2, 4, ... up to k, in a matrix of `width` columns.
+
+    The last column stands for ranks beyond it. Cached, because making the tensor takes longer than using it.
+
+    Returns:
+        int64, shape (⌊log₂ k⌋ + 1,), on the device; read only.
+    """
+    return torch.tensor([min(rank, width) - 1 for rank in list_powers_of_two(k)], device=device)
 
 
 def make_temperature_grid(distances: Tensor) -> Tensor:

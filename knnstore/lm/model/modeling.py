@@ -140,6 +140,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         self.generation_config = enable_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._resolver = Resolver(store)
         self._mixer = LogitMixer(store)
+        self._prefix: tuple[Any, tuple[int, ...]] | None = None
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         self.training = base.training
 
@@ -336,7 +337,11 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
             ConfigError: a component looks at tokens, and the model has no tokenizer.
         """
         reads_tokens = any(settings.parts.keys() - {KEYS, RecentText.name} for settings in each)
-        return self.reader.prefix if reads_tokens else ()
+        if not reads_tokens:
+            return ()
+        if self._prefix is None or self._prefix[0] is not self.tokenizer:
+            self._prefix = self.tokenizer, self.reader.prefix
+        return self._prefix[1]
 
     def extend_texts(
         self,

@@ -35,19 +35,17 @@ class ForwardPass:
     """The tokens that precede every document; empty if documents have no prefix, or no setting needs it."""
 
     @cached_property
-    def kept_positions(self) -> Tensor:
-        """Indices of the positions whose logits were computed, among all b * t positions.
-
-        int64, shape (b, kept).
-        """
+    def kept_positions(self) -> NDArray[np.int64]:
+        """Indices of the positions whose logits were computed, among all b * t positions; shape (n,)."""
         batch, length = self.keys.shape[:2]
-        at = torch.arange(batch * length, device=self.keys.device).reshape(batch, length, 1)
-        return keep_positions(at, self.logits_to_keep)[..., 0]
+        at = torch.arange(batch * length).reshape(batch, length, 1)
+        wanted = self.logits_to_keep
+        return keep_positions(at, wanted if isinstance(wanted, int) else wanted.cpu()).numpy().ravel()
 
     @property
     def kept_keys(self) -> Tensor:
         """Keys of the positions whose logits were computed, shape (n, d), n = b * kept."""
-        return self.keys.flatten(0, 1)[self.kept_positions.flatten()]
+        return keep_positions(self.keys, self.logits_to_keep).reshape(-1, self.keys.shape[-1])
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
@@ -57,7 +55,7 @@ class ForwardPass:
         """
         if self.is_text is None:
             return None
-        attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept_positions.flatten().cpu().numpy()]
+        attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept_positions]
         return None if attended.all() else attended
 
     @property
@@ -68,4 +66,4 @@ class ForwardPass:
         position. `batch` must not be None.
         """
         assert self.batch is not None
-        return Contexts.of_pass(self.batch, self.prefix, self.kept_positions.flatten())
+        return Contexts.of_pass(self.batch, self.prefix, self.kept_positions)

@@ -1,5 +1,6 @@
 """Running the base model on packed windows, for keys and log-probabilities; and checks of its logits."""
 
+import math
 from collections.abc import Generator
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -407,7 +408,7 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
     Raises:
         ModelOutputError: at some position the largest logit is NaN or infinite.
     """
-    if logits.sum(dtype=torch.float32).isfinite():  # a sum is ten times faster than a maximum
+    if math.isfinite(float(logits.sum(dtype=torch.float32))):  # a sum is ten times faster than a maximum
         return
     finite = logits.amax(-1).isfinite()
     if finite.all():

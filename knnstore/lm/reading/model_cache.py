@@ -6,6 +6,7 @@ The name of the cache argument differs between models of transformers. Since tra
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from transformers import cache_utils
@@ -18,7 +19,17 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "pas
 
 def get_cache_argument_name(forward: Callable[..., Any]) -> str | None:
     """Return the name of the cache argument of a forward function; None if it has no cache argument."""
-    parameters = inspect.signature(forward).parameters
+    return _find_cache_argument(getattr(forward, "__func__", forward))
+
+
+@lru_cache(maxsize=32)
+def _find_cache_argument(function: Callable[..., Any]) -> str | None:
+    """Return the name of a function's cache argument. Cached, because each decoding step asks several times.
+
+    Args:
+        function: a function, not a bound method, which would keep its model in memory.
+    """
+    parameters = inspect.signature(function).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 

@@ -17,8 +17,11 @@ from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_text
 
 _PLACES_AT_ONCE = 1 << 13
 """Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
-_MAX_FEW = 32
-"""Largest number of symbols for which plain Python is faster than numpy."""
+_KEPT_ENDS = 1024
+"""Number of ends of texts whose ranges are kept, so that the next step of each text extends them."""
+
+Range = tuple[int, int]
+"""Start and stop of a range of the suffix array."""
 
 
 class Suffixes(NamedTuple):
@@ -107,6 +110,9 @@ class Matches:
     joined array. `firsts` has the indices of the texts' first tokens. The argument `order` of the methods is
     the length of the longest n-grams that are used, 2 to `DEPTH`, the predicted token included.
 
+    The class method `of_ends` looks up only the ends of texts, for the next step of each text that is
+    generated.
+
     Args:
         counts: n-gram counts of the stored text.
         symbols: joined symbols of the texts, as `lay_out_texts` returns them.
@@ -119,11 +125,6 @@ class Matches:
         self.firsts = firsts
         """Index of each text's first token in the joined symbols, shape (texts,)."""
         self._ranges = np.zeros((2, DEPTH, len(symbols)), np.int64)  # by length - 1 and first symbol
-        if len(symbols) <= _MAX_FEW:
-            self._find_ranges_of_few()
-            return
-        for start in range(0, len(symbols), _PLACES_AT_ONCE):
-            self._find_ranges(np.arange(start, min(start + _PLACES_AT_ONCE, len(symbols))))
 
     @classmethod
     def of(
@@ -139,7 +140,37 @@ class Matches:
             texts: token ids of each text, shapes (n_i,).
             begins: for each text, True if it begins a document; None means that all texts do.
         """
-        return cls(counts, *lay_out_texts(texts, counts.start, begins))
+        matches = cls(counts, *lay_out_texts(texts, counts.start, begins))
+        symbols = len(matches._symbols)
+        for start in range(0, symbols, _PLACES_AT_ONCE):
+            matches._find_ranges(np.arange(start, min(start + _PLACES_AT_ONCE, symbols)))
+        return matches
+
+    @classmethod
+    def of_ends(cls, counts: NGramCounts, ends: Sequence[Sequence[int]], begins: Sequence[bool]) -> Self:
+        """Look up the n-grams that end with the last token of each text, and return the result.
+
+        If an end was looked up before without its last token, as in the last step of a text that is
+        generated, its n-grams are only extended by this token. The attribute `firsts` has the index of each
+        end's last symbol in place of its first.
+
+        Args:
+            counts: n-gram counts of the stored text.
+            ends: the last token ids of each text, at most `DEPTH` - 1.
+            begins: for each end, True if it is a whole text that begins a document.
+        """
+        symbols_of_ends = [
+            [*([counts.start] if is_start else []), *(token + 1 for token in end)] or [END]
+            for end, is_start in zip(ends, begins, strict=True)
+        ]
+        lasts = np.cumsum([len(symbols) for symbols in symbols_of_ends]) - 1
+        joined = np.array([symbol for symbols in symbols_of_ends for symbol in symbols], np.uint32)
+        matches = cls(counts, joined, lasts)
+        for symbols, last in zip(symbols_of_ends, lasts.tolist(), strict=True):
+            ranges = matches._find_ranges_of_end(tuple(symbols[1 - DEPTH :]))
+            lengths = np.arange(len(ranges))
+            matches._ranges[:, lengths, last - lengths] = np.transpose(ranges)
+        return matches
 
     def gold(self, indices: Places, order: int) -> NDArray[np.float32]:
         """Compute the Kneser-Ney probability of the token that follows each context in its text.
@@ -369,20 +400,28 @@ class Matches:
                 )
         return bounds[: len(wanted)], bounds[len(wanted) :]
 
-    def _find_ranges_of_few(self) -> None:
-        """Find the ranges of all n-grams of the texts, and store them in `_ranges`, in plain Python.
+    def _find_ranges_of_end(self, symbols: tuple[int, ...]) -> list[Range]:
+        """Return the suffix-array range of the last symbol, of the last two symbols, and so on.
 
-        For few symbols this is faster than `_find_ranges`.
+        Plain Python is faster here than numpy for one text. The result is kept with the counts.
+
+        Args:
+            symbols: the last symbols of a text, 1 to `DEPTH` - 1.
         """
-        symbols = self._symbols.tolist()
-        self._ranges[:, 0] = self._counts.ranges(self._symbols)
-        for first, first_range in enumerate(self._ranges[:, 0].T.tolist()):
-            low, high = first_range
-            for length, wanted in enumerate(symbols[first + 1 : first + DEPTH], 1):
-                if low == high or wanted == END:
-                    break
-                low, high = self._narrow_range(length, low, high, wanted)
-                self._ranges[:, length, first] = low, high
+        kept = self._counts.ranges_of_ends
+        ranges = kept.get(symbols)
+        if ranges is None:
+            shorter = self._find_ranges_of_end(symbols[:-1]) if len(symbols) > 1 else []
+            ((first,), (stop,)) = self._counts.ranges(np.array(symbols[-1:]))
+            ranges = [(int(first), int(stop))]
+            for length, (low, high) in enumerate(shorter, 1):
+                ranges.append(self._narrow_range(length, low, high, symbols[-1]) if low < high else (0, 0))
+            if len(kept) >= _KEPT_ENDS:
+                kept.clear()
+            kept[symbols] = ranges
+            if len(symbols) == DEPTH - 1:  # the next step of the text begins with these
+                kept[symbols[1:]] = ranges[:-1]
+        return ranges
 
     def _narrow_range(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
         """Extend one n-gram by a symbol: find in its range the part in which the symbol `wanted` follows.

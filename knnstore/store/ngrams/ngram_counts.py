@@ -77,6 +77,10 @@ class NGramCounts:
         self.unigrams = (counts / max(1, counts.sum())).astype(np.float32)
         """Probability of each token of the vocabulary without context, float32, shape (v,), the last part of
         the Kneser-Ney mixture; all 0 if the documents have no token."""
+        self.is_empty = not counts.any()
+        """True if the documents have no token."""
+        self.ranges_of_ends: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        """Cache of `Matches.of_ends`: the ranges of the last symbol, the last two symbols, ... of a text."""
 
     @property
     def nbytes(self) -> int:
