@@ -177,7 +177,7 @@ class DeviceKeys:
             distances.masked_fill_((numbers < 0)[..., None] | (rows < 0)[:, None], torch.inf)
             query_numbers, row_numbers = numbers.cpu().numpy(), rows.cpu().numpy()
             ids = np.where(row_numbers < 0, -1, self._ids[row_numbers])
-            yield Visits(query_numbers, ids, distances if distances.is_cuda else distances.numpy())
+            yield Visits(query_numbers, ids, distances.numpy() if distances.device.type == "cpu" else distances)
 
 
 def choose_device(name: str, needed: int) -> torch.device | None:
