@@ -191,7 +191,12 @@ class SimulatedDevice(TorchDispatchMode):
 
 def _check_devices(function: Any, args: Any, kwargs: Any) -> None:
     """Raise an error, as a GPU does, if a tensor of main memory with a dimension is among the arguments."""
-    indexes = function.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
+    indexes = function.overloadpacket in (
+        _ATEN.index,
+        _ATEN.index_put,
+        _ATEN.index_put_,
+        _ATEN._index_put_impl_,
+    )
     checked = (args[:1], args[2:]) if indexes else (args, kwargs)
     for value in tree_iter(checked):
         if isinstance(value, Tensor) and not isinstance(value, _OnDevice) and value.dim():

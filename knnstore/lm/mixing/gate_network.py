@@ -285,9 +285,9 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
     """
     distances, distinct = evidence.distances, evidence.distinct
     ranks = [min(rank, distances.shape[1]) - 1 for rank in list_powers_of_two(k)]
-    near = distances[:, ranks]
+    near = _take_columns(distances, ranks)
     found = near < torch.inf
-    if not found.all():
+    if near.device.type != "cpu" or not found.all():  # to ask a GPU would mean to wait for it
         farthest = (
             distances.where(distances.isfinite(), -torch.inf)
             .amax(1, keepdim=True)
@@ -297,7 +297,14 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
     counted = len(list_powers_of_two(min(k, DISTINCT_AMONG)))
     columns = [min(column, distinct.shape[1] - 1) for column in range(counted)]
     # asinh grows like a logarithm, and is defined for negative distances (inner products).
-    return torch.cat([(near / scale).asinh(), distinct[:, columns].float().log1p()], 1)
+    return torch.cat([(near / scale).asinh(), _take_columns(distinct, columns).float().log1p()], 1)
+
+
+def _take_columns(matrix: Tensor, columns: Sequence[int]) -> Tensor:
+    """Return some columns of a matrix; on a GPU without copying the list to it, which would wait."""
+    if matrix.device.type == "cpu":
+        return matrix[:, columns]
+    return torch.stack([matrix[:, column] for column in columns], 1)
 
 
 @dataclass(frozen=True)

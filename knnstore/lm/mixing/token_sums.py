@@ -3,7 +3,8 @@
     p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
 `TokenSums` is the interface. `NeighborSums` sums over the k nearest records; `CellSums` in `cell_sums` sums
-over all records of the probed cells; the engine decides between them. `TargetSums` keeps p_kNN of target
+over all records of the probed cells, and `DeviceSums` in `device_sums` does so on a GPU; the engine decides
+between them. `TargetSums` keeps p_kNN of target
 tokens alone, at each temperature of a grid, for fits.
 """
 
@@ -239,7 +240,7 @@ def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     """
     ranks = list_powers_of_two(min(tokens.shape[1], DISTINCT_AMONG))
     near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NO_TOKEN)
-    if len(near) <= _MAX_LOOPED_QUERIES:
+    if len(near) <= _MAX_LOOPED_QUERIES and near.device.type == "cpu":
         counts_of = [[len({*row[:limit]} - {_NO_TOKEN}) for limit in ranks] for row in near.tolist()]
         return torch.tensor(counts_of, dtype=torch.int16, device=near.device).reshape(-1, len(ranks))
     # Sort by token, and equal tokens by rank. The first of each token is counted.
@@ -247,7 +248,7 @@ def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     first = token != _NO_TOKEN
     first[:, 1:] &= token[:, 1:] != token[:, :-1]
     counts = torch.zeros_like(first).scatter_(1, rank, first).cumsum(1)
-    return counts[:, [limit - 1 for limit in ranks]].to(torch.int16)
+    return torch.stack([counts[:, limit - 1] for limit in ranks], 1).to(torch.int16)
 
 
 def list_powers_of_two(k: int) -> list[int]:

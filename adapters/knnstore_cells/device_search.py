@@ -1,0 +1,220 @@
+"""Distances between a few queries and the records of their cells, on a device such as a GPU, without waiting.
+
+A cell is a cluster of records whose keys are near each other. A query *probes* its nearest cells: it is
+compared with all records of these cells. A program that generates text on a GPU is slow if it waits for the
+GPU in the middle of a step: the GPU has nothing to do until the program has gone on. So the results stay on the
+device (`DeviceVisits`), and no shape depends on a result: each query has as many columns for each of its cells
+as the largest cell has records.
+
+If Triton is installed and the device is a GPU, the kernels of `knnstore_cells.kernels` do the work. Otherwise
+`measure_plainly` and `sum_plainly` do it, with operations of torch.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_COMPONENTS_AT_ONCE = 1 << 26  # components of decoded keys in memory, without the kernels
+
+
+class Records(NamedTuple):
+    """The records of a segment (an immutable set of records) on the device, sorted by cell."""
+
+    values: Tensor
+    """The keys as they are stored: codes (compressed keys), uint8, shape (rows, size), or half precision,
+    float16, shape (rows, dim)."""
+
+    decode: Callable[[Tensor], Tensor]
+    """Function that converts rows of `values`, shape (..., size), to keys, float32, shape (..., width)."""
+
+    middle: Tensor
+    """Vector that is subtracted from keys and queries, so that rounding errors are small; 0 for inner products.
+    Float32, shape (width,)."""
+
+    norms: Tensor
+    """|key - middle|² of each record, float32, shape (rows,); 0 for inner products."""
+
+    tokens: Tensor
+    """Token of each record, int32, shape (rows,)."""
+
+    starts: Tensor
+    """Bounds of each cell, int64, shape (cells + 1,): positions in `rows`, or row numbers if that is None."""
+
+    rows: Tensor | None
+    """Numbers of the rows to find, int64, sorted by cell; None for all rows."""
+
+    width: int
+    """Largest number of records to find in a cell."""
+
+    books: "Books | None"
+    """The tables of the codec if `values` are codes of a product quantizer; else None."""
+
+
+class Books(NamedTuple):
+    """The tables of a product quantizer (`ProductCodec`) on the device."""
+
+    centers: Tensor
+    """The centers, float32, shape (256, width)."""
+
+    books: Tensor
+    """The codebook of each part, float32, shape (parts, 256, width / parts)."""
+
+
+class Queries(NamedTuple):
+    """q queries in the space of a segment's keys, in the terms from which distances are computed.
+
+    The distance of a query to a key is square + norm - factor * product, with the product of `vectors` and the
+    key minus the middle.
+    """
+
+    vectors: Tensor
+    """Query vectors minus the middle, float32, shape (q, width)."""
+
+    squares: Tensor
+    """|query - middle|², float32, shape (q,); 0 for inner products."""
+
+    factor: float
+    """2 for squared Euclidean distances; 1 for inner products, whose distance is the negative product."""
+
+
+class Found(NamedTuple):
+    """Distances and tokens of the records in the p cells that each of q queries probes, to be filled in."""
+
+    distances: Tensor
+    """Distances, float32, shape (q, p, columns); +inf in a column without a record."""
+
+    tokens: Tensor
+    """Tokens, int32, shape (q, p, columns), with the strides of `distances`."""
+
+    def select_columns(self, columns: slice) -> "Found":
+        """Return some of the columns; what is filled in there is filled in here too."""
+        return Found(self.distances[..., columns], self.tokens[..., columns])
+
+
+class DeviceVisits(NamedTuple):
+    """The records of the cells that q queries probe, each in one of r columns, on the device."""
+
+    distances: Tensor
+    """Distances, float32, shape (q, r), in any order; +inf in a column without a record."""
+
+    tokens: Tensor
+    """Tokens, int32, shape (q, r); arbitrary in a column without a record."""
+
+    largest_token: int
+    """Largest token of all records of the searched groups."""
+
+    def select_rows(self, rows: Any) -> "DeviceVisits":
+        """Return the records of some of the queries; `rows` is a slice, indices or a mask."""
+        return self._replace(distances=self.distances[rows], tokens=self.tokens[rows])
+
+    def sum_by_token(self, temperatures: Tensor, vocabulary: int) -> Tensor:
+        """Sum exp((d₀ - d)/T) over the records of each token, where d₀ is the query's smallest distance.
+
+        Args:
+            temperatures: t temperatures of each query, float32, shape (q, t), on the device.
+            vocabulary: number of tokens, v. A record with a larger token counts for the last token.
+
+        Returns:
+            Float32, shape (q, t, v); 0 for a query without records.
+        """
+        kernels = get_kernels(self.distances.device)
+        add_up = sum_plainly if kernels is None else kernels.sum_by_token
+        sums: Tensor = add_up(self.distances, self.tokens, self.distances.amin(1), temperatures, vocabulary)
+        return sums
+
+
+def measure(cells: Tensor, records: Records, queries: Queries, found: Found) -> None:
+    """Compute the distances of queries to the records of the cells that they probe.
+
+    Args:
+        cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
+        records: the records.
+        queries: the queries.
+        found: filled. It has at least `records.width` columns; a column without a record is not changed.
+    """
+    kernels = get_kernels(found.distances.device)
+    if kernels is not None and records.books is not None:
+        kernels.measure_codes(cells, records, make_tables(queries, records), queries, found)
+    elif kernels is not None and records.values.dtype == torch.float16:
+        kernels.measure_keys(cells, records, queries, found)
+    else:
+        measure_plainly(cells, records, queries, found)
+
+
+def measure_plainly(cells: Tensor, records: Records, queries: Queries, found: Found) -> None:
+    """Do what `measure` does, with operations of torch: decode the keys of all columns, and multiply."""
+    distances, tokens = found.select_columns(slice(records.width))
+    step = max(1, _COMPONENTS_AT_ONCE // max(1, distances[0].numel() * len(records.middle)))
+    for start in range(0, len(cells), step):
+        part = slice(start, start + step)
+        used = cells[part].clamp(min=0)
+        at = records.starts[used][..., None] + torch.arange(records.width, device=cells.device)
+        is_record = (at < records.starts[used + 1][..., None]) & (cells[part] >= 0)[..., None]
+        rows = at.where(is_record, 0)
+        rows = rows if records.rows is None else records.rows[rows]
+        keys = records.decode(records.values[rows]) - records.middle
+        products = torch.einsum("qd,qprd->qpr", queries.vectors[part], keys)
+        measured = queries.squares[part, None, None] + records.norms[rows] - queries.factor * products
+        distances[part] = measured.where(is_record, distances[part])
+        tokens[part] = records.tokens[rows].where(is_record, tokens[part])
+
+
+def sum_plainly(
+    distances: Tensor, tokens: Tensor, nearest: Tensor, temperatures: Tensor, vocabulary: int
+) -> Tensor:
+    """Do what `DeviceVisits.sum_by_token` does, with operations of torch.
+
+    Args:
+        distances: distances of each query's records, float32, shape (q, r); +inf for no record.
+        tokens: tokens of these records, int32, shape (q, r).
+        nearest: smallest distance of each query, float32, shape (q,).
+        temperatures: t temperatures of each query, float32, shape (q, t).
+        vocabulary: number of tokens, v.
+
+    Returns:
+        Float32, shape (q, t, v).
+    """
+    gaps = (nearest[:, None] - distances).where(distances < torch.inf, -torch.inf)
+    weights = (gaps[:, None] / temperatures[..., None]).exp_()
+    places = tokens.long().clamp(max=vocabulary - 1)[:, None].expand(weights.shape)
+    return distances.new_zeros((*temperatures.shape, vocabulary)).scatter_add_(2, places, weights)
+
+
+def make_tables(queries: Queries, records: Records) -> Tensor:
+    """Multiply queries with all centers and codebook entries of the codec that compressed the records.
+
+    A decoded key is a center plus an entry of each part's codebook, so its product with a query is a sum of
+    1 + parts values of the query's tables.
+
+    Args:
+        queries: the queries.
+        records: records that are codes of a product quantizer.
+
+    Returns:
+        Float32, shape (q, 1 + parts, 256), contiguous: the products with the centers minus the middle, then
+        with the entries of each part.
+    """
+    assert records.books is not None
+    centers, books = records.books
+    pieces = queries.vectors.view(len(queries.vectors), len(books), -1)
+    with_centers = queries.vectors @ (centers - records.middle).T
+    return torch.cat([with_centers[:, None], torch.einsum("qms,mes->qme", pieces, books)], 1)
+
+
+def get_kernels(device: torch.device) -> Any:
+    """Return the module `knnstore_cells.kernels` for a GPU if Triton is installed; else None."""
+    return _import_kernels() if device.type == "cuda" else None
+
+
+@cache
+def _import_kernels() -> Any:
+    """Import and return the kernels; return None without Triton, which the extra ``gpu`` installs."""
+    if find_spec("triton") is None:
+        return None
+    from knnstore_cells import kernels
+
+    return kernels

@@ -1,0 +1,176 @@
+"""The search on a device: against numpy with operations of torch, and with the kernels in Triton's interpreter.
+
+The kernels run here as Triton simulates them on the CPU, one program after another. That shows what they compute,
+not that they compile for a GPU, nor how fast they are.
+"""
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from knnstore_cells import device_search
+from knnstore_cells.device_search import Books, Found, Queries, Records, make_tables
+from torch import Tensor
+
+if not torch.cuda.is_available():  # with a GPU the kernels are compiled for it
+    os.environ["TRITON_INTERPRET"] = "1"
+with_triton = pytest.mark.skipif(
+    device_search._import_kernels() is None, reason="Triton is not installed (the extra gpu)"
+)
+SMALL = settings(max_examples=25)
+
+
+class Case(NamedTuple):
+    """Records, queries and the cells that these probe."""
+
+    cells: Tensor
+    records: Records
+    queries: Queries
+    columns: int
+    """Number of columns for each cell; more than the records need."""
+
+
+@st.composite
+def cases(draw: Callable, kind: str) -> Case:
+    """Cells of several sizes, some of them empty; queries that probe some of them, or no cell; equal keys."""
+    random = np.random.default_rng(draw(st.integers(0, 1000)))
+    sizes = draw(st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 130]), min_size=1, max_size=5))
+    queries, probes = draw(st.integers(1, 20)), draw(st.integers(1, len(sizes)))
+    parts = draw(st.sampled_from([1, 4, 6, 32, 64]))
+    dim = parts * draw(st.integers(1, 3)) if kind == "codes" else draw(st.sampled_from([1, 16, 65, 100]))
+    rows, is_l2 = sum(sizes), draw(st.booleans())
+    middle = torch.from_numpy(random.normal(size=dim).astype(np.float32)) * is_l2
+    # Few different values: several records have the same distance.
+    if kind == "codes":
+        books = Books(*(torch.from_numpy(random.normal(size=shape).astype(np.float32)) for shape in (
+            (256, dim), (parts, 256, dim // parts)
+        )))  # fmt: skip
+        values = torch.from_numpy(random.choice([0, 1, 7, 255], (rows, 1 + parts)).astype(np.uint8))
+
+        def decode(codes: Tensor) -> Tensor:
+            chosen = books.books[torch.arange(parts), codes[..., 1:].long()]
+            return chosen.flatten(-2) + books.centers[codes[..., 0].long()]
+
+    else:
+        books, decode = None, Tensor.float
+        values = torch.from_numpy(random.integers(-3, 4, (rows, dim)).astype(np.float16))
+    norms = (decode(values) - middle).square().sum(1) * is_l2
+    tokens = torch.from_numpy(random.integers(0, 9, rows).astype(np.int32))
+    starts, chosen = np.concatenate([[0], np.cumsum(sizes)]), None
+    if draw(st.booleans()):  # only some of the records may be found
+        mask = random.random(rows) < draw(st.sampled_from([0.0, 0.5]))
+        chosen = np.flatnonzero(mask)
+        starts = np.searchsorted(chosen, starts)
+    width = int(np.diff(starts).max())
+    cells = np.stack([random.permutation(len(sizes))[:probes] for _ in range(queries)])
+    cells[random.random(cells.shape) < draw(st.sampled_from([0.0, 0.3]))] = -1
+    vectors = torch.from_numpy(random.normal(size=(queries, dim)).astype(np.float32))
+    records = Records(
+        values, decode, middle, norms, tokens, torch.from_numpy(starts),
+        None if chosen is None else torch.from_numpy(chosen), width, books,
+    )  # fmt: skip
+    squares = vectors.square().sum(1) * is_l2
+    asked = Queries(vectors, squares, 2.0 if is_l2 else 1.0)
+    return Case(torch.from_numpy(cells), records, asked, width + draw(st.integers(0, 2)))
+
+
+def nothing(case: Case) -> Found:
+    """Distances and tokens before anything is filled in."""
+    shape = *case.cells.shape, case.columns
+    return Found(torch.full(shape, torch.inf), torch.full(shape, -7, dtype=torch.int32))
+
+
+def definition(case: Case) -> Found:
+    """Every query with every record of its cells, in numpy and float64."""
+    cells, records, queries, _ = case
+    found = nothing(case)
+    keys = (records.decode(records.values) - records.middle).double().numpy()
+    for query, of_query in enumerate(cells.tolist()):
+        for rank, cell in enumerate(of_query):
+            if cell >= 0:
+                rows = np.arange(*records.starts[cell : cell + 2].tolist())
+                rows = rows if records.rows is None else records.rows.numpy()[rows]
+                products = keys[rows] @ queries.vectors[query].double().numpy()
+                distances = (keys[rows] ** 2).sum(1) * (queries.factor == 2) - queries.factor * products
+                found.distances[query, rank, : len(rows)] = torch.from_numpy(
+                    distances + float(queries.squares[query])
+                ).float()
+                found.tokens[query, rank, : len(rows)] = records.tokens[rows]
+    return found
+
+
+def check(found: Found, case: Case) -> None:
+    expected = definition(case)
+    largest = np.abs(expected.distances[expected.distances < torch.inf].numpy()).max(initial=1)
+    torch.testing.assert_close(found.distances, expected.distances, rtol=1e-5, atol=1e-5 * float(largest))
+    assert torch.equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("kind", ["codes", "keys"])
+def test_distances_are_those_of_the_probed_records(kind: str) -> None:
+    @SMALL
+    @given(cases(kind))
+    def compare(case: Case) -> None:
+        found = nothing(case)
+        device_search.measure_plainly(*case[:3], found)
+        check(found, case)
+
+    compare()
+
+
+@with_triton
+@pytest.mark.parametrize("kind", ["codes", "keys"])
+def test_kernels_measure_what_torch_measures(kind: str) -> None:
+    from knnstore_cells import kernels
+
+    @SMALL
+    @given(cases(kind))
+    def compare(case: Case) -> None:
+        cells, records, queries, _ = case
+        found = nothing(case)
+        if kind == "codes":
+            kernels.measure_codes(cells, records, make_tables(queries, records), queries, found)
+        else:
+            kernels.measure_keys(cells, records, queries, found)
+        check(found, case)
+
+    compare()
+
+
+@st.composite
+def sums(draw: Callable) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Distances, tokens, temperatures and the size of a vocabulary; some tokens are outside it."""
+    random = np.random.default_rng(draw(st.integers(0, 1000)))
+    shape = draw(st.integers(1, 3)), draw(st.sampled_from([1, 511, 512, 700]))
+    distances = random.integers(0, 50, shape).astype(np.float32) - draw(st.sampled_from([0.0, 1e4]))
+    distances[random.random(shape) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = np.inf
+    tokens = random.integers(0, 12, shape).astype(np.int32)
+    temperatures = random.uniform(0.5, 40, (shape[0], draw(st.integers(1, 5)))).astype(np.float32)
+    return *(torch.from_numpy(array) for array in (distances, tokens, temperatures)), draw(st.integers(1, 12))
+
+
+@pytest.mark.parametrize("by", ["torch", pytest.param("triton", marks=with_triton)])
+def test_sums_are_those_of_each_token(by: str) -> None:
+    add_up = device_search.sum_plainly
+    if by == "triton":
+        add_up = device_search._import_kernels().sum_by_token
+
+    @SMALL
+    @given(sums())
+    def compare(case: tuple[Tensor, Tensor, Tensor, int]) -> None:
+        distances, tokens, temperatures, vocabulary = case
+        found = add_up(distances, tokens, distances.amin(1), temperatures, vocabulary)
+        expected = np.zeros(found.shape)
+        for query, row in enumerate(distances.double().numpy()):
+            for number, temperature in enumerate(temperatures[query].tolist()):
+                gaps = row.min() - row[row < np.inf] if (row < np.inf).any() else row[:0]
+                places = tokens[query].numpy()[row < np.inf].clip(max=vocabulary - 1)
+                np.add.at(expected[query, number], places, np.exp(gaps / temperature))
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+    compare()
