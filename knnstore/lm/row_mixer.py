@@ -71,8 +71,8 @@ class RowMixer:
 
         Returns:
             Shape (n, v). For each group of rows: log p of the mixture, float32, if a component found anything
-            for one of its rows; else the model's logits. If all rows are one group without a result, the
-            unchanged tensor ``rows.logits``.
+            for one of its rows, or if the logits are on a GPU; else the model's logits. If all rows are one
+            group without a result, and in main memory, the unchanged tensor ``rows.logits``.
 
         Raises:
             ConfigError: `each` has neither one nor n settings; or the settings need the texts, and the texts
@@ -138,8 +138,11 @@ class RowMixer:
             log_probs = some.logits.float().log_softmax(-1)
             batch = _batch(some, log_probs, settings)
             mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-            is_anything_found = is_anything_found or any(
-                bool(one.is_found.any()) for one in mixture.components
+            # To ask a GPU would mean to wait for it; its rows without a result have the model's log p.
+            is_anything_found = (
+                is_anything_found
+                or log_probs.device.type != "cpu"
+                or any(bool(one.is_found.any()) for one in mixture.components)
             )
             parts.append(mixture.distribution(log_probs))
         if not is_anything_found:

@@ -38,16 +38,16 @@ class ForwardPass:
     def kept(self) -> Tensor:
         """Indices of the positions whose logits were computed, among all b * t positions.
 
-        int64, shape (b, kept).
+        int64, shape (b, kept), in main memory.
         """
         batch, length = self.keys.shape[:2]
-        at = torch.arange(batch * length, device=self.keys.device).reshape(batch, length, 1)
+        at = torch.arange(batch * length).reshape(batch, length, 1)
         return keep_positions(at, self.logits_to_keep)[..., 0]
 
     @property
     def kept_keys(self) -> Tensor:
         """Keys of the positions whose logits were computed, shape (n, d), n = b * kept."""
-        return self.keys.flatten(0, 1)[self.kept.flatten()]
+        return keep_positions(self.keys, self.logits_to_keep).flatten(0, -2)
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
@@ -57,7 +57,7 @@ class ForwardPass:
         """
         if self.is_text is None:
             return None
-        attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept.flatten().cpu().numpy()]
+        attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept.flatten().numpy()]
         return None if attended.all() else attended
 
     @property
