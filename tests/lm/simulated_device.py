@@ -14,7 +14,7 @@ An operation on a tensor of the device and a tensor of main memory raises an err
 latter has no dimension.
 """
 
-import traceback
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -215,8 +215,10 @@ def _wrap(value: Any) -> Any:
 
 def _find_caller() -> str:
     """Return file, line and function of the innermost frame in this repository outside this module."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
         if path.is_relative_to(_ROOT) and path != Path(__file__):
-            return f"{path.relative_to(_ROOT)}:{frame.lineno} {frame.name}"
+            return f"{path.relative_to(_ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
     return "outside"
