@@ -28,7 +28,8 @@ from knnstore.datastore import (
     tokens_of,
 )
 from knnstore.errors import ConfigError
-from knnstore_cells.device_search import Books, Found, Queries, Records, measure
+from knnstore_cells.device_records import Books, Found, Queries, Records
+from knnstore_cells.device_search import measure
 from knnstore_cells.index import SegmentCells
 
 _log = logging.getLogger(__name__)
@@ -165,8 +166,10 @@ class DeviceKeys:
                 is_selected &= ids.contains(self._ids)
             rows = np.flatnonzero(is_selected)
             starts = np.searchsorted(rows, self._starts)
-            arrays = (torch.from_numpy(array).to(self._values.device) for array in (rows, starts))
-            order = RowsByCell(*arrays, int(np.diff(starts).max(initial=0)))
+            device, largest = self._values.device, int(np.diff(starts).max(initial=0))
+            order = RowsByCell(
+                torch.from_numpy(rows).to(device), torch.from_numpy(starts).to(device), largest
+            )
             self._last_selection = alive, ids, order
         return self._last_selection[2]
 

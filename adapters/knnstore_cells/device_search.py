@@ -2,15 +2,14 @@
 
 A cell is a cluster of records whose keys are near each other. A query *probes* its nearest cells: it is
 compared with all records of these cells. A program that generates text on a GPU is slow if it waits for the
-GPU in the middle of a step: the GPU has nothing to do until the program has gone on. So the results stay on the
-device (`DeviceVisits`), and no shape depends on a result: each query has as many columns for each of its cells
-as the largest cell has records.
+GPU in the middle of a step: the GPU has nothing to do until the program has gone on. So the results stay on
+the device (`DeviceVisits`), and no shape depends on a result: each query has as many columns for each of its
+cells as the largest cell has records.
 
 If Triton is installed and the device is a GPU, the kernels of `knnstore_cells.kernels` do the work. Otherwise
 `measure_plainly` and `sum_plainly` do it, with operations of torch.
 """
 
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -18,81 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from knnstore_cells.device_records import Found, Queries, Records, make_tables
+
 _COMPONENTS_AT_ONCE = 1 << 26  # components of decoded keys in memory, without the kernels
-
-
-class Records(NamedTuple):
-    """The records of a segment (an immutable set of records) on the device, sorted by cell."""
-
-    values: Tensor
-    """The keys as they are stored: codes (compressed keys), uint8, shape (rows, size), or half precision,
-    float16, shape (rows, dim)."""
-
-    decode: Callable[[Tensor], Tensor]
-    """Function that converts rows of `values`, shape (..., size), to keys, float32, shape (..., width)."""
-
-    middle: Tensor
-    """Vector that is subtracted from keys and queries, so that rounding errors are small; 0 for inner products.
-    Float32, shape (width,)."""
-
-    norms: Tensor
-    """|key - middle|² of each record, float32, shape (rows,); 0 for inner products."""
-
-    tokens: Tensor
-    """Token of each record, int32, shape (rows,)."""
-
-    starts: Tensor
-    """Bounds of each cell, int64, shape (cells + 1,): positions in `rows`, or row numbers if that is None."""
-
-    rows: Tensor | None
-    """Numbers of the rows to find, int64, sorted by cell; None for all rows."""
-
-    width: int
-    """Largest number of records to find in a cell."""
-
-    books: "Books | None"
-    """The tables of the codec if `values` are codes of a product quantizer; else None."""
-
-
-class Books(NamedTuple):
-    """The tables of a product quantizer (`ProductCodec`) on the device."""
-
-    centers: Tensor
-    """The centers, float32, shape (256, width)."""
-
-    books: Tensor
-    """The codebook of each part, float32, shape (parts, 256, width / parts)."""
-
-
-class Queries(NamedTuple):
-    """q queries in the space of a segment's keys, in the terms from which distances are computed.
-
-    The distance of a query to a key is square + norm - factor * product, with the product of `vectors` and the
-    key minus the middle.
-    """
-
-    vectors: Tensor
-    """Query vectors minus the middle, float32, shape (q, width)."""
-
-    squares: Tensor
-    """|query - middle|², float32, shape (q,); 0 for inner products."""
-
-    factor: float
-    """2 for squared Euclidean distances; 1 for inner products, whose distance is the negative product."""
-
-
-class Found(NamedTuple):
-    """Distances and tokens of the records in the p cells that each of q queries probes, to be filled in."""
-
-    distances: Tensor
-    """Distances, float32, shape (q, p, columns); +inf in a column without a record."""
-
-    tokens: Tensor
-    """Tokens, int32, shape (q, p, columns), with the strides of `distances`."""
-
-    def select_columns(self, columns: slice) -> "Found":
-        """Return some of the columns; what is filled in there is filled in here too."""
-        return Found(self.distances[..., columns], self.tokens[..., columns])
 
 
 class DeviceVisits(NamedTuple):
@@ -182,27 +109,6 @@ def sum_plainly(
     weights = (gaps[:, None] / temperatures[..., None]).exp_()
     places = tokens.long().clamp(max=vocabulary - 1)[:, None].expand(weights.shape)
     return distances.new_zeros((*temperatures.shape, vocabulary)).scatter_add_(2, places, weights)
-
-
-def make_tables(queries: Queries, records: Records) -> Tensor:
-    """Multiply queries with all centers and codebook entries of the codec that compressed the records.
-
-    A decoded key is a center plus an entry of each part's codebook, so its product with a query is a sum of
-    1 + parts values of the query's tables.
-
-    Args:
-        queries: the queries.
-        records: records that are codes of a product quantizer.
-
-    Returns:
-        Float32, shape (q, 1 + parts, 256), contiguous: the products with the centers minus the middle, then
-        with the entries of each part.
-    """
-    assert records.books is not None
-    centers, books = records.books
-    pieces = queries.vectors.view(len(queries.vectors), len(books), -1)
-    with_centers = queries.vectors @ (centers - records.middle).T
-    return torch.cat([with_centers[:, None], torch.einsum("qms,mes->qme", pieces, books)], 1)
 
 
 def get_kernels(device: torch.device) -> Any:

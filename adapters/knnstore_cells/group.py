@@ -24,7 +24,7 @@ from knnstore.datastore import (
 )
 from knnstore_cells.cell_cache import Cell, CellCache
 from knnstore_cells.device import DeviceKeys, QueriesByCell, RowsByCell
-from knnstore_cells.device_search import Found
+from knnstore_cells.device_records import Found
 from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 from knnstore_cells.policy import Policy

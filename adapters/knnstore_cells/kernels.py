@@ -1,23 +1,21 @@
 """The search of probed cells as kernels for a GPU, in Triton (https://triton-lang.org).
 
 A cell is a cluster of records whose keys are near each other. A query *probes* its nearest cells: it is
-compared with all records of these cells. A *pair* is a query with a cell that it probes. This module has three
-kernels, each with a function that starts it:
+compared with all records of these cells. A *pair* is a query with a cell that it probes. This module has
+three kernels, each with a function that starts it:
 
     measure_codes   distances from codes (compressed keys), by look-up tables
     measure_keys    distances from keys in half precision, by dot products
     sum_by_token    sums of exp(-d/T) for each token, from these distances
 
-The first two read each probed cell once, also if several queries probe it: the pairs are sorted by cell, and
-the programs of the first pair of a cell read its records and compare them with all queries of the cell. The
-sums need the distance of the nearest record, so that no sum overflows; so they are a second kernel, which reads
-4 bytes for each distance, and not the codes again. No function here waits for the GPU.
+The first two read each probed cell once, also if several queries probe it: the pairs are sorted by cell,
+and the programs of the first pair of a cell read its records and compare them with all queries of the cell.
+The sums need the distance of the nearest record, so that no sum overflows. So they are a second kernel, which
+reads 8 bytes for each record, and not the codes again. No function here waits for the GPU.
 
-The results are those of `measure_plainly` and `sum_plainly` in `knnstore_cells.device_search`, but for the last
-digits: sums are added in another order, and atomic additions in an order that changes from run to run. Without
-a GPU the kernels run in Triton's interpreter (`TRITON_INTERPRET=1`).
-
-Docstrings of kernels are in the functions that start them, because Triton compiles all that a kernel contains.
+The results are those of `measure_plainly` and `sum_plainly` in `knnstore_cells.device_search`, but for the
+last digits: sums are added in another order, and atomic additions in an order that changes from run to run.
+The kernels have run in Triton's interpreter only (`TRITON_INTERPRET=1`), not on a GPU.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from knnstore_cells.device_search import Found, Queries, Records
+from knnstore_cells.device_records import Found, Queries, Records
 
 _RECORDS = 64  # records that a program of the kernels compares
 _QUERIES = 16  # queries that are compared with keys at once; a product of matrices needs 16 rows
@@ -36,7 +34,7 @@ _SUMMED = 512  # distances that a program of `sum_by_token` sums
 
 
 class Pairs(NamedTuple):
-    """The n = q * p pairs of q queries and the p cells that each of them probes, sorted by cell, on the GPU."""
+    """The n = q * p pairs of q queries and the p cells that each of them probes, sorted by cell."""
 
     cells: Tensor
     """Number of the cell of each pair, int64, ascending, shape (n,); -1 for no cell."""
@@ -62,15 +60,13 @@ class Pairs(NamedTuple):
         return cls(ordered, pairs, firsts, torch.searchsorted(ordered, ordered, right=True))
 
 
-def measure_codes(
-    cells: Tensor, records: Records, tables: Tensor, queries: Queries, found: Found
-) -> None:
+def measure_codes(cells: Tensor, records: Records, tables: Tensor, queries: Queries, found: Found) -> None:
     """Do what `device_search.measure` does, for codes of a product quantizer.
 
     Args:
         cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
         records: the records; their values are codes, uint8, shape (rows, 1 + parts), contiguous.
-        tables: result of `device_search.make_tables`, float32, shape (q, 1 + parts, 256), contiguous.
+        tables: result of `device_records.make_tables`, float32, shape (q, 1 + parts, 256), contiguous.
         queries: the queries.
         found: filled. It has at least `records.width` columns; a column without a record is not changed.
     """
@@ -122,9 +118,7 @@ def sum_by_token(
     return sums
 
 
-def _list_arguments(
-    cells: Tensor, records: Records, queries: Queries, found: Found
-) -> tuple[Any, ...]:
+def _list_arguments(cells: Tensor, records: Records, queries: Queries, found: Found) -> tuple[Any, ...]:
     """Return the arguments that both kernels for distances have in common, in their order."""
     rows = records.starts if records.rows is None else records.rows  # something, where it is not used
     return (
@@ -135,7 +129,7 @@ def _list_arguments(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _measure_codes(  # type: ignore[no-untyped-def]  # noqa: D103
+def _measure_codes(  # type: ignore[no-untyped-def]
     cells, pairs, firsts, ends, probes, codes, norms, tokens, starts, rows,
     squares, factor, found_distances, found_tokens, stride, tables,
     parts: tl.constexpr, padded_parts: tl.constexpr, records: tl.constexpr, has_rows: tl.constexpr,
@@ -171,7 +165,7 @@ def _measure_codes(  # type: ignore[no-untyped-def]  # noqa: D103
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _measure_keys(  # type: ignore[no-untyped-def]  # noqa: D103
+def _measure_keys(  # type: ignore[no-untyped-def]
     cells, pairs, firsts, ends, probes, keys, norms, tokens, starts, rows,
     squares, factor, found_distances, found_tokens, stride, query_vectors, middle, dim,
     records: tl.constexpr, queries: tl.constexpr, components: tl.constexpr, has_rows: tl.constexpr,
@@ -220,7 +214,7 @@ def _measure_keys(  # type: ignore[no-untyped-def]  # noqa: D103
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_by_token(  # type: ignore[no-untyped-def]  # noqa: D103
+def _sum_by_token(  # type: ignore[no-untyped-def]
     distances, tokens, nearest, temperatures, sums, columns, vocabulary,
     temperatures_count: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip

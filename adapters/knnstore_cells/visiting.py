@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.cell_cache import Cell
 from knnstore_cells.device import QueriesByCell
-from knnstore_cells.device_search import DeviceVisits, Found
+from knnstore_cells.device_records import Found
+from knnstore_cells.device_search import DeviceVisits
 from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24

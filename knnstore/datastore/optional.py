@@ -1,7 +1,7 @@
 """Optional features of an engine beyond the `Datastore` protocol. Each is a protocol with its methods.
 
-`SupportsGet`, `SupportsCells`, `SupportsDeviceVisits`, `SupportsOptimize`, `SupportsSize`, `SupportsVacuum`, `SupportsBeside`,
-`SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`, `SupportsUploads`.
+`SupportsGet`, `SupportsCells`, `SupportsDeviceVisits`, `SupportsOptimize`, `SupportsSize`, `SupportsVacuum`,
+`SupportsBeside`, `SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`, `SupportsUploads`.
 """
 
 from pathlib import Path
@@ -81,8 +81,8 @@ class SupportsDeviceVisits(Protocol):
             where: filter that records must match. No other record may be found, also if `where` has groups.
 
         Returns:
-            The records on the device of the queries. None if the engine cannot do it here, for example because
-            its keys are not on this device; then the caller uses `visit`. Also None if no record matches.
+            The records on the device of the queries. None if no record matches, or if the engine cannot do
+            it here, for example because its keys are not on this device; then the caller uses `visit`.
         """
 
 

@@ -421,7 +421,7 @@ def test_results_on_a_device_are_those_in_main_memory(tmp_path: Path, metric: Me
 
 
 def compare_by_id(ids: torch.Tensor, distances: torch.Tensor, visits: list[Visits]) -> None:
-    """Compare the records and distances of each query with those of visits; a token is its record's id here."""
+    """Compare the records and distances of each query with those of visits."""
     expected = Neighbors.visited(visits, len(ids))
     for row, is_found in enumerate(distances < torch.inf):
         order, is_expected = ids[row, is_found].argsort(), expected.ids[row] >= 0

@@ -1,7 +1,7 @@
-"""The search on a device: against numpy with operations of torch, and with the kernels in Triton's interpreter.
+"""The search on a device with operations of torch, and with kernels in Triton's interpreter, against numpy.
 
-The kernels run here as Triton simulates them on the CPU, one program after another. That shows what they compute,
-not that they compile for a GPU, nor how fast they are.
+The interpreter simulates the kernels on the CPU, one program after another. That shows what they compute, not
+that they compile for a GPU, nor how fast they are.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from knnstore_cells import device_search
-from knnstore_cells.device_search import Books, Found, Queries, Records, make_tables
+from knnstore_cells.device_records import Books, Found, Queries, Records, make_tables
 from torch import Tensor
 
 if not torch.cuda.is_available():  # with a GPU the kernels are compiled for it

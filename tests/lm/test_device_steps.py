@@ -89,9 +89,7 @@ def on_device(home) -> Iterator[tuple[KNNLMForCausalLM, SimulatedDevice]]:
 
 def prompts(lm: KNNLMForCausalLM) -> dict[str, Tensor]:
     """Two prompts, one of which is padded on the left."""
-    return dict(
-        lm.tokenizer([TEXTS[20].text[:60], TEXTS[3].text[:40]], return_tensors="pt", padding=True)
-    )
+    return dict(lm.tokenizer([TEXTS[20].text[:60], TEXTS[3].text[:40]], return_tensors="pt", padding=True))
 
 
 class Step(NamedTuple):
@@ -129,7 +127,7 @@ class Recorder(LogitsProcessor):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_waits_for_nothing_before_its_token(home, name: str) -> None:
-    """Waits come after the token: for whether texts have ended, for the check of logits, and for the token."""
+    """The host waits after the token: for whether texts have ended, the check of logits, and the token."""
     with knnstore.load(home) as lm:
         asked = prompts(lm)
         options = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 2}
@@ -149,7 +147,6 @@ def test_a_step_waits_for_nothing_before_its_token(home, name: str) -> None:
             ("copy to the host", "get_texts_of_pass"),
             ("copy to the host", "_run_and_mix"),
         ]
-        print(name, len(step.operations), len(step.copies))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from knnstore.datastore import DeviceVisits

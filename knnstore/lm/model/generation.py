@@ -122,8 +122,8 @@ class StoreGeneration(GenerationMixin):
             **kwargs: arguments of `GenerationMixin.prepare_inputs_for_generation`.
 
         Returns:
-            The base model's inputs; ``knn``, one for all texts or one for each; ``text_mask``, shape (b, new),
-            0 at padding, or None if there is no mask; and ``delayed_check`` if it is given.
+            The base model's inputs; ``knn``, one for all texts or one for each; ``text_mask``, shape (b,
+            new), 0 at padding, or None if there is no mask; and ``delayed_check`` if it is given.
 
         Raises:
             ModelOutputError: logits of the last step are NaN or infinite.

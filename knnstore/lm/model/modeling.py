@@ -404,7 +404,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         texts, is_text, why_not = get_texts_of_pass(known, batch, length, text.text_mask)
         if texts is None and any(self.needs_text(settings) for settings in each):
             raise ConfigError(why_not)
-        # 2) Copy the tokens to main memory before the pass: afterwards the copy would wait for the whole pass.
+        # 2) Copy the tokens to main memory. After the pass, the copy would wait for the whole pass.
         tokens = None if texts is None or text.input_ids is None else text.input_ids.cpu()
         # 3) Run the base model.
         try:

@@ -422,8 +422,8 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
 class DelayedCheck:
     """Does what `check_logits` does for the decoding steps on a GPU, but one step later.
 
-    `check_logits` waits for the GPU before the next token can be chosen. The result of this check is read when
-    the next step begins, or the text ends, after the program has waited for the token anyway.
+    `check_logits` waits for the GPU before the next token can be chosen. The result of this check is read
+    when the next step begins, or the text ends, after the program has waited for the token anyway.
 
     Args:
         model: the model that computes the logits.
