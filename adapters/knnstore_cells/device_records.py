@@ -5,7 +5,7 @@ compared with all records of these cells.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -79,6 +79,13 @@ class Found(NamedTuple):
 
     tokens: Tensor
     """Tokens, int32, shape (q, p, columns), with the strides of `distances`."""
+
+    @classmethod
+    def create(cls, queries: int, probes: int, columns: int, device: torch.device) -> Self:
+        """Return distances and tokens of which nothing is filled in: +inf and 0."""
+        shape = queries, probes, columns
+        distances = torch.full(shape, torch.inf, device=device)
+        return cls(distances, torch.zeros(shape, dtype=torch.int32, device=device))
 
     def select_columns(self, columns: slice) -> "Found":
         """Return some of the columns; what is filled in there is filled in here too."""

@@ -10,6 +10,8 @@ If Triton is installed and the device is a GPU, the kernels of `knnstore_cells.k
 `measure_plainly` and `sum_plainly` do it, with operations of torch.
 """
 
+import logging
+import os
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -17,7 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from knnstore_cells.device_records import Found, Queries, Records, make_tables
+from knnstore_cells.device_records import Books, Found, Queries, Records, make_tables
+
+_log = logging.getLogger(__name__)
+
+SWITCH = "KNNSTORE_TRITON"
+"""Environment variable that switches the kernels off with the value ``0``."""
 
 _COMPONENTS_AT_ONCE = 1 << 26  # components of decoded keys in memory, without the kernels
 
@@ -112,15 +119,75 @@ def sum_plainly(
 
 
 def get_kernels(device: torch.device) -> Any:
-    """Return the module `knnstore_cells.kernels` for a GPU if Triton is installed; else None."""
-    return _import_kernels() if device.type == "cuda" else None
+    """Return the module `knnstore_cells.kernels` for a GPU on which its kernels can be used; else None."""
+    return _load_kernels(device) if device.type == "cuda" else None
 
 
 @cache
-def _import_kernels() -> Any:
-    """Import and return the kernels; return None without Triton, which the extra ``gpu`` installs."""
-    if find_spec("triton") is None:
-        return None
-    from knnstore_cells import kernels
+def _load_kernels(device: torch.device) -> Any:
+    """Import the kernels, and compare them once with the operations of torch on a GPU.
 
-    return kernels
+    Returns:
+        The module. None without Triton, which the extra ``gpu`` installs, or if the environment variable
+        `SWITCH` is ``0``. Also None, with a warning, if a kernel fails or computes something else.
+    """
+    if os.environ.get(SWITCH) == "0" or find_spec("triton") is None:
+        return None
+    try:
+        from knnstore_cells import kernels
+
+        if agree(kernels, device):
+            return kernels
+        problem = "they compute something else than torch"
+    except Exception as error:  # of a compiler, a driver, or a version of Triton that is not known
+        problem = f"{type(error).__name__}: {error}"
+    _log.warning("Triton's kernels are not used on %s, but slower operations of torch: %s", device, problem)
+    return None
+
+
+def agree(kernels: Any, device: torch.device) -> bool:
+    """Check on a small example that the kernels compute what `measure_plainly` and `sum_plainly` compute.
+
+    Args:
+        kernels: the module `knnstore_cells.kernels`.
+        device: the device on which they run.
+    """
+    random = torch.Generator().manual_seed(0)
+    parts, dim, rows = 32, 96, 100
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(device)
+
+    books = Books(draw(256, dim), draw(parts, 256, dim // parts))
+    codes = torch.randint(256, (rows, 1 + parts), generator=random, dtype=torch.uint8).to(device)
+    number = torch.arange(parts, device=device)
+
+    def decode(values: Tensor) -> Tensor:
+        entries = books.books[number, values[..., 1:].long()]
+        return books.centers[values[..., 0].long()] + entries.flatten(-2)
+
+    cells = torch.tensor([[0, 2], [2, -1], [1, 2]], device=device)
+    starts, middle = torch.tensor([0, 70, 70, rows], device=device), draw(dim)
+    tokens = torch.arange(rows, dtype=torch.int32, device=device) % 7
+    vectors, temperatures = draw(len(cells), dim), torch.tensor([[20.0, 40.0]], device=device)
+    queries = Queries(vectors, vectors.square().sum(1), 2.0)
+    of_keys = Records(
+        draw(rows, dim).half(), Tensor.float, middle, draw(rows), tokens, starts, None, 70, None
+    )
+    of_codes = of_keys._replace(values=codes, decode=decode, books=books)
+    for records in (of_codes, of_keys):
+        expected, found = (Found.create(*cells.shape, records.width, device) for _ in range(2))
+        measure_plainly(cells, records, queries, expected)
+        if records.books is None:
+            kernels.measure_keys(cells, records, queries, found)
+        else:
+            kernels.measure_codes(cells, records, make_tables(queries, records), queries, found)
+        arguments = expected.distances.flatten(1), expected.tokens.flatten(1), expected.distances.amin((1, 2))
+        sums = [
+            add_up(*arguments, temperatures.expand(len(cells), -1), 7)
+            for add_up in (sum_plainly, kernels.sum_by_token)
+        ]
+        pairs = (found.distances, expected.distances), (found.tokens, expected.tokens), sums
+        if not all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in pairs):
+            return False
+    return True

@@ -128,7 +128,7 @@ def _list_arguments(cells: Tensor, records: Records, queries: Queries, found: Fo
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["probes", "stride"])  # type: ignore[untyped-decorator]
 def _measure_codes(  # type: ignore[no-untyped-def]
     cells, pairs, firsts, ends, probes, codes, norms, tokens, starts, rows,
     squares, factor, found_distances, found_tokens, stride, tables,
@@ -164,7 +164,7 @@ def _measure_codes(  # type: ignore[no-untyped-def]
             tl.store(found_tokens + filled, token, mask=is_record)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["probes", "stride"])  # type: ignore[untyped-decorator]
 def _measure_keys(  # type: ignore[no-untyped-def]
     cells, pairs, firsts, ends, probes, keys, norms, tokens, starts, rows,
     squares, factor, found_distances, found_tokens, stride, query_vectors, middle, dim,
@@ -213,7 +213,7 @@ def _measure_keys(  # type: ignore[no-untyped-def]
             )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns"])  # type: ignore[untyped-decorator]
 def _sum_by_token(  # type: ignore[no-untyped-def]
     distances, tokens, nearest, temperatures, sums, columns, vocabulary,
     temperatures_count: tl.constexpr, block: tl.constexpr,

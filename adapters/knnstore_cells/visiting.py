@@ -197,11 +197,7 @@ def measure_on_device(
         return None
     metric = groups[0].metric
     nearest = _find_nearest_cells(queries, cells_of_groups, probes, metric, is_ranked=False)
-    shape = len(queries), probes, columns
-    found = Found(
-        torch.full(shape, torch.inf, device=queries.device),
-        torch.zeros(shape, dtype=torch.int32, device=queries.device),
-    )
+    found = Found.create(len(queries), probes, columns, queries.device)
     first = 0
     for group, group_cells, count in zip(groups, cells_of_groups, counts, strict=True):
         if count:

@@ -4,8 +4,11 @@ The interpreter simulates the kernels on the CPU, one program after another. Tha
 that they compile for a GPU, nor how fast they are.
 """
 
+import logging
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +22,7 @@ from torch import Tensor
 
 if not torch.cuda.is_available():  # with a GPU the kernels are compiled for it
     os.environ["TRITON_INTERPRET"] = "1"
-with_triton = pytest.mark.skipif(
-    device_search._import_kernels() is None, reason="Triton is not installed (the extra gpu)"
-)
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton (the extra gpu)")
 SMALL = settings(max_examples=25)
 
 
@@ -81,8 +82,7 @@ def cases(draw: Callable, kind: str) -> Case:
 
 def nothing(case: Case) -> Found:
     """Distances and tokens before anything is filled in."""
-    shape = *case.cells.shape, case.columns
-    return Found(torch.full(shape, torch.inf), torch.full(shape, -7, dtype=torch.int32))
+    return Found.create(*case.cells.shape, case.columns, torch.device("cpu"))
 
 
 def definition(case: Case) -> Found:
@@ -158,7 +158,9 @@ def sums(draw: Callable) -> tuple[Tensor, Tensor, Tensor, int]:
 def test_sums_are_those_of_each_token(by: str) -> None:
     add_up = device_search.sum_plainly
     if by == "triton":
-        add_up = device_search._import_kernels().sum_by_token
+        from knnstore_cells import kernels
+
+        add_up = kernels.sum_by_token
 
     @SMALL
     @given(sums())
@@ -174,3 +176,31 @@ def test_sums_are_those_of_each_token(by: str) -> None:
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
 
     compare()
+
+
+@with_triton
+@pytest.mark.parametrize("wrong", [None, "measure_codes", "measure_keys", "sum_by_token"])
+def test_kernels_that_compute_something_else_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str | None
+) -> None:
+    from knnstore_cells import kernels
+
+    names = ("measure_codes", "measure_keys", "sum_by_token")
+    functions = {name: getattr(kernels, name) for name in names}
+    device = torch.device("cpu")
+    assert device_search.agree(SimpleNamespace(**functions), device)
+    if wrong is not None:
+        functions[wrong] = lambda *_: torch.zeros(3, 2, 7)
+        assert not device_search.agree(SimpleNamespace(**functions), device)
+        monkeypatch.setattr(kernels, wrong, functions[wrong])
+    with caplog.at_level(logging.WARNING):
+        loaded = device_search._load_kernels.__wrapped__(device)
+    assert (loaded, "Triton's kernels are not used" in caplog.text) == (
+        (kernels, False) if wrong is None else (None, True)
+    )
+
+
+def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device_search.SWITCH, "0")
+    assert device_search._load_kernels.__wrapped__(torch.device("cpu")) is None
+    assert device_search.get_kernels(torch.device("cpu")) is None
