@@ -4,9 +4,9 @@
     python benchmarks/device_search.py --smoke      a few seconds, on a CPU too
 
 A store of synthetic clustered keys is asked with 1, 8 and 64 queries at once. Each side finds the records of
-the probed cells, and sums exp(-d/T) for each token at five temperatures. The sides alternate within one
-process; a figure is a median. `visit` returns its records in main memory, and only its search is timed. On a
-GPU, the other two first run while torch raises an error at every wait. JSON goes to stdout, a table to stderr.
+the probed cells, and sums exp(-d/T) for each token at five temperatures. The sides alternate in one process;
+a figure is a median. `visit` returns its records in main memory, and only its search is timed. On a GPU, the
+other two first run while torch raises an error at every wait. JSON goes to stdout, a table to stderr.
 """
 
 import argparse

@@ -28,7 +28,7 @@ from knnstore.datastore import (
     tokens_of,
 )
 from knnstore.errors import ConfigError
-from knnstore_cells.device_records import Books, Found, Queries, Records
+from knnstore_cells.device_records import Books, Found, Probed, Queries, Records
 from knnstore_cells.device_search import measure
 from knnstore_cells.index import SegmentCells
 
@@ -175,7 +175,7 @@ class DeviceKeys:
 
     def measure(
         self,
-        cells: Tensor,
+        probed: Probed,
         queries: Tensor,
         order: RowsByCell,
         middle: Tensor,
@@ -188,13 +188,13 @@ class DeviceKeys:
         stays in the memory of the device together with the tokens: 8 bytes for each record.
 
         Args:
-            cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
+            probed: the cells that each query probes.
             queries: query vectors, float32, shape (q, width), on the device; rotated if `is_coded`.
             order: the records to compare with, a result of `select_rows`.
             middle: vector that is subtracted from keys and queries, in the space of the queries; the same at
                 each call. Not used for inner products.
             metric: metric of the distances.
-            found: filled, see `knnstore_cells.device_search.measure`.
+            found: filled; a column without a record is not changed.
         """
         if self._records is None:
             self._records = self._make_records(middle, metric)
@@ -202,7 +202,7 @@ class DeviceKeys:
         vectors = queries - records.middle
         is_l2 = metric is Metric.L2
         squares = vectors.square().sum(1) if is_l2 else vectors.new_zeros(len(vectors))
-        measure(cells, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
+        measure(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
 
     def _make_records(self, middle: Tensor, metric: Metric) -> Records:
         """Return all records in the form that `knnstore_cells.device_search` needs; see `measure`."""

@@ -71,25 +71,30 @@ class Queries(NamedTuple):
     """2 for squared Euclidean distances; 1 for inner products, whose distance is the negative product."""
 
 
+class Probed(NamedTuple):
+    """The p cells that each of q queries probes, and where the results of their records begin."""
+
+    cells: Tensor
+    """Numbers of the cells, int64, shape (q, p); -1 in place of a cell of another group."""
+
+    columns: Tensor
+    """Column of `Found` for the first record of each cell, int64, shape (q, p); ascending in each row."""
+
+
 class Found(NamedTuple):
-    """Distances and tokens of the records in the p cells that each of q queries probes, to be filled in."""
+    """Distances and tokens of the records in the cells that each of q queries probes, to be filled in."""
 
     distances: Tensor
-    """Distances, float32, shape (q, p, columns); +inf in a column without a record."""
+    """Distances, float32, shape (q, r), contiguous; +inf in a column without a record."""
 
     tokens: Tensor
-    """Tokens, int32, shape (q, p, columns), with the strides of `distances`."""
+    """Tokens, int32, shape (q, r), contiguous."""
 
     @classmethod
-    def create(cls, queries: int, probes: int, columns: int, device: torch.device) -> Self:
+    def create(cls, queries: int, columns: int, device: torch.device) -> Self:
         """Return distances and tokens of which nothing is filled in: +inf and 0."""
-        shape = queries, probes, columns
-        distances = torch.full(shape, torch.inf, device=device)
-        return cls(distances, torch.zeros(shape, dtype=torch.int32, device=device))
-
-    def select_columns(self, columns: slice) -> "Found":
-        """Return some of the columns; what is filled in there is filled in here too."""
-        return Found(self.distances[..., columns], self.tokens[..., columns])
+        distances = torch.full((queries, columns), torch.inf, device=device)
+        return cls(distances, torch.zeros((queries, columns), dtype=torch.int32, device=device))
 
 
 def make_tables(queries: Queries, records: Records) -> Tensor:

@@ -3,8 +3,8 @@
 A cell is a cluster of records whose keys are near each other. A query *probes* its nearest cells: it is
 compared with all records of these cells. A program that generates text on a GPU is slow if it waits for the
 GPU in the middle of a step: the GPU has nothing to do until the program has gone on. So the results stay on
-the device (`DeviceVisits`), and no shape depends on a result: each query has as many columns for each of its
-cells as the largest cell has records.
+the device (`DeviceVisits`), and no shape depends on a result: a query that probes p cells has as many columns
+as the p largest cells have records.
 
 If Triton is installed and the device is a GPU, the kernels of `knnstore_cells.kernels` do the work. Otherwise
 `measure_plainly` and `sum_plainly` do it, with operations of torch.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from knnstore_cells.device_records import Books, Found, Queries, Records, make_tables
+from knnstore_cells.device_records import Books, Found, Probed, Queries, Records, make_tables
 
 _log = logging.getLogger(__name__)
 
@@ -61,40 +61,45 @@ class DeviceVisits(NamedTuple):
         return sums
 
 
-def measure(cells: Tensor, records: Records, queries: Queries, found: Found) -> None:
+def measure(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
     """Compute the distances of queries to the records of the cells that they probe.
 
     Args:
-        cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
-        records: the records.
+        probed: the cells that each query probes.
+        records: the records, at least one.
         queries: the queries.
-        found: filled. It has at least `records.width` columns; a column without a record is not changed.
+        found: filled; a column without a record is not changed.
     """
     kernels = get_kernels(found.distances.device)
     if kernels is not None and records.books is not None:
-        kernels.measure_codes(cells, records, make_tables(queries, records), queries, found)
+        kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
     elif kernels is not None and records.values.dtype == torch.float16:
-        kernels.measure_keys(cells, records, queries, found)
+        kernels.measure_keys(probed, records, queries, found)
     else:
-        measure_plainly(cells, records, queries, found)
+        measure_plainly(probed, records, queries, found)
 
 
-def measure_plainly(cells: Tensor, records: Records, queries: Queries, found: Found) -> None:
-    """Do what `measure` does, with operations of torch: decode the keys of all columns, and multiply."""
-    distances, tokens = found.select_columns(slice(records.width))
-    step = max(1, _COMPONENTS_AT_ONCE // max(1, distances[0].numel() * len(records.middle)))
-    for start in range(0, len(cells), step):
+def measure_plainly(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
+    """Do what `measure` does, with operations of torch: decode the key of each column, and multiply."""
+    columns = torch.arange(found.distances.shape[1], device=found.distances.device)
+    step = max(1, _COMPONENTS_AT_ONCE // max(1, len(columns) * len(records.middle)))
+    for start in range(0, len(found.distances), step):
         part = slice(start, start + step)
-        used = cells[part].clamp(min=0)
-        at = records.starts[used][..., None] + torch.arange(records.width, device=cells.device)
-        is_record = (at < records.starts[used + 1][..., None]) & (cells[part] >= 0)[..., None]
+        # 1) Find the cell of each column: the last that begins there or before. Others have no record.
+        begins = probed.columns[part]
+        rank = torch.searchsorted(begins, columns.expand(len(begins), -1).contiguous(), right=True) - 1
+        rank.clamp_(min=0)
+        cells, place = probed.cells[part].gather(1, rank), columns - begins.gather(1, rank)
+        at = records.starts[cells.clamp(min=0)] + place
+        is_record = (place >= 0) & (at < records.starts[cells.clamp(min=0) + 1]) & (cells >= 0)
+        # 2) Multiply its keys with the query.
         rows = at.where(is_record, 0)
         rows = rows if records.rows is None else records.rows[rows]
         keys = records.decode(records.values[rows]) - records.middle
-        products = torch.einsum("qd,qprd->qpr", queries.vectors[part], keys)
-        measured = queries.squares[part, None, None] + records.norms[rows] - queries.factor * products
-        distances[part] = measured.where(is_record, distances[part])
-        tokens[part] = records.tokens[rows].where(is_record, tokens[part])
+        products = torch.einsum("qd,qrd->qr", queries.vectors[part], keys)
+        distances = queries.squares[part, None] + records.norms[rows] - queries.factor * products
+        found.distances[part] = distances.where(is_record, found.distances[part])
+        found.tokens[part] = records.tokens[rows].where(is_record, found.tokens[part])
 
 
 def sum_plainly(
@@ -166,28 +171,28 @@ def agree(kernels: Any, device: torch.device) -> bool:
         entries = books.books[number, values[..., 1:].long()]
         return books.centers[values[..., 0].long()] + entries.flatten(-2)
 
-    cells = torch.tensor([[0, 2], [2, -1], [1, 2]], device=device)
+    probed = Probed(
+        torch.tensor([[0, 2], [2, -1], [1, 2]], device=device),
+        torch.tensor([[0, 70], [0, 30], [0, 0]], device=device),
+    )
     starts, middle = torch.tensor([0, 70, 70, rows], device=device), draw(dim)
     tokens = torch.arange(rows, dtype=torch.int32, device=device) % 7
-    vectors, temperatures = draw(len(cells), dim), torch.tensor([[20.0, 40.0]], device=device)
+    vectors, temperatures = draw(3, dim), torch.tensor([[20.0, 40.0]], device=device)
     queries = Queries(vectors, vectors.square().sum(1), 2.0)
     of_keys = Records(
         draw(rows, dim).half(), Tensor.float, middle, draw(rows), tokens, starts, None, 70, None
     )
     of_codes = of_keys._replace(values=codes, decode=decode, books=books)
     for records in (of_codes, of_keys):
-        expected, found = (Found.create(*cells.shape, records.width, device) for _ in range(2))
-        measure_plainly(cells, records, queries, expected)
+        expected, found = (Found.create(3, rows, device) for _ in range(2))
+        measure_plainly(probed, records, queries, expected)
         if records.books is None:
-            kernels.measure_keys(cells, records, queries, found)
+            kernels.measure_keys(probed, records, queries, found)
         else:
-            kernels.measure_codes(cells, records, make_tables(queries, records), queries, found)
-        arguments = expected.distances.flatten(1), expected.tokens.flatten(1), expected.distances.amin((1, 2))
-        sums = [
-            add_up(*arguments, temperatures.expand(len(cells), -1), 7)
-            for add_up in (sum_plainly, kernels.sum_by_token)
-        ]
-        pairs = (found.distances, expected.distances), (found.tokens, expected.tokens), sums
-        if not all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in pairs):
+            kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
+        arguments = *expected, expected.distances.amin(1), temperatures.expand(3, -1), 7
+        sums = [add_up(*arguments) for add_up in (sum_plainly, kernels.sum_by_token)]
+        pairs = [*zip(found, expected, strict=True), sums]
+        if not all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in pairs):
             return False
     return True

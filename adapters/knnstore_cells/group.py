@@ -24,7 +24,7 @@ from knnstore.datastore import (
 )
 from knnstore_cells.cell_cache import Cell, CellCache
 from knnstore_cells.device import DeviceKeys, QueriesByCell, RowsByCell
-from knnstore_cells.device_records import Found
+from knnstore_cells.device_records import Found, Probed
 from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 from knnstore_cells.policy import Policy
@@ -317,41 +317,31 @@ class CellGroup:
             assert keys is not None
             yield from keys.visit(visitors, keys.select_rows(alive, ids), rotated, self.metric)
 
-    def count_columns(self, ids: IdRanges | None) -> int:
-        """Return the number of columns that `measure` needs for each cell (a cluster of near keys).
-
-        The keys must be in the memory of the device.
-
-        Args:
-            ids: ids of the records that match; None lets all records match.
-        """
-        return sum(order.largest for _, order in self._select_on_device(ids))
-
     @property
     def largest_token(self) -> int:
         """Largest token of the records on the device; 0 without records."""
         return max([part.on_device.largest_token for part in self._parts if part.on_device], default=0)
 
-    def measure(self, cells: Tensor, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
+    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
         """Compute the distances of a few queries to the records of their cells; do not wait for the device.
 
         A cell is a cluster of records with near keys. The keys must be in the memory of the device.
 
         Args:
-            cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
+            probed: the cells that each query probes.
             queries: query vectors, float32, shape (q, dim), on the device.
             ids: ids of the records that match; None lets all records match.
-            found: filled. It has at least as many columns as `count_columns` says; a column without a record
-                is not changed.
+            found: filled; a column without a record is not changed.
         """
-        first = 0
+        cells, columns = probed
+        used = cells.clamp(min=0)
         for keys, order in self._select_on_device(ids):
-            of_segment = found.select_columns(slice(first, first + order.largest))
             vectors, middle = (
                 (self.rotate(queries), self.middle) if keys.is_coded else (queries, self.centers.mean(0))
             )
-            keys.measure(cells, vectors, order, middle, self.metric, of_segment)
-            first += order.largest
+            keys.measure(Probed(cells, columns), vectors, order, middle, self.metric, found)
+            # The records of the next segment follow those of this one.
+            columns = columns + (order.starts[used + 1] - order.starts[used]).where(cells >= 0, 0)
 
     def _select_on_device(self, ids: IdRanges | None) -> list[tuple[DeviceKeys, RowsByCell]]:
         """Return the keys of each segment on the device, and the rows that match.

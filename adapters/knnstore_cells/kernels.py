@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from knnstore_cells.device_records import Found, Queries, Records
+from knnstore_cells.device_records import Found, Probed, Queries, Records
 
 _RECORDS = 64  # records that a program of the kernels compares
 _QUERIES = 16  # queries that are compared with keys at once; a product of matrices needs 16 rows
@@ -60,35 +60,35 @@ class Pairs(NamedTuple):
         return cls(ordered, pairs, firsts, torch.searchsorted(ordered, ordered, right=True))
 
 
-def measure_codes(cells: Tensor, records: Records, tables: Tensor, queries: Queries, found: Found) -> None:
+def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Queries, found: Found) -> None:
     """Do what `device_search.measure` does, for codes of a product quantizer.
 
     Args:
-        cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
+        probed: the cells that each query probes.
         records: the records; their values are codes, uint8, shape (rows, 1 + parts), contiguous.
         tables: result of `device_records.make_tables`, float32, shape (q, 1 + parts, 256), contiguous.
         queries: the queries.
-        found: filled. It has at least `records.width` columns; a column without a record is not changed.
+        found: filled; a column without a record is not changed.
     """
     parts = records.values.shape[1] - 1
-    _measure_codes[cells.numel(), triton.cdiv(records.width, _RECORDS)](
-        *_list_arguments(cells, records, queries, found), tables,
+    _measure_codes[probed.cells.numel(), triton.cdiv(records.width, _RECORDS)](
+        *_list_arguments(probed, records, queries, found), tables,
         parts=parts, padded_parts=triton.next_power_of_2(parts), records=_RECORDS,
         has_rows=records.rows is not None,
     )  # fmt: skip
 
 
-def measure_keys(cells: Tensor, records: Records, queries: Queries, found: Found) -> None:
+def measure_keys(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
     """Do what `device_search.measure` does, for keys in half precision.
 
     Args:
-        cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
+        probed: the cells that each query probes.
         records: the records; their values are keys, float16, shape (rows, dim), contiguous.
         queries: the queries; their vectors are contiguous.
-        found: filled. It has at least `records.width` columns; a column without a record is not changed.
+        found: filled; a column without a record is not changed.
     """
-    _measure_keys[cells.numel(), triton.cdiv(records.width, _RECORDS)](
-        *_list_arguments(cells, records, queries, found), queries.vectors, records.middle,
+    _measure_keys[probed.cells.numel(), triton.cdiv(records.width, _RECORDS)](
+        *_list_arguments(probed, records, queries, found), queries.vectors, records.middle,
         dim=records.values.shape[1], records=_RECORDS, queries=_QUERIES, components=_COMPONENTS,
         has_rows=records.rows is not None,
     )  # fmt: skip
@@ -118,20 +118,20 @@ def sum_by_token(
     return sums
 
 
-def _list_arguments(cells: Tensor, records: Records, queries: Queries, found: Found) -> tuple[Any, ...]:
+def _list_arguments(probed: Probed, records: Records, queries: Queries, found: Found) -> tuple[Any, ...]:
     """Return the arguments that both kernels for distances have in common, in their order."""
     rows = records.starts if records.rows is None else records.rows  # something, where it is not used
     return (
-        *(*Pairs.sort(cells), cells.shape[1]),
+        *(*Pairs.sort(probed.cells), probed.columns, probed.cells.shape[1]),
         *(records.values, records.norms, records.tokens, records.starts, rows),
-        *(queries.squares, queries.factor, *found, found.distances.stride(1)),
+        *(queries.squares, queries.factor, *found, found.distances.shape[1]),
     )
 
 
-@triton.jit(do_not_specialize=["probes", "stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["probes", "columns"])  # type: ignore[untyped-decorator]
 def _measure_codes(  # type: ignore[no-untyped-def]
-    cells, pairs, firsts, ends, probes, codes, norms, tokens, starts, rows,
-    squares, factor, found_distances, found_tokens, stride, tables,
+    cells, pairs, firsts, ends, begins, probes, codes, norms, tokens, starts, rows,
+    squares, factor, found_distances, found_tokens, columns, tables,
     parts: tl.constexpr, padded_parts: tl.constexpr, records: tl.constexpr, has_rows: tl.constexpr,
 ):  # fmt: skip
     # 1) This program: the first pair of a cell, and a block of the cell's records.
@@ -159,15 +159,15 @@ def _measure_codes(  # type: ignore[no-untyped-def]
             product = tl.load(table + center, mask=is_record, other=0.0)
             product += tl.sum(tl.load(table + places_in_table, mask=is_code, other=0.0), axis=1)
             distance = tl.load(squares + query) + norm - factor * product
-            filled = pair * stride + column
+            filled = query * columns + tl.load(begins + pair) + column
             tl.store(found_distances + filled, distance, mask=is_record)
             tl.store(found_tokens + filled, token, mask=is_record)
 
 
-@triton.jit(do_not_specialize=["probes", "stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["probes", "columns"])  # type: ignore[untyped-decorator]
 def _measure_keys(  # type: ignore[no-untyped-def]
-    cells, pairs, firsts, ends, probes, keys, norms, tokens, starts, rows,
-    squares, factor, found_distances, found_tokens, stride, query_vectors, middle, dim,
+    cells, pairs, firsts, ends, begins, probes, keys, norms, tokens, starts, rows,
+    squares, factor, found_distances, found_tokens, columns, query_vectors, middle, dim,
     records: tl.constexpr, queries: tl.constexpr, components: tl.constexpr, has_rows: tl.constexpr,
 ):  # fmt: skip
     # 1) This program: the first pair of a cell, and a block of the cell's records.
@@ -205,7 +205,8 @@ def _measure_keys(  # type: ignore[no-untyped-def]
                 products += tl.dot(vector, key, input_precision="ieee")
             square = tl.load(squares + query, mask=is_query, other=0.0)
             distance = square[:, None] + norm[None, :] - factor * products
-            filled = pair[:, None] * stride + column[None, :]
+            begin_of_pair = tl.load(begins + pair, mask=is_query, other=0)
+            filled = (query * columns + begin_of_pair)[:, None] + column[None, :]
             is_filled = is_query[:, None] & is_record[None, :]
             tl.store(found_distances + filled, distance, mask=is_filled)
             tl.store(

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.cell_cache import Cell
 from knnstore_cells.device import QueriesByCell
-from knnstore_cells.device_records import Found
+from knnstore_cells.device_records import Found, Probed
 from knnstore_cells.device_search import DeviceVisits
 from knnstore_cells.scanning import CodedCell, CodeScanner
 
@@ -42,6 +42,12 @@ class Cells(NamedTuple):
     numbers_on_device: Tensor
     """`numbers` on the device of the centers."""
 
+    counts_on_device: Tensor
+    """Number of matching records of each cell, on the device of the centers, int64, shape (cells,)."""
+
+    largest: NDArray[np.int64]
+    """Numbers of matching records of the cells, the largest first, shape (cells,)."""
+
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
         """Select the cells (clusters of near keys) of a group that have a matching record.
@@ -58,7 +64,15 @@ class Cells(NamedTuple):
             centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
         )
         half_norms = (occupied_centers * occupied_centers).sum(1) / 2
-        return cls(numbers, occupied_centers, half_norms, torch.from_numpy(numbers).to(centers.device))
+        occupied = counts[numbers]
+        return cls(
+            numbers,
+            occupied_centers,
+            half_norms,
+            torch.from_numpy(numbers).to(centers.device),
+            torch.from_numpy(occupied).to(centers.device),
+            np.sort(occupied)[::-1],
+        )
 
 
 class Visitable(Protocol):
@@ -143,26 +157,16 @@ class Visitable(Protocol):
             `Visits`: distances between some queries and some records, for several cells.
         """
 
-    def count_columns(self, ids: IdRanges | None) -> int:
-        """Return the number of columns that `measure` needs for each cell (a cluster of near keys).
-
-        The keys must be in the memory of the device.
-
-        Args:
-            ids: ids of the records that match; None lets all records match.
-        """
-
-    def measure(self, cells: Tensor, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
+    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
         """Compute the distances of a few queries to the records of their cells; do not wait for the device.
 
         A cell is a cluster of records with near keys. The keys must be in the memory of the device.
 
         Args:
-            cells: numbers of the cells that each query probes, int64, shape (q, p); -1 for no cell.
+            probed: the cells that each query probes.
             queries: query vectors, float32, shape (q, dim), on the device.
             ids: ids of the records that match; None lets all records match.
-            found: filled. It has at least as many columns as `count_columns` says; a column without a record
-                is not changed.
+            found: filled; a column without a record is not changed.
         """
 
     @property
@@ -192,24 +196,27 @@ def measure_on_device(
         return None
     cells_of_groups = [group.find_cells(ids) for group in groups]
     counts = [len(group_cells.numbers) for group_cells in cells_of_groups]
-    probes, columns = min(probes, sum(counts)), max(group.count_columns(ids) for group in groups)
-    if not 0 < len(queries) * probes * columns <= DISTANCES_AT_ONCE:
+    probes = min(probes, sum(counts))
+    largest = np.sort(np.concatenate([group_cells.largest[:probes] for group_cells in cells_of_groups]))
+    columns = int(largest[len(largest) - probes :].sum())
+    if not 0 < len(queries) * columns <= DISTANCES_AT_ONCE:
         return None
     metric = groups[0].metric
     nearest = _find_nearest_cells(queries, cells_of_groups, probes, metric, is_ranked=False)
-    found = Found.create(len(queries), probes, columns, queries.device)
-    first = 0
+    found = Found.create(len(queries), columns, queries.device)
+    records = torch.cat([group_cells.counts_on_device for group_cells in cells_of_groups])[nearest]
+    begins, first = records.cumsum(1) - records, 0
     for group, group_cells, count in zip(groups, cells_of_groups, counts, strict=True):
         if count:
             index = nearest - first
             numbers = group_cells.numbers_on_device[index.clamp(0, count - 1)]
             cells = numbers.where((index >= 0) & (index < count), -1)
-            group.measure(cells, queries, ids, found)
+            group.measure(Probed(cells, begins), queries, ids, found)
         first += count
     if metric is Metric.L2:
         found.distances.clamp_(min=0)
     largest_token = max(group.largest_token for group in groups)
-    return DeviceVisits(found.distances.flatten(1), found.tokens.flatten(1), largest_token)
+    return DeviceVisits(*found, largest_token)
 
 
 def visit_cells(

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from knnstore_cells import device_search
-from knnstore_cells.device_records import Books, Found, Queries, Records, make_tables
+from knnstore_cells.device_records import Books, Found, Probed, Queries, Records, make_tables
 from torch import Tensor
 
 if not torch.cuda.is_available():  # with a GPU the kernels are compiled for it
@@ -29,11 +29,11 @@ SMALL = settings(max_examples=25)
 class Case(NamedTuple):
     """Records, queries and the cells that these probe."""
 
-    cells: Tensor
+    probed: Probed
     records: Records
     queries: Queries
     columns: int
-    """Number of columns for each cell; more than the records need."""
+    """Number of columns for each query; more than some of them need."""
 
 
 @st.composite
@@ -68,6 +68,7 @@ def cases(draw: Callable, kind: str) -> Case:
         chosen = np.flatnonzero(mask)
         starts = np.searchsorted(chosen, starts)
     width = int(np.diff(starts).max())
+    assume(width)  # segments without a record to find are left out before
     cells = np.stack([random.permutation(len(sizes))[:probes] for _ in range(queries)])
     cells[random.random(cells.shape) < draw(st.sampled_from([0.0, 0.3]))] = -1
     vectors = torch.from_numpy(random.normal(size=(queries, dim)).astype(np.float32))
@@ -77,17 +78,22 @@ def cases(draw: Callable, kind: str) -> Case:
     )  # fmt: skip
     squares = vectors.square().sum(1) * is_l2
     asked = Queries(vectors, squares, 2.0 if is_l2 else 1.0)
-    return Case(torch.from_numpy(cells), records, asked, width + draw(st.integers(0, 2)))
+    # A cell has records of another segment before those of this one, and of a third after them.
+    counts = np.diff(starts)[cells] * (cells >= 0)
+    before, after = random.integers(0, 3, (2, *cells.shape))
+    ends = np.cumsum(before + counts + after, 1)
+    probed = Probed(torch.from_numpy(cells), torch.from_numpy(ends - after - counts))
+    return Case(probed, records, asked, int(ends.max()) + draw(st.integers(0, 2)))
 
 
 def nothing(case: Case) -> Found:
     """Distances and tokens before anything is filled in."""
-    return Found.create(*case.cells.shape, case.columns, torch.device("cpu"))
+    return Found.create(len(case.queries.vectors), case.columns, torch.device("cpu"))
 
 
 def definition(case: Case) -> Found:
     """Every query with every record of its cells, in numpy and float64."""
-    cells, records, queries, _ = case
+    (cells, columns), records, queries, _ = case
     found = nothing(case)
     keys = (records.decode(records.values) - records.middle).double().numpy()
     for query, of_query in enumerate(cells.tolist()):
@@ -97,10 +103,9 @@ def definition(case: Case) -> Found:
                 rows = rows if records.rows is None else records.rows.numpy()[rows]
                 products = keys[rows] @ queries.vectors[query].double().numpy()
                 distances = (keys[rows] ** 2).sum(1) * (queries.factor == 2) - queries.factor * products
-                found.distances[query, rank, : len(rows)] = torch.from_numpy(
-                    distances + float(queries.squares[query])
-                ).float()
-                found.tokens[query, rank, : len(rows)] = records.tokens[rows]
+                place = slice(int(columns[query, rank]), int(columns[query, rank]) + len(rows))
+                found.distances[query, place] = torch.from_numpy(distances + float(queries.squares[query]))
+                found.tokens[query, place] = records.tokens[rows]
     return found
 
 
@@ -131,12 +136,12 @@ def test_kernels_measure_what_torch_measures(kind: str) -> None:
     @SMALL
     @given(cases(kind))
     def compare(case: Case) -> None:
-        cells, records, queries, _ = case
+        probed, records, queries, _ = case
         found = nothing(case)
         if kind == "codes":
-            kernels.measure_codes(cells, records, make_tables(queries, records), queries, found)
+            kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
         else:
-            kernels.measure_keys(cells, records, queries, found)
+            kernels.measure_keys(probed, records, queries, found)
         check(found, case)
 
     compare()
