@@ -178,6 +178,36 @@ class CellsDatastore(EmbeddedDatastore):
             self._check_readable(where)
         return visits
 
+    def visit_on_device(self, queries: Any, probes: int, where: Filter) -> Any:
+        """Compute what `visit` computes, and leave the results on the device (such as a GPU).
+
+        The program does not wait for the device.
+
+        Args:
+            queries: query vectors, a tensor, float32, shape (q, dim), on any device. They are not checked.
+            probes: number of cells to search for each query, >= 1. Cells without a matching record are
+                skipped and not counted.
+            where: records that may be found. Both its ids and its groups are used.
+
+        Returns:
+            A `DeviceVisits`: distances and tokens of the records. None if `visit` has to be called: the keys
+            are not on the device of the queries, no record matches, or there are too many queries or records.
+        """
+        if self._policy.device == "none" or self._device is None:
+            return None
+        from knnstore_cells.device import disable_autocast
+        from knnstore_cells.group import CellGroup
+        from knnstore_cells.visiting import measure_on_device
+
+        def measure_groups(groups: Sequence[GroupSearch]) -> Any:
+            """Compare each query with all records of its nearest cells of these groups."""
+            return measure_on_device(
+                [group for group in groups if isinstance(group, CellGroup)], queries, probes, where.ids
+            )
+
+        with disable_autocast():
+            return self._searches.search_groups(where.groups, measure_groups, self._create_group_search)
+
     def optimize(self) -> None:
         """Merge files of records, reclaim the space of deleted records, and save the cells of new records.
 

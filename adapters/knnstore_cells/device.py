@@ -16,8 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from knnstore.datastore import Codec, CodecFile, IdRanges, Ids, Metric, ProductCodec, Segment, Visits
+from knnstore.datastore import (
+    Codec,
+    CodecFile,
+    IdRanges,
+    Ids,
+    Metric,
+    ProductCodec,
+    Segment,
+    Visits,
+    tokens_of,
+)
 from knnstore.errors import ConfigError
+from knnstore_cells.device_records import Books, Found, Probed, Queries, Records
+from knnstore_cells.device_search import measure
 from knnstore_cells.index import SegmentCells
 
 _log = logging.getLogger(__name__)
@@ -53,6 +65,9 @@ class RowsByCell(NamedTuple):
 
     starts: Tensor
     """Bounds in `rows`, shape (cells + 1,): the rows of cell i are at starts[i] to starts[i + 1] - 1."""
+
+    largest: int
+    """Number of rows of the cell with the most rows; 0 without rows."""
 
 
 class QueriesByCell(NamedTuple):
@@ -99,12 +114,25 @@ class DeviceKeys:
         self._origins, device = origins, origins.device
         self._ids: Ids = columns.ids_at(self._row_of)
         self._starts = cells.starts
-        self._all = RowsByCell(None, torch.from_numpy(cells.starts).to(device))
+        self.largest_token = int(tokens_of(self._ids).max(initial=0))
+        """Largest token of the records; 0 without records."""
+        self._all = RowsByCell(
+            None, torch.from_numpy(cells.starts).to(device), int(cells.counts.max(initial=0))
+        )
         self._last_selection: tuple[object, object, RowsByCell] = (None, None, self._all)
         self._decode: Callable[[Tensor], Tensor] = lambda keys: rotate(keys.float())
+        self._records: Records | None = None
+        self._books: Books | None = None
+        self.is_coded = False
+        """True if the keys are codes of the group's codec, so that decoded keys are rotated."""
         read: Callable[[NDArray[np.int64]], NDArray[np.generic]] = columns.keys_at
         if codec_file is not None and columns.codec_file is codec_file:
-            self._decode = _make_decoder(codec_file.codec, device)
+            self.is_coded, codec = True, codec_file.codec
+            self._decode = _make_decoder(codec, device)
+            if isinstance(codec, ProductCodec):
+                self._books = Books(
+                    torch.from_numpy(codec.centers).to(device), torch.from_numpy(codec.books).to(device)
+                )
             read = lambda rows: columns.codes_at(rows, codec_file)  # noqa: E731
         starts = range(0, max(1, len(self._row_of)), _ROWS_AT_ONCE)
         parts = [
@@ -137,10 +165,62 @@ class DeviceKeys:
             if ids is not None:
                 is_selected &= ids.contains(self._ids)
             rows = np.flatnonzero(is_selected)
-            arrays = rows, np.searchsorted(rows, self._starts)
-            order = RowsByCell(*(torch.from_numpy(array).to(self._values.device) for array in arrays))
+            starts = np.searchsorted(rows, self._starts)
+            device, largest = self._values.device, int(np.diff(starts).max(initial=0))
+            order = RowsByCell(
+                torch.from_numpy(rows).to(device), torch.from_numpy(starts).to(device), largest
+            )
             self._last_selection = alive, ids, order
         return self._last_selection[2]
+
+    def measure(
+        self,
+        probed: Probed,
+        queries: Tensor,
+        order: RowsByCell,
+        middle: Tensor,
+        metric: Metric,
+        found: Found,
+    ) -> None:
+        """Compute the distances of a few queries to the records of their cells; do not wait for the device.
+
+        A cell is a cluster of records with near keys. The first call computes the norm of each key, which
+        stays in the memory of the device together with the tokens: 8 bytes for each record.
+
+        Args:
+            probed: the cells that each query probes.
+            queries: query vectors, float32, shape (q, width), on the device; rotated if `is_coded`.
+            order: the records to compare with, a result of `select_rows`.
+            middle: vector that is subtracted from keys and queries, in the space of the queries; the same at
+                each call. Not used for inner products.
+            metric: metric of the distances.
+            found: filled; a column without a record is not changed.
+        """
+        if self._records is None:
+            self._records = self._make_records(middle, metric)
+        records = self._records._replace(starts=order.starts, rows=order.rows, width=order.largest)
+        vectors = queries - records.middle
+        is_l2 = metric is Metric.L2
+        squares = vectors.square().sum(1) if is_l2 else vectors.new_zeros(len(vectors))
+        measure(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
+
+    def _make_records(self, middle: Tensor, metric: Metric) -> Records:
+        """Return all records in the form that `knnstore_cells.device_search` needs; see `measure`."""
+        device = self._values.device
+        decode = self._decode if self.is_coded else Tensor.float
+        norms = [torch.empty(0, device=device)]
+        if metric is Metric.L2:
+            parts = torch.split(self._values, _ROWS_AT_ONCE)
+            norms += [(decode(values) - middle).square().sum(1) for values in parts]
+        else:
+            middle = torch.zeros_like(middle)
+            norms.append(torch.zeros(len(self._values), device=device))
+        tokens = torch.from_numpy(tokens_of(self._ids).astype(np.int32)).to(device)
+        all_rows = self._all
+        return Records(
+            self._values, decode, middle, torch.cat(norms), tokens, all_rows.starts, None, all_rows.largest,
+            self._books,
+        )  # fmt: skip
 
     def visit(
         self, visitors: QueriesByCell, order: RowsByCell, queries: Tensor, metric: Metric
@@ -177,7 +257,9 @@ class DeviceKeys:
             distances.masked_fill_((numbers < 0)[..., None] | (rows < 0)[:, None], torch.inf)
             query_numbers, row_numbers = numbers.cpu().numpy(), rows.cpu().numpy()
             ids = np.where(row_numbers < 0, -1, self._ids[row_numbers])
-            yield Visits(query_numbers, ids, distances if distances.is_cuda else distances.numpy())
+            yield Visits(
+                query_numbers, ids, distances.numpy() if distances.device.type == "cpu" else distances
+            )
 
 
 def choose_device(name: str, needed: int) -> torch.device | None:

@@ -23,7 +23,8 @@ from knnstore.datastore import (
     Visits,
 )
 from knnstore_cells.cell_cache import Cell, CellCache
-from knnstore_cells.device import DeviceKeys, QueriesByCell
+from knnstore_cells.device import DeviceKeys, QueriesByCell, RowsByCell
+from knnstore_cells.device_records import Found, Probed
 from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 from knnstore_cells.policy import Policy
@@ -315,6 +316,50 @@ class CellGroup:
         for _, _, alive, keys in self._parts:
             assert keys is not None
             yield from keys.visit(visitors, keys.select_rows(alive, ids), rotated, self.metric)
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token of the records on the device; 0 without records."""
+        return max([part.on_device.largest_token for part in self._parts if part.on_device], default=0)
+
+    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
+        """Compute the distances of a few queries to the records of their cells; do not wait for the device.
+
+        A cell is a cluster of records with near keys. The keys must be in the memory of the device.
+
+        Args:
+            probed: the cells that each query probes.
+            queries: query vectors, float32, shape (q, dim), on the device.
+            ids: ids of the records that match; None lets all records match.
+            found: filled; a column without a record is not changed.
+        """
+        cells, columns = probed
+        used = cells.clamp(min=0)
+        for keys, order in self._select_on_device(ids):
+            vectors, middle = (
+                (self.rotate(queries), self.middle) if keys.is_coded else (queries, self.centers.mean(0))
+            )
+            keys.measure(Probed(cells, columns), vectors, order, middle, self.metric, found)
+            # The records of the next segment follow those of this one.
+            columns = columns + (order.starts[used + 1] - order.starts[used]).where(cells >= 0, 0)
+
+    def _select_on_device(self, ids: IdRanges | None) -> list[tuple[DeviceKeys, RowsByCell]]:
+        """Return the keys of each segment on the device, and the rows that match.
+
+        Segments without a matching row are left out.
+
+        Args:
+            ids: ids of the records that match; None lets all records match.
+        """
+        if ids is not None and np.array_equal(self.count_matching(ids), self.counts):
+            ids = None  # all records match; choosing rows by ids would take longer
+        selected = list[tuple[DeviceKeys, RowsByCell]]()
+        for part in self._parts:
+            assert part.on_device is not None
+            order = part.on_device.select_rows(part.alive, ids)
+            if order.largest:
+                selected.append((part.on_device, order))
+        return selected
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find approximately the k nearest records of each query.

@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.cell_cache import Cell
 from knnstore_cells.device import QueriesByCell
+from knnstore_cells.device_records import Found, Probed
+from knnstore_cells.device_search import DeviceVisits
 from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
@@ -37,6 +39,15 @@ class Cells(NamedTuple):
     half_norms: Tensor
     """|center|²/2 of each center, float32, shape (cells,)."""
 
+    numbers_on_device: Tensor
+    """`numbers` on the device of the centers."""
+
+    counts_on_device: Tensor
+    """Number of matching records of each cell, on the device of the centers, int64, shape (cells,)."""
+
+    largest: NDArray[np.int64]
+    """Numbers of matching records of the cells, the largest first, shape (cells,)."""
+
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
         """Select the cells (clusters of near keys) of a group that have a matching record.
@@ -52,7 +63,16 @@ class Cells(NamedTuple):
         occupied_centers = (
             centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
         )
-        return cls(numbers, occupied_centers, (occupied_centers * occupied_centers).sum(1) / 2)
+        half_norms = (occupied_centers * occupied_centers).sum(1) / 2
+        occupied = counts[numbers]
+        return cls(
+            numbers,
+            occupied_centers,
+            half_norms,
+            torch.from_numpy(numbers).to(centers.device),
+            torch.from_numpy(occupied).to(centers.device),
+            np.sort(occupied)[::-1],
+        )
 
 
 class Visitable(Protocol):
@@ -136,6 +156,67 @@ class Visitable(Protocol):
         Yields:
             `Visits`: distances between some queries and some records, for several cells.
         """
+
+    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
+        """Compute the distances of a few queries to the records of their cells; do not wait for the device.
+
+        A cell is a cluster of records with near keys. The keys must be in the memory of the device.
+
+        Args:
+            probed: the cells that each query probes.
+            queries: query vectors, float32, shape (q, dim), on the device.
+            ids: ids of the records that match; None lets all records match.
+            found: filled; a column without a record is not changed.
+        """
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token of the records on the device; 0 without records."""
+
+
+def measure_on_device(
+    groups: Sequence[Visitable], queries: Tensor, probes: int, ids: IdRanges | None
+) -> DeviceVisits | None:
+    """Compute the distances of a few queries to all records of their nearest cells, without waiting.
+
+    A cell is a cluster of records with near keys. The nearest cells of a query are chosen among the cells of
+    all groups together. The results stay on the device; see `knnstore_cells.device_search`.
+
+    Args:
+        groups: the groups to search; all have the same metric and device.
+        queries: query vectors, float32, shape (q, dim), on any device.
+        probes: number of cells to search for each query, >= 1. Cells without a matching record do not count.
+        ids: ids of the records that match; None lets all records match.
+
+    Returns:
+        The distances and tokens. None if `visit_cells` has to be called: the groups' keys are not on the
+        device of the queries, no record matches, or there are too many queries or columns.
+    """
+    if not groups or groups[0].device != queries.device or not 0 < len(queries) <= _FEW:
+        return None
+    cells_of_groups = [group.find_cells(ids) for group in groups]
+    counts = [len(group_cells.numbers) for group_cells in cells_of_groups]
+    probes = min(probes, sum(counts))
+    largest = np.sort(np.concatenate([group_cells.largest[:probes] for group_cells in cells_of_groups]))
+    columns = int(largest[len(largest) - probes :].sum())
+    if not 0 < len(queries) * columns <= DISTANCES_AT_ONCE:
+        return None
+    metric = groups[0].metric
+    nearest = _find_nearest_cells(queries, cells_of_groups, probes, metric, is_ranked=False)
+    found = Found.create(len(queries), columns, queries.device)
+    records = torch.cat([group_cells.counts_on_device for group_cells in cells_of_groups])[nearest]
+    begins, first = records.cumsum(1) - records, 0
+    for group, group_cells, count in zip(groups, cells_of_groups, counts, strict=True):
+        if count:
+            index = nearest - first
+            numbers = group_cells.numbers_on_device[index.clamp(0, count - 1)]
+            cells = numbers.where((index >= 0) & (index < count), -1)
+            group.measure(Probed(cells, begins), queries, ids, found)
+        first += count
+    if metric is Metric.L2:
+        found.distances.clamp_(min=0)
+    largest_token = max(group.largest_token for group in groups)
+    return DeviceVisits(*found, largest_token)
 
 
 def visit_cells(

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         SupportsBeside,
         SupportsCells,
         SupportsDamage,
+        SupportsDeviceVisits,
         SupportsErase,
         SupportsGet,
         SupportsOptimize,
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
         tokens_of,
         whole_positions,
     )
-    from knnstore.datastore.visits import Visit, Visits, apart
+    from knnstore.datastore.visits import DeviceVisits, Visit, Visits, apart
     from knnstore.durable import (
         BLOCK,
         NoFileError,
@@ -104,6 +105,7 @@ __all__ = [
     "Coding",
     "DamagedPart",
     "Datastore",
+    "DeviceVisits",
     "Distances",
     "EmbeddedDatastore",
     "Filter",
@@ -129,6 +131,7 @@ __all__ = [
     "SupportsBeside",
     "SupportsCells",
     "SupportsDamage",
+    "SupportsDeviceVisits",
     "SupportsErase",
     "SupportsGet",
     "SupportsOptimize",

@@ -1,7 +1,7 @@
 """Optional features of an engine beyond the `Datastore` protocol. Each is a protocol with its methods.
 
-`SupportsGet`, `SupportsCells`, `SupportsOptimize`, `SupportsSize`, `SupportsVacuum`, `SupportsBeside`,
-`SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`, `SupportsUploads`.
+`SupportsGet`, `SupportsCells`, `SupportsDeviceVisits`, `SupportsOptimize`, `SupportsSize`, `SupportsVacuum`,
+`SupportsBeside`, `SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`, `SupportsUploads`.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from knnstore.datastore.arrays import DamagedPart, Filter, Groups, Ids, Keys
 from knnstore.datastore.protocol import Datastore
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.visits import Visits
+from knnstore.datastore.visits import DeviceVisits, Visits
 from knnstore.errors import RecordNotFoundError
 
 
@@ -63,6 +63,26 @@ class SupportsCells(Protocol):
             DimensionMismatchError: the queries have another dimension than the records.
             InvalidVectorError: a query contains NaN or infinity.
             ValueError: probes < 1.
+        """
+
+
+@runtime_checkable
+class SupportsDeviceVisits(Protocol):
+    """A vector engine with cells that can leave the results of a few queries on a device such as a GPU."""
+
+    def visit_on_device(self, queries: Any, probes: int, where: Filter) -> DeviceVisits | None:
+        """Compute what `SupportsCells.visit` computes, and leave the results on the device.
+
+        The program does not wait for the device, so the queries are not checked.
+
+        Args:
+            queries: query vectors, a tensor of torch, float32, shape (q, dim), on any device.
+            probes: number of cells to search for each query, >= 1.
+            where: filter that records must match. No other record may be found, also if `where` has groups.
+
+        Returns:
+            The records on the device of the queries. None if no record matches, or if the engine cannot do
+            it here, for example because its keys are not on this device; then the caller uses `visit`.
         """
 
 

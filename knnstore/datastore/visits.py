@@ -4,7 +4,7 @@ An engine with cells (`SupportsCells`) returns visits in place of the k nearest 
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,3 +131,36 @@ def apart(visits: Iterable[Visits]) -> list[Visit]:
         visits: stacks of visits; without stacks, the result is empty.
     """
     return [visit for stack in visits for visit in stack.apart()]
+
+
+class DeviceVisits(Protocol):
+    """The records of the cells that q queries probe, on the engine's device, such as a GPU.
+
+    Each record is in one of r columns of its query. No attribute or method waits for the device.
+    """
+
+    @property
+    def distances(self) -> Any:
+        """Distances, a tensor, float32, shape (q, r), in any order; +inf in a column without a record."""
+
+    @property
+    def tokens(self) -> Any:
+        """Tokens, a tensor, int32, shape (q, r); arbitrary in a column without a record."""
+
+    @property
+    def largest_token(self) -> int:
+        """A token that no token of the records exceeds."""
+
+    def select_rows(self, rows: Any) -> Self:
+        """Return the records of some of the queries; `rows` is a slice, indices or a mask."""
+
+    def sum_by_token(self, temperatures: Any, vocabulary: int) -> Any:
+        """Sum exp((d₀ - d)/T) over the records of each token, where d₀ is the query's smallest distance.
+
+        Args:
+            temperatures: t temperatures of each query, a tensor, float32, shape (q, t), on the device.
+            vocabulary: number of tokens, v. A record with a larger token counts for the last token.
+
+        Returns:
+            A tensor, float32, shape (q, t, v); 0 for a query without records.
+        """

@@ -71,8 +71,8 @@ class RowMixer:
 
         Returns:
             Shape (n, v). For each group of rows: log p of the mixture, float32, if a component found anything
-            for one of its rows; else the model's logits. If all rows are one group without a result, the
-            unchanged tensor ``rows.logits``.
+            for one of its rows, or if the logits are on a GPU; else the model's logits. If all rows are one
+            group without a result, and in main memory, the unchanged tensor ``rows.logits``.
 
         Raises:
             ConfigError: `each` has neither one nor n settings; or the settings need the texts, and the texts
@@ -139,7 +139,10 @@ class RowMixer:
             probs = compute_exp(log_probs)
             batch = _batch(some, log_probs, probs, settings)
             mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-            is_anything_found = is_anything_found or mixture.is_anything_found
+            # To ask a GPU would mean to wait for it; its rows without a result have the model's log p.
+            is_anything_found = (
+                is_anything_found or log_probs.device.type != "cpu" or mixture.is_anything_found
+            )
             parts.append(mixture.distribution(log_probs, probs))
         if not is_anything_found:
             return rows.logits

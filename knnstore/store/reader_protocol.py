@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Domain, Identity
-from knnstore.datastore import Ids, Keys, Neighbors, Visits
+from knnstore.datastore import DeviceVisits, Ids, Keys, Neighbors, Visits
 from knnstore.store.fitted import Lineage, SavedSettings, Weights
 from knnstore.store.ngrams import Letters, NGramCounts, Overlap
 from knnstore.store.provenance import Provenance, Tokens
@@ -71,6 +71,21 @@ class Reader(Protocol):
         Returns:
             A list of `Visits`: arrays with row numbers of queries, record ids and distances. Padding has
             number -1, id -1 and distance +inf.
+        """
+
+    def visit_on_device(
+        self, queries: Any, probes: int, selection: Selection = EVERYTHING
+    ) -> DeviceVisits | None:
+        """Compute what `visit` computes, and leave the results on the device of the engine's keys.
+
+        Args:
+            queries: query vectors, a tensor of torch, float32, shape (q, dim), on any device.
+            probes: number of cells to search for each query, >= 1.
+            selection: documents whose records are compared.
+
+        Returns:
+            Distances and tokens of the records, without waiting for the device. None if `visit` has to be
+            called.
         """
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:

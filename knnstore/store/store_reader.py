@@ -16,7 +16,7 @@ from knnstore.catalog import (
     StoredVersion,
     find_other_ids,
 )
-from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
+from knnstore.datastore import Datastore, DeviceVisits, Ids, Keys, Neighbors, Visits
 from knnstore.documents import PAIR_FIELDS, TextDocument
 from knnstore.errors import (
     AmbiguousDocumentError,
@@ -119,6 +119,30 @@ class StoreReader:
             StoreUnavailableError: if other processes change the store again and again during the call.
         """
         return self._read_at_one_revision(lambda view: view.visit(queries, probes, selection))
+
+    def visit_on_device(
+        self, queries: Any, probes: int, selection: Selection = EVERYTHING
+    ) -> DeviceVisits | None:
+        """Compute what `visit` computes, and leave the results on the device of the engine's keys.
+
+        Args:
+            queries: query vectors, a tensor of torch, float32, shape (q, dim), on any device. They are not
+                checked.
+            probes: number of cells to search for each query, >= 1. Cells without a selected record do not
+                count.
+            selection: documents whose records are compared.
+
+        Returns:
+            Distances and tokens of the records, without waiting for the device. None if `visit` has to be
+            called: the engine's keys are not on the device of the queries, nothing is selected, or there are
+            too many queries or records.
+
+        Raises:
+            DomainNotFoundError: if the selection names an unknown domain.
+            DocumentNotFoundError: if the selection names an unknown document.
+            StoreUnavailableError: if other processes change the store again and again during the call.
+        """
+        return self._read_at_one_revision(lambda view: view.visit_on_device(queries, probes, selection))
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
         """Return counts of all n-grams (series of tokens) of the selected documents.

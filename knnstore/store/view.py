@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import (
     Datastore,
+    DeviceVisits,
     Filter,
     IdRanges,
     Ids,
     Keys,
     Neighbors,
     SupportsCells,
+    SupportsDeviceVisits,
     Visits,
     positions_of,
     ranges_of,
@@ -65,6 +67,7 @@ class View:
         self.datastore = datastore
         self.has_cells = isinstance(datastore, SupportsCells)
         """True if the engine divides records into cells (clusters of near keys)."""
+        self._has_device_visits = isinstance(datastore, SupportsDeviceVisits)
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
@@ -133,6 +136,26 @@ class View:
             all_meet = _has_record_for_each_query(visits, len(queries))
         if records and not all_meet:
             raise CorruptDatastoreError(_LOST_RECORDS)
+        return visits
+
+    def visit_on_device(self, queries: Any, probes: int, selection: Selection) -> DeviceVisits | None:
+        """Compute what `visit` computes, and leave the results on the device of the engine's keys.
+
+        Args:
+            queries: query vectors, a tensor of torch, float32, shape (q, dim), on any device.
+            probes: number of cells to search for each query, >= 1.
+            selection: documents whose records are compared.
+
+        Returns:
+            Distances and tokens of the records, without waiting for the device. None if `visit` has to be
+            called.
+        """
+        if not self._has_device_visits:
+            return None
+        live, where, _ = self.scope(selection)
+        datastore: Any = self.datastore
+        exact = Filter(live, None if where is None else where.groups)
+        visits: DeviceVisits | None = datastore.visit_on_device(queries, probes, exact)
         return visits
 
     def scope(self, selection: Selection) -> Scope:

@@ -388,6 +388,72 @@ def test_a_device_measures_as_the_processor_does(tmp_path: Path, metric: Metric,
         store.close()
 
 
+@pytest.mark.parametrize("codes", ["none", "int8", "pq4"])
+@pytest.mark.parametrize("metric", list(Metric))
+def test_results_on_a_device_are_those_in_main_memory(tmp_path: Path, metric: Metric, codes: str) -> None:
+    """Codes and keys beside each other, three groups, filters, and what was deleted; then a new segment."""
+    keys, queries = clustered(3000), clustered(9, seed=1)
+    params: dict[str, Any] = {"cells": 8, "codes": codes, "coded_from": 1000}
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, device="cpu", **params) as store:
+        put(store, np.arange(1500), keys)
+        put(store, np.arange(1500, 2000), keys, group=1)
+        put(store, np.arange(2000, 2002), keys, group=2)
+        store.optimize()
+        for change in (
+            lambda: None,
+            lambda: put(store, np.arange(2002, 3000), keys),
+            lambda: store.delete(IdRanges([(300, 900)])),
+        ):
+            change()
+            store.flush()
+            for where in (
+                Filter(IdRanges([(0, 9000)])),
+                Filter(IdRanges([(4500, 6000)]), frozenset([1])),
+                Filter(IdRanges([(300, 7000)])),
+                Filter(IdRanges([(6000, 6001)])),
+            ):
+                for probes in (3, 100):
+                    found = store.visit_on_device(torch.from_numpy(queries), probes, where)
+                    visits = store.visit(queries, probes, where=where)
+                    assert (found.distances < torch.inf).any(1).all(), "a query is compared with nothing"
+                    assert found.largest_token >= int(found.tokens.max())
+                    compare_by_id(found.tokens.long(), found.distances, visits)
+
+
+def compare_by_id(ids: torch.Tensor, distances: torch.Tensor, visits: list[Visits]) -> None:
+    """Compare the records and distances of each query with those of visits."""
+    expected = Neighbors.visited(visits, len(ids))
+    for row, is_found in enumerate(distances < torch.inf):
+        order, is_expected = ids[row, is_found].argsort(), expected.ids[row] >= 0
+        expected_order = expected.ids[row, is_expected].argsort()
+        np.testing.assert_array_equal(
+            ids[row, is_found][order], expected.ids[row, is_expected][expected_order]
+        )
+        np.testing.assert_allclose(
+            distances[row, is_found][order],
+            expected.distances[row, is_expected][expected_order],
+            rtol=1e-4,
+            atol=1e-3,
+        )
+
+
+def test_a_device_leaves_to_main_memory_what_it_cannot_do(tmp_path: Path) -> None:
+    """Without keys on it, for too many queries, and where no record matches."""
+    keys, everything = clustered(500), Filter(IdRanges([(0, 9000)]))
+    for device, count, where, is_done in (
+        ("cpu", 64, everything, True),
+        ("none", 64, everything, False),
+        ("cpu", 65, everything, False),
+        ("cpu", 0, everything, False),
+        ("cpu", 1, Filter(IdRanges([(1 << 30, 1 << 31)])), False),
+    ):
+        with CellsDatastore.open(tmp_path / f"{device}", dim=DIM, device=device) as store:
+            put(store, np.arange(500), keys)
+            store.flush()
+            found = store.visit_on_device(torch.from_numpy(clustered(count)), 2, where)
+            assert (found is not None) == is_done
+
+
 @pytest.mark.parametrize(
     ("params", "sizes"),
     [({"codes": "none"}, (6000, 5000)), ({"cells": 8, "codes": "pq4", "coded_from": 1200}, (1000, 2000))],

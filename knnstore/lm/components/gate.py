@@ -24,6 +24,7 @@ from knnstore.lm.mixing import (
     fill_unknown_features,
     fit_network,
 )
+from knnstore.lm.transfers import upload_floats
 
 _LEAST_SHARE = 1e-3  # of an expert, where the fit of the network begins
 _ROUNDS = 50  # of expectation maximization, to fit the shares where the fit of the network begins
@@ -272,6 +273,6 @@ def _stack_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
         like: a tensor of shape (n,).
     """
     if not any(isinstance(value, Tensor) for value in values):
-        return like.new_tensor(values)
+        return upload_floats([float(value) for value in values], like.device)
     columns = [torch.as_tensor(value, device=like.device).expand(len(like)) for value in values]
     return torch.stack(columns, 1)

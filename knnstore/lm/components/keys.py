@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.datastore import Ids, Neighbors, tokens_of
+from knnstore.datastore import DeviceVisits, Ids, Neighbors, tokens_of
 from knnstore.datastore import Keys as KeyArray
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm.batch import Batch
@@ -22,6 +22,7 @@ from knnstore.lm.mixing import (
     DISTINCT_AMONG,
     CellSums,
     Contribution,
+    DeviceSums,
     Evidence,
     Mixer,
     NeighborSums,
@@ -30,6 +31,7 @@ from knnstore.lm.mixing import (
     compute_neighbor_features,
     list_powers_of_two,
 )
+from knnstore.lm.transfers import upload
 from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
@@ -127,12 +129,17 @@ class Keys:
         is_text = batch.is_text
         if not settings.retrieves or (is_text is not None and not is_text.any()):
             return [_convert_to_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)]
+        # 2) Sum over whole cells on the device where text is generated and the engine's keys are there.
+        if form is Form.DISTRIBUTION and batch.targets is None and probes_cells(reader, settings):
+            sums = _sum_on_device(reader, settings, batch)
+            if sums is not None:
+                return [*sums]
         queries = (batch.keys if is_text is None else batch.keys[is_text]).float().cpu().numpy()
-        # 2) Sum over whole cells where texts are scored, which have no padding.
+        # 3) Sum over whole cells where texts are scored, which have no padding.
         targets = batch.targets if is_text is None and form is not Form.SOURCES else None
         if targets is not None and probes_cells(reader, settings):
             return [*_sum_cells(reader, queries, targets, settings, batch.vocabulary, form)]
-        # 3) Keep single records elsewhere.
+        # 4) Keep single records elsewhere.
         found = search_records(reader, queries, settings)
         if is_text is not None:
             found = [neighbors.spread(is_text.numpy()) for neighbors in found]
@@ -342,6 +349,49 @@ def _sum_cells(
     return [CellSums(cells, targets, places, features) for cells in every]
 
 
+def _sum_on_device(reader: Reader, settings: KeySettings, batch: Batch) -> list[DeviceSums] | None:
+    """Run every search that the settings ask for on the device of the batch, without waiting for the device.
+
+    Args:
+        reader: a store with cells.
+        settings: the settings in force, with the number of searched cells, the mixer and the selection of
+            documents.
+        batch: the positions. Padding finds no records.
+
+    Returns:
+        The sums of each search. None if a search cannot be run this way, or has no records.
+
+    Raises:
+        ConfigError: the store contains a token that the model does not predict.
+    """
+
+    def probe_selection(selection: Selection) -> DeviceVisits | None:
+        """Return the records of a selection that are in the searched cells."""
+        assert settings.probes is not None
+        return reader.visit_on_device(batch.keys.float(), settings.probes, selection)
+
+    sums = list[DeviceSums]()
+    features = 1 if settings.needs_nearest_only else DISTINCT_AMONG
+    for part in settings.mixer.searches(settings.selection):
+        visits = _search_within_selection(reader, settings, part, probe_selection)
+        if visits is None:
+            return None
+        _check_largest_token(visits.largest_token, batch)
+        if batch.is_text is not None:
+            visits.distances.masked_fill_(upload(~batch.is_text, batch.keys.device)[:, None], torch.inf)
+        sums.append(DeviceSums(visits, batch.vocabulary, features))
+    return sums or None
+
+
+def _check_largest_token(largest: int, batch: Batch) -> None:
+    """Raise ConfigError if the largest token of the found records is outside the vocabulary of the batch."""
+    if largest >= batch.vocabulary:
+        raise ConfigError(
+            f"the store holds token {largest}, the model's vocabulary has {batch.vocabulary}; "
+            "use the model that the store was made with"
+        )
+
+
 def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> NeighborSums:
     """Convert the records of a search to `NeighborSums`, which hold tensors on the device of the batch.
 
@@ -357,11 +407,8 @@ def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form
     """
     device = batch.keys.device
     tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
-    if form is Form.DISTRIBUTION and tokens.max(initial=0) >= batch.vocabulary:
-        raise ConfigError(
-            f"the store holds token {tokens.max()}, the model's vocabulary has {batch.vocabulary}; "
-            "use the model that the store was made with"
-        )
+    if form is Form.DISTRIBUTION:
+        _check_largest_token(int(tokens.max(initial=0)), batch)
     sums = NeighborSums(
         torch.from_numpy(found.distances).to(device),
         torch.from_numpy(tokens).to(device),

@@ -7,6 +7,7 @@ context: its last 1 to 7 tokens. The prediction depends on the longest suffix th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from knnstore.lm.mixing import (
     fit_lambdas,
     mix_target_log_probs,
 )
+from knnstore.lm.transfers import upload, upload_floats
 from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence
 
 Rows = slice | Tensor
@@ -107,7 +109,7 @@ class Continuation(NamedTuple):
 
     def to(self, device: torch.device) -> "Continuation":
         """Return the distributions with all tensors on a device."""
-        moved = (None if column is None else column.to(device) for column in self)
+        moved = (None if column is None else upload(column, device) for column in self)
         return Continuation(*moved)  # type: ignore[arg-type]
 
     @classmethod
@@ -325,9 +327,8 @@ class NGrams(CountedNGrams):
         rest, suffixes = np.zeros(len(contexts), np.float32), np.zeros((len(contexts), 3), np.int64)
         rest[rows] = seen.rest
         suffixes[rows] = np.stack(seen.suffixes, 1)
-        unigrams = torch.from_numpy(counts.unigrams)
-        if len(unigrams) < question.vocabulary:
-            unigrams = pad(unigrams, (0, question.vocabulary - len(unigrams)))
+        device = torch.device("cpu") if question.keys is None else question.keys.device
+        unigrams = _get_unigrams(counts, question.vocabulary, device)
         return Continuation(weights, tokens, torch.from_numpy(suffixes), torch.from_numpy(rest), unigrams)
 
     def cite(
@@ -387,6 +388,28 @@ def cite_occurrences(
     return Citations(every, every)
 
 
+_unigrams: WeakKeyDictionary[NGramCounts, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
+
+
+def _get_unigrams(counts: NGramCounts, vocabulary: int, device: torch.device) -> Tensor:
+    """Return the distribution of single tokens on a device; it is copied once.
+
+    Args:
+        counts: the counts of the selected documents.
+        vocabulary: number of tokens that the model predicts.
+        device: the device.
+
+    Returns:
+        Float32, shape (v,), padded with 0 to the vocabulary.
+    """
+    of_counts = _unigrams.setdefault(counts, {})
+    if (vocabulary, device) not in of_counts:
+        values = torch.from_numpy(counts.unigrams)
+        padded = pad(values, (0, max(0, vocabulary - len(values))))
+        of_counts[vocabulary, device] = padded.to(device)
+    return of_counts[vocabulary, device]
+
+
 def _match_contexts(
     counts: NGramCounts, contexts: Contexts, order: int
 ) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
@@ -434,7 +457,7 @@ def select_ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
         ngrams: the settings.
         lengths: length in tokens of the longest found suffix of each context, int64.
     """
-    table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
+    table = upload_floats(ngrams.by_length or (ngrams.lam,), lengths.device)
     return table[lengths.clamp(max=len(table) - 1)]
 
 

@@ -33,6 +33,7 @@ from knnstore.lm.mixing import (
     group_into_halving_chains,
     mix_target_log_probs,
 )
+from knnstore.lm.transfers import upload
 
 _BLOCK_ROWS = 256
 """Number of query vectors that are compared with earlier keys at once; larger blocks compute more unused
@@ -288,8 +289,9 @@ def look_back(
     Args:
         keys: keys of several texts, concatenated, float32, shape (m, d).
         tokens: the token that each key predicts, int64, shape (m,); not used for the last key of a text.
-        at: the n keys to compare, as row numbers in `keys`, int64, shape (n,), ascending.
-        starts: row number in `keys` where the text of each of the n keys begins, int64, shape (n,).
+        at: the n keys to compare, as row numbers in `keys`, int64, shape (n,), ascending, in main memory.
+        starts: row number in `keys` where the text of each of the n keys begins, int64, shape (n,), in main
+            memory.
         size: largest number of preceding keys that are compared.
         metric: ``l2`` or ``ip``.
 
@@ -300,17 +302,18 @@ def look_back(
     """
     reach = int((at - starts).max()) if len(at) else 0
     width = min(size, max(reach, 1))
-    before = at[:, None] + torch.arange(-width, 0, device=at.device)
+    at_device, starts_device = upload(at, keys.device), upload(starts, keys.device)
+    before = at_device[:, None] + torch.arange(-width, 0, device=keys.device)
     distances = torch.full(before.shape, torch.inf, device=keys.device)
     done = 0
     for count in torch.unique_consecutive(at // _BLOCK_ROWS, return_counts=True)[1].tolist():
         rows = slice(done, done + count)
         first = max(0, int(at[done]) - width)
         reached = keys[first : int(at[done + count - 1]) + 1]
-        compared = pairwise(keys[at[rows]], reached, metric)
+        compared = pairwise(keys[at_device[rows]], reached, metric)
         distances[rows] = compared.gather(1, (before[rows] - first).clamp(min=0))
         done += count
-    distances.masked_fill_(before < starts[:, None], torch.inf)
+    distances.masked_fill_(before < starts_device[:, None], torch.inf)
     return Recent(distances, tokens[before.clamp(min=0)])
 
 
@@ -329,8 +332,8 @@ def look_back_for_targets(
     Args:
         keys: keys of several texts, concatenated, float32, shape (m, d).
         tokens: the token that each key predicts, int64, shape (m,); not used for the last key of a text.
-        at: row number in `keys` of each of n queries, int64, shape (n,), ascending.
-        starts: row number in `keys` where the text of each query begins, int64, shape (n,).
+        at: row number in `keys` of each of n queries, int64, shape (n,), ascending, in main memory.
+        starts: row number in `keys` where the text of each query begins, int64, shape (n,), in main memory.
         targets: target token of each query, int64, shape (n,).
         size: largest number of preceding keys that are compared.
         metric: ``l2`` or ``ip``.
@@ -341,9 +344,10 @@ def look_back_for_targets(
         preceding keys, and the distance of the nearest of these keys.
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
-    for rows in torch.split(torch.arange(len(at), device=at.device), _BLOCK_ROWS):
+    for rows in torch.split(torch.arange(len(at)), _BLOCK_ROWS):
         recent = look_back(keys, tokens, at[rows], starts[rows], size, metric)
-        row, column = (recent.tokens == targets[rows, None]).nonzero(as_tuple=True)
+        own_targets = targets[upload(rows, keys.device)]
+        row, column = (recent.tokens == own_targets[:, None]).nonzero(as_tuple=True)
         nearest, probs = recent.nearest, torch.empty(len(rows), len(ascending), device=keys.device)
         gaps = nearest.where(nearest.isfinite(), 0)[:, None] - recent.distances
         for chain in group_into_halving_chains(ascending):
@@ -369,9 +373,9 @@ class _KeysInReach(NamedTuple):
     tokens: Tensor
     """The token that each key predicts, int64, shape (m,); arbitrary at the end of a text."""
     at: Tensor
-    """Row in `keys` of each query, int64, shape (q,), ascending."""
+    """Row in `keys` of each query, int64, shape (q,), ascending, in main memory."""
     starts: Tensor
-    """Row in `keys` where the text of each query begins, int64, shape (q,)."""
+    """Row in `keys` where the text of each query begins, int64, shape (q,), in main memory."""
     order: Tensor
     """Index of the query of each context, int64, shape (n,); q for padding."""
     firsts: NDArray[np.int64]
@@ -406,10 +410,10 @@ class _KeysInReach(NamedTuple):
         order[rows] = back
         return cls(
             laid,
-            torch.from_numpy(np.concatenate(tokens)).to(laid.device),
-            torch.from_numpy(at).to(laid.device),
-            torch.from_numpy(begins[owners[first_rows]]).to(laid.device),
-            torch.from_numpy(order).to(laid.device),
+            upload(torch.from_numpy(np.concatenate(tokens)), laid.device),
+            torch.from_numpy(at),
+            torch.from_numpy(begins[owners[first_rows]]),
+            upload(torch.from_numpy(order), laid.device),
             rows[first_rows],
         )
 

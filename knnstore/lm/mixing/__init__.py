@@ -2,6 +2,7 @@
 
 from knnstore.lm.mixing.bins import BinnedLambda, find_bins
 from knnstore.lm.mixing.cell_sums import CellSums, ProbedCells, group_into_halving_chains
+from knnstore.lm.mixing.device_sums import DeviceSums
 from knnstore.lm.mixing.domain_weights import DomainWeights
 from knnstore.lm.mixing.gate_network import (
     GateLambda,
@@ -57,6 +58,7 @@ __all__ = [
     "CellSums",
     "Chosen",
     "Contribution",
+    "DeviceSums",
     "DomainWeights",
     "Evidence",
     "FixedLambda",

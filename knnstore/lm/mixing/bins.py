@@ -10,6 +10,7 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.mixer import Chosen, Evidence, SimpleMixer
+from knnstore.lm.transfers import upload_floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,10 @@ class BinnedLambda(SimpleMixer):
             temperature: T of the settings.
         """
         bins = find_bins(evidence, self.distance_edges, self.confidence_edges)
-        lam = torch.tensor(self.lambdas, device=bins.device)[bins]
+        lam = upload_floats(self.lambdas, bins.device)[bins]
         if not self.temperature_factors:
             return Chosen(lam, temperature)
-        factors = torch.tensor(self.temperature_factors, device=bins.device)
+        factors = upload_floats(self.temperature_factors, bins.device)
         return Chosen(lam, temperature * factors[bins])
 
 
@@ -88,5 +89,5 @@ def find_bins(
 
 def _assign_bins(values: Tensor, edges: Sequence[float]) -> Tensor:
     """For each value count the edges at or below it, which is the number of its bin; int64, shape (n,)."""
-    limits = torch.tensor(edges, dtype=torch.float32, device=values.device)
+    limits = upload_floats(edges, values.device)
     return torch.bucketize(values.contiguous(), limits, right=True)

@@ -13,6 +13,7 @@ import torch
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.mixer import Evidence, Weighed
+from knnstore.lm.transfers import upload
 from knnstore.store import Selection
 
 
@@ -78,10 +79,10 @@ class DomainWeights:
         if not numbers:
             zeros = torch.zeros(len(distances), device=distances.device)
             return Weighed(torch.zeros_like(distances), zeros, zeros + temperature)
-        lambdas = torch.tensor(self.lambdas, device=distances.device)[numbers]
+        lambdas = upload(torch.tensor(self.lambdas)[numbers], distances.device)
         factors = torch.tensor(self.temperature_factors or [1.0] * len(self.domains))[numbers]
-        temperatures = temperature * factors.to(distances.device)
-        weights = evidence.weights(temperatures.tolist())
+        weights = evidence.weights((temperature * factors).tolist())
+        temperatures = upload(temperature * factors, distances.device)
         given = lambdas * (weights.sum(2) > 0)
         lam = given.sum(1)
         shares = (given / lam[:, None]).where(lam[:, None] > 0, 0.0)

@@ -286,7 +286,7 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
     distances, distinct = evidence.distances, evidence.distinct
     near = distances.index_select(1, get_rank_columns(k, distances.shape[1], distances.device))
     found = near < torch.inf
-    if not found.all():
+    if near.device.type != "cpu" or not found.all():  # to ask a GPU would mean to wait for it
         farthest = (
             distances.where(distances.isfinite(), -torch.inf)
             .amax(1, keepdim=True)

@@ -201,13 +201,16 @@ class Mixture:
         for lam in reversed(lams[:-1]):
             shares.insert(0, lam * left)
             left = left * (1 - lam)
-        self.is_anything_found = any(bool(is_found.any()) for is_found in found)
-        """True if a component has a prediction in at least one row."""
         self.shares = shares
         """Share of each component in the mixture, float32, shapes (n,)."""
         # Rounding may make the sum larger than 1, and 1 - λ needs a logarithm.
         self.lam = shares[0] if len(shares) == 1 else torch.stack(shares).sum(0).clamp_(max=1.0)
         """Share of all components together, float32, shape (n,); the rest is the model's."""
+
+    @property
+    def is_anything_found(self) -> bool:
+        """True if a component has a prediction in at least one row. The program waits for the device."""
+        return any(bool(component.is_found.any()) for component in self.components)
 
     @property
     def weights(self) -> Tensor:

@@ -3,7 +3,8 @@
     p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
 `TokenSums` is the interface. `NeighborSums` sums over the k nearest records; `CellSums` in `cell_sums` sums
-over all records of the probed cells; the engine decides between them. `TargetSums` keeps p_kNN of target
+over all records of the probed cells, and `DeviceSums` in `device_sums` does so on a GPU; the engine decides
+between them. `TargetSums` keeps p_kNN of target
 tokens alone, at each temperature of a grid, for fits.
 """
 
@@ -239,8 +240,8 @@ def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     """
     width = min(tokens.shape[1], DISTINCT_AMONG)
     near, found = tokens[:, :width], distances[:, :width] < torch.inf
-    if len(near) <= _MAX_LOOPED_QUERIES:
-        return _count_distinct_in_rows(near.tolist(), found.sum(1).tolist()).to(near.device)
+    if len(near) <= _MAX_LOOPED_QUERIES and near.device.type == "cpu":
+        return _count_distinct_in_rows(near.tolist(), found.sum(1).tolist())
     # A token is counted at its first rank. Missing neighbors have the last ranks, so they hide no token.
     is_repeated = (near[:, :, None] == near[:, None, :]).tril_(-1).any(2)
     counts = (found & ~is_repeated).cumsum(1)

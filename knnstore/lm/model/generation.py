@@ -17,11 +17,11 @@ from knnstore.errors import ConfigError
 from knnstore.lm.model.drafting import enable_drafts, find_reason_against_drafts, warn_no_drafts
 from knnstore.lm.model.guidance import Guidance
 from knnstore.lm.model.text_layer import attach_texts, check_row_order, get_cached_length, get_cached_texts
-from knnstore.lm.reading import CACHE_NAMES, check_tokens, get_cache_argument_name
+from knnstore.lm.reading import CACHE_NAMES, DelayedCheck, check_tokens, get_cache_argument_name
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
-_OWN_ARGUMENTS = ("knn", "ends")
+_OWN_ARGUMENTS = ("knn", "ends", "delayed_check")
 """Arguments of the model with a store that an assistant model does not accept."""
 _MODEL_ALONE = KNNSettings(lam=0.0)
 _NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no code but its own"
@@ -83,7 +83,10 @@ class StoreGeneration(GenerationMixin):
                 kwargs = enable_drafts(self.store, knn, self.tokenizer, kwargs)
             else:
                 warn_no_drafts(reason)
-        return super().generate(*args, knn=knn, **kwargs)
+        delayed_check = DelayedCheck(self.base)
+        generated = super().generate(*args, knn=knn, delayed_check=delayed_check, **kwargs)
+        delayed_check.finish()
+        return generated
 
     def generate_batch(self: Any, *_: Any, **__: Any) -> Any:
         """Raise ConfigError, always: continuous batching of transformers packs several texts into one row."""
@@ -101,6 +104,7 @@ class StoreGeneration(GenerationMixin):
         inputs_embeds: Tensor | None = None,
         knn: KNNSettings | None = None,
         ends: Ends | None = None,
+        delayed_check: DelayedCheck | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the arguments of the next forward pass, with the settings and the mask of padding.
@@ -113,13 +117,16 @@ class StoreGeneration(GenerationMixin):
             inputs_embeds: embeddings of the prompts, in place of token ids; None for token ids.
             knn: settings of the call.
             ends: how texts end; None if they end by their length only.
+            delayed_check: check of the logits of the last step; its result is read. None checks each step at
+                once.
             **kwargs: arguments of `GenerationMixin.prepare_inputs_for_generation`.
 
         Returns:
-            The base model's inputs; ``knn``, one for all texts or one for each; and ``text_mask``, shape (b,
-            new), 0 at padding, or None if there is no mask.
+            The base model's inputs; ``knn``, one for all texts or one for each; ``text_mask``, shape (b,
+            new), 0 at padding, or None if there is no mask; and ``delayed_check`` if it is given.
 
         Raises:
+            ModelOutputError: logits of the last step are NaN or infinite.
             ConfigError: beam search has reordered rows, but the texts in a cache that is not a `Cache` of
                 transformers cannot follow.
         """
@@ -146,6 +153,9 @@ class StoreGeneration(GenerationMixin):
         if knn is not None and ends is not None and len(input_ids) > 1:
             ended = ends.find_ended(input_ids)
             each = [_MODEL_ALONE if is_ended else knn for is_ended in ended] if any(ended) else knn
+        if delayed_check is not None:
+            delayed_check.finish()
+            inputs["delayed_check"] = delayed_check
         return {**inputs, "knn": each, "text_mask": text_mask}
 
     def _prefill(  # type: ignore[override]

@@ -38,6 +38,7 @@ from knnstore.lm.model.text_generation import enable_cache, generate_text
 from knnstore.lm.model.text_layer import attach_texts, get_texts_of_pass
 from knnstore.lm.model.translation import score_translations, translate
 from knnstore.lm.reading import (
+    DelayedCheck,
     Encoder,
     TextReader,
     add,
@@ -396,6 +397,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
         resolved = {id(settings): self.resolve_settings(settings) for settings in given}
         each = [resolved[id(settings)] for settings in given]
+        delayed_check: DelayedCheck | None = others.pop("delayed_check", None)
         of_loss = {key: others.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in others}
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         inputs |= as_cache_argument(self.base, cache) | others
@@ -407,7 +409,9 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         texts, is_text, why_not = get_texts_of_pass(known, batch, length, text.text_mask)
         if texts is None and any(self.needs_text(settings) for settings in each):
             raise ConfigError(why_not)
-        # 2) Run the base model.
+        # 2) Copy the tokens to main memory. After the pass, the copy would wait for the whole pass.
+        tokens = None if texts is None or text.input_ids is None else text.input_ids.cpu()
+        # 3) Run the base model.
         try:
             with KeyCapture(self.base, self.key_encoder.location) as capture:
                 output = self.base(**inputs, return_dict=True)
@@ -421,22 +425,27 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         logits = output.logits
         if "logits_to_keep" not in self._base_accepts:
             logits = keep_positions(logits, logits_to_keep)
-        if not self.training:  # in training a step that overflows is left to the loss scaler
+        is_finite: Tensor | None = None
+        if delayed_check is not None and length == 1 and logits.device.type != "cpu":
+            is_finite = delayed_check.begin(logits)
+        elif not self.training:  # in training a step that overflows is left to the loss scaler
             check_logits(self.base, logits, text.attention_mask)
-        # 3) Extend the texts, and store them in the cache that the model returns.
+        # 4) Extend the texts, and store them in the cache that the model returns.
         is_mixed = not all(settings.is_model_alone for settings in each)
         states = capture.keys(batch, length)
         if texts is None:
             keys, batch_of_texts = self.key_encoder.project(states), None
         else:
-            keys, batch_of_texts = self.extend_texts(texts, text.input_ids, states, is_text)
+            keys, batch_of_texts = self.extend_texts(texts, tokens, states, is_text)
         # Some models change the cache in their arguments, and return no cache.
         attach_texts(output if find_cache(output) is not None else known, texts)
-        # 4) Mix.
+        # 5) Mix.
         if is_mixed:
             prefix = self.prefix_for(each)
             read = ForwardPass(logits, keys, is_text, batch_of_texts, logits_to_keep, prefix)
             logits = self._mixer.mix(read, each)
+        if is_finite is not None:  # sampling from NaN would break the process
+            logits = logits.where(is_finite, 0.0)
         mixed: Any = output
         mixed.logits = logits
         if labels is not None:
@@ -480,7 +489,8 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
         """Run the base model, and mix the predictions of the store into its predictions.
 
         The store is not searched for positions with attention mask 0. If the weight λ is 0, or if nothing is
-        found at any position, the base model's logits are returned unchanged and not normalized.
+        found at any position, the base model's logits are returned unchanged and not normalized. On a GPU,
+        logits of positions where nothing is found are normalized.
 
         Args:
             input_ids: int64, shape (b, t).

@@ -3,6 +3,7 @@
 from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.checkpoints import check_checkpoint
 from knnstore.lm.reading.encoder import (
+    DelayedCheck,
     Encoded,
     Encoder,
     LogProbs,
@@ -67,6 +68,7 @@ __all__ = [
     "BATCH_TOKENS",
     "CACHE_NAMES",
     "Added",
+    "DelayedCheck",
     "Detokenizer",
     "DocumentTokenizer",
     "DummyLayer",

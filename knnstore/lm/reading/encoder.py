@@ -420,6 +420,42 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
     raise create_not_finite_error(model)
 
 
+class DelayedCheck:
+    """Does what `check_logits` does for the decoding steps on a GPU, but one step later.
+
+    `check_logits` waits for the GPU before the next token can be chosen. The result of this check is read
+    when the next step begins, or the text ends, after the program has waited for the token anyway.
+
+    Args:
+        model: the model that computes the logits.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._begun: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, logits: Tensor) -> Tensor:
+        """Begin to check the logits of a step without padding, shape (b, 1, v).
+
+        Returns:
+            A tensor on the device of the logits, bool, shape (): False if a logit is NaN or +inf, or all
+            logits are -inf.
+        """
+        is_finite = logits.sum(dtype=torch.float32).isfinite()
+        self._begun = logits, is_finite
+        return is_finite
+
+    def finish(self) -> None:
+        """Read the result of the check that was begun last, if any.
+
+        Raises:
+            ModelOutputError: a largest logit is NaN or infinite.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None and not begun[1]:
+            check_logits(self._model, begun[0])
+
+
 def create_not_finite_error(model: PreTrainedModel, what: str = "logits") -> ModelOutputError:
     """Return the error for NaN or infinite output, with the dtype and the probable cause.
 
