@@ -183,6 +183,13 @@ def test_damaged_settings_are_said_and_dropped(home: Path) -> None:
         assert store.verify() == []
 
 
+def test_damaged_settings_are_dropped_when_others_are_saved(home: Path) -> None:
+    assert alter(home, "knnstore_settings", "payload")
+    with KNNStore.open(home, "a") as store:
+        store.save_settings(SavedSettings({"k": 9}), ["law"])
+        assert store.verify() == []
+
+
 def test_a_damaged_fingerprint_that_an_upgrade_found_is_said(tmp_path: Path) -> None:
     """The digest is of the damaged one, so the fingerprint is looked at itself."""
     for number, fingerprint in enumerate(("0" * 64 + ":%%%", "0" * 64 + ":AAAA", "0" * 64 + ":AA:")):

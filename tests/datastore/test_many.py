@@ -284,6 +284,7 @@ class TestParts:
             "other name",
             "other rows",
             "others' rows",
+            "other group",
             "a path",
             "a name that is none",
         ],
@@ -304,6 +305,7 @@ class TestParts:
                 "other name": {"name": 7},
                 "other rows": {"rows": "1"},
                 "others' rows": {"rows": ROWS + 1},
+                "other group": {"group": 1 << 31},
             }
             listed[0] |= other.get(text, {})
             made = json.dumps(listed).encode() if text.startswith("other") else text.encode()
