@@ -408,7 +408,7 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
     Raises:
         ModelOutputError: at some position the largest logit is NaN or infinite.
     """
-    if math.isfinite(float(logits.sum(dtype=torch.float32))):  # a sum is ten times faster than a maximum
+    if math.isfinite(logits.sum(dtype=torch.float32).item()):  # a sum is ten times faster than a maximum
         return
     finite = logits.amax(-1).isfinite()
     if finite.all():
