@@ -6,6 +6,7 @@ The device is simulated on the CPU (`simulated_device`), with the operations of 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def home(make_lm):
+def home(make_lm) -> Path:
     """A store with codes in several cells, and a second domain of few keys in half precision."""
     params = {"cells": 8, "codes": "pq8", "coded_from": 200, "device": "none"}
     lm = make_lm({"a": TEXTS[:16], "b": TEXTS[16:17]}, max_length=64, store="cells", params=params)
@@ -58,7 +59,10 @@ def gated(settings: KNNSettings) -> KNNSettings:
     torch.manual_seed(0)
     width = sum(widths.values())
     outputs = 1 + sum(len(factors) for factors in experts.values())
-    network = Network(torch.zeros(width), torch.ones(width), [0.0] * outputs).eval()
+    scale = torch.ones(width)
+    # All documents begin with the same key. Which tokens are among the nearest 16 is arbitrary then.
+    scale[widths["model"] + widths["query"] :][5 : widths["keys"]] = torch.inf
+    network = Network(torch.zeros(width), scale, [0.0] * outputs).eval()
     torch.nn.init.normal_(network.layers[-1].weight)
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(factors)] for name, factors in experts.items()]

@@ -484,7 +484,8 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
         """Run the base model, and mix the predictions of the store into its predictions.
 
         The store is not searched for positions with attention mask 0. If the weight λ is 0, or if nothing is
-        found at any position, the base model's logits are returned unchanged and not normalized.
+        found at any position, the base model's logits are returned unchanged and not normalized. On a GPU,
+        logits of positions where nothing is found are normalized.
 
         Args:
             input_ids: int64, shape (b, t).
