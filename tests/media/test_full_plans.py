@@ -5,13 +5,14 @@ import pytest
 from knnstore.distributed import PlanFolder
 from knnstore.errors import DiskFullError, PlanError
 from tests.distributed.test_plans import DOCUMENTS, Workshop
+from tests.record.behaviour import MODEL
 
 
 @pytest.mark.parametrize("shards", [*(pytest.param(of, marks=pytest.mark.slow) for of in (0.0, 0.5)), 1.5])
 def test_a_worker_says_so_in_one_line_and_leaves_no_half_shard(shards, disk, steps, tmp_path) -> None:
     """With room for some of the keys, whole shards stay. With room for all, encoding completes the plan."""
     small = disk(4 << 20)
-    workshop = Workshop(tmp_path)
+    workshop = Workshop(tmp_path, model=str(MODEL))
     workshop.folder = PlanFolder(small.path / "plan")
     plan = workshop.plan()
     assert plan is not None
@@ -37,7 +38,7 @@ def test_a_worker_says_so_in_one_line_and_leaves_no_half_shard(shards, disk, ste
 
 def test_a_plan_on_a_full_disk_is_not_made(disk, tmp_path) -> None:
     small = disk(4 << 20)
-    workshop = Workshop(tmp_path)
+    workshop = Workshop(tmp_path, model=str(MODEL))
     workshop.folder = PlanFolder(small.path / "plan")
     small.fill()
     with pytest.raises(DiskFullError, match="the disk is full"):

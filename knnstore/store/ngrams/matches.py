@@ -163,7 +163,7 @@ class Matches:
             [*([counts.start] if is_start else []), *(token + 1 for token in end)] or [END]
             for end, is_start in zip(ends, begins, strict=True)
         ]
-        lasts = np.cumsum([len(symbols) for symbols in symbols_of_ends]) - 1
+        lasts = np.cumsum([len(symbols) for symbols in symbols_of_ends], dtype=np.int64) - 1
         joined = np.array([symbol for symbols in symbols_of_ends for symbol in symbols], np.uint32)
         matches = cls(counts, joined, lasts)
         for symbols, last in zip(symbols_of_ends, lasts.tolist(), strict=True):
