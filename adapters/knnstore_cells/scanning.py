@@ -22,6 +22,7 @@ from knnstore.errors import InvalidVectorError
 from knnstore_cells.cell_cache import CellCache
 
 _AT_ONCE = 64  # queries; all cells that they probe are kept, even if they exceed the room
+_TOGETHER = 8  # queries of one call of FAISS; for more, its results need too much memory
 _BYTES_BESIDE = 20  # bytes of a record beside its code: id, |key|², first byte of the code as an index
 _NONE = -1
 
@@ -109,7 +110,7 @@ class _PreparedQueries(NamedTuple):
         squares = np.einsum("ij,ij->i", relative_queries, relative_queries)
         return cls(relative_queries, np.ascontiguousarray(cells, np.int64), center_products, squares)
 
-    def select_rows(self, rows: Sequence[int]) -> Self:
+    def select_rows(self, rows: Sequence[int] | slice) -> Self:
         """Return only some of the queries.
 
         Args:
@@ -258,6 +259,10 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
+        if len(prepared.queries) > _TOGETHER:
+            starts = range(0, len(prepared.queries), _TOGETHER)
+            parts = (prepared.select_rows(slice(start, start + _TOGETHER)) for start in starts)
+            return [found for part in parts for found in self._compute_distances(part)]
         numbers = prepared.cells.ravel().tolist()
         cells = [self._cell_norms[number] for number in numbers if number != _NONE]
         firsts = np.concatenate([np.empty(0, np.intp), *(cell.firsts for cell in cells)])
@@ -320,6 +325,10 @@ class CodeScanner:
             query are cell after cell. Products that are not finite are left out.
         """
         faiss, pointer = self._faiss, self._faiss.swig_ptr
+        if cells.shape[1] > self._index.nlist:
+            # FAISS takes at most `nlist` cells of each query: move the padding to the end, and cut it off.
+            places = (cells == _NONE).argsort(1, kind="stable")[:, : self._index.nlist]
+            cells = np.take_along_axis(cells, places, 1)
         result = faiss.RangeSearchResult(len(queries))
         self._index.nprobe = cells.shape[1]
         center_terms = np.zeros(cells.shape, np.float32)  # FAISS adds these products with its own centers

@@ -67,7 +67,7 @@ def judge(
             positions = Batch(
                 encoded.keys[rows],
                 lm_log_probs.amax(1),
-                compute_entropy(lm_log_probs),
+                compute_entropy(lm_log_probs, lm_log_probs.exp()),
                 store.identity.vocab_size,
                 targets=targets[rows],
             )

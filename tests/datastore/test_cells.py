@@ -520,6 +520,32 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
 
 
+@pytest.mark.parametrize("count", [1, 6, 100])
+def test_queries_may_probe_more_cells_than_one_group_has(tmp_path: Path, count: int) -> None:
+    """Two groups with codes, of 8 cells each: every query meets all records, at the distances of their keys."""
+    keys, queries = clustered(2400), clustered(count, seed=1)
+    params: dict[str, Any] = {"cells": 8, "codes": "pq4", "coded_from": 1000}
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=Metric.L2, **params) as store:
+        put(store, np.arange(1200), keys)
+        put(store, np.arange(1200, 2400), keys, group=1)
+        store.optimize()
+        decoded = {
+            int(id): key for ids, rows, _ in store.iterate() for id, key in zip(ids, rows, strict=True)
+        }
+        for probes in (12, 16):
+            found: list[dict[int, float]] = [{} for _ in queries]
+            for visit in apart(store.visit(queries, probes)):
+                for row, query in enumerate(visit.queries.tolist()):
+                    found[query] |= dict(
+                        zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True)
+                    )
+            assert probes < 16 or all(distances.keys() == decoded.keys() for distances in found)
+            for query, distances in zip(queries, found, strict=True):
+                rows = np.stack([decoded[id] for id in distances]).astype(np.float64)
+                expected = np.square(rows - query).sum(1)
+                np.testing.assert_allclose(list(distances.values()), expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, 256])
 @pytest.mark.parametrize("metric", list(Metric))

@@ -165,6 +165,24 @@ def test_a_pass_on_a_device_predicts_what_it_predicts_on_the_cpu(home, name: str
     torch.testing.assert_close(found[is_text], expected[is_text], rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_may_forbid_a_token(home) -> None:
+    """A logit of -inf is no error, and the text is that of the CPU."""
+
+    def forbid(module: object, arguments: object, output):
+        output.logits[..., 7] = -torch.inf
+        return output
+
+    texts = []
+    for opened in (knnstore.load(home), on_device(home)):
+        with opened as given:
+            lm = given[0] if isinstance(given, tuple) else given
+            lm.base.register_forward_hook(forbid)
+            asked = {argument: value.to(lm.base.device) for argument, value in prompts(lm).items()}
+            made = lm.generate(**asked, max_new_tokens=STEPS, do_sample=False, pad_token_id=2, knn=PROBED)
+            texts.append(made.cpu().tolist())
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_step_without_finite_logits_is_an_error(home, is_last: bool) -> None:
     """It is found one step later, or at the end of the text; what is sampled until then does not matter."""

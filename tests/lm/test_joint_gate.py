@@ -147,6 +147,15 @@ def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated
     assert together[1].tolist() == alone[0].tolist()
 
 
+def test_a_model_can_be_trained_after_inference(lm, gated) -> None:
+    tokens = torch.tensor([lm.reader.tokens("The harbour of the old town").tolist()])
+    with torch.inference_mode():
+        lm(input_ids=tokens, knn=gated)
+    lm(input_ids=tokens, labels=tokens, knn=gated).loss.backward()
+    assert all(weights.grad is not None for weights in lm.base.lm_head.parameters())
+    lm.base.zero_grad()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("probes", "sample"), [(None, {}), (4, {"do_sample": True, "temperature": 0.5})])
 def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch, probes, sample) -> None:

@@ -89,6 +89,20 @@ def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order
             np.testing.assert_array_equal(probs, dense(counts, whole, whole.firsts + stop - 1, order)[0])
 
 
+@pytest.mark.parametrize("order", [3, 7, DEPTH])
+def test_the_end_of_a_text_is_extended_by_its_last_token(order, monkeypatch) -> None:
+    """A step looks up no n-gram of which the last step has all but the last token."""
+    text = np.random.default_rng(0).integers(0, 5, 200)
+    counts = NGramCounts(SortedText.of([text.astype(np.uint32)], [0], 6), 5)
+    looked_up, ranges = [], NGramCounts.ranges
+    monkeypatch.setattr(
+        NGramCounts, "ranges", lambda self, symbols: looked_up.append(1) or ranges(self, symbols)
+    )
+    for stop in range(40, 60):
+        Matches.of_ends(counts, [text[stop - order + 1 : stop].tolist()], [False])
+    assert len(looked_up) <= (order - 1) + 19
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     texts=TEXTS,

@@ -404,9 +404,10 @@ def _get_unigrams(counts: NGramCounts, vocabulary: int, device: torch.device) ->
     """
     of_counts = _unigrams.setdefault(counts, {})
     if (vocabulary, device) not in of_counts:
-        values = torch.from_numpy(counts.unigrams)
-        padded = pad(values, (0, max(0, vocabulary - len(values))))
-        of_counts[vocabulary, device] = padded.to(device)
+        with torch.inference_mode(False):  # the tensor may be used again to train
+            values = torch.from_numpy(counts.unigrams)
+            padded = pad(values, (0, max(0, vocabulary - len(values))))
+            of_counts[vocabulary, device] = padded.to(device)
     return of_counts[vocabulary, device]
 
 

@@ -52,10 +52,11 @@ LEAST_TEMPERATURE = 1e-12
 
 
 def compute_exp(values: Tensor) -> Tensor:
-    """Compute e to the power of each value; on a CPU with numpy, which takes half of torch's time."""
+    """Compute e to the power of each float32 value; on a CPU with numpy, which takes half of torch's time."""
     if values.device.type != "cpu" or values.requires_grad:
         return values.exp()
-    return torch.from_numpy(np.exp(values.numpy()))
+    with np.errstate(under="ignore"):
+        return torch.from_numpy(np.exp(values.numpy()))
 
 
 def _log_in_place(values: Tensor) -> Tensor:
@@ -288,7 +289,7 @@ class Mixture:
         """
         left = 1 - self.lam[:, None]
         below = left * (compute_exp(lm_log_probs) if lm_probs is None else lm_probs)
-        if below.device.type == "cpu" and not below.requires_grad and self.lam.amin() > 0:
+        if below.device.type == "cpu" and not below.requires_grad and (self.lam > 0).all() and len(below):
             mixed = self._add_component_probs(below)
             if mixed.amin() >= _LEAST_NORMAL:
                 return _log_in_place(mixed)

@@ -241,21 +241,23 @@ def count_distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     width = min(tokens.shape[1], DISTINCT_AMONG)
     near, found = tokens[:, :width], distances[:, :width] < torch.inf
     if len(near) <= _MAX_LOOPED_QUERIES and near.device.type == "cpu":
-        return _count_distinct_in_rows(near.tolist(), found.sum(1).tolist())
+        return _count_distinct_in_rows(near.tolist(), found.sum(1).tolist(), list_powers_of_two(width))
     # A token is counted at its first rank. Missing neighbors have the last ranks, so they hide no token.
     is_repeated = (near[:, :, None] == near[:, None, :]).tril_(-1).any(2)
     counts = (found & ~is_repeated).cumsum(1)
     return counts.index_select(1, get_rank_columns(width, width, counts.device)).to(torch.int16)
 
 
-def _count_distinct_in_rows(rows: Sequence[Sequence[int]], found: Sequence[int]) -> Tensor:
-    """Count the different values among the first 1, 2, 4, ... values of each row.
+def _count_distinct_in_rows(
+    rows: Sequence[Sequence[int]], found: Sequence[int], ranks: Sequence[int]
+) -> Tensor:
+    """Count the different values among the first values of each row, int16, shape (rows, ranks).
 
     Args:
-        rows: rows of equally many values.
+        rows: rows of values.
         found: number of values of each row that count; the others are at its end.
+        ranks: numbers of first values.
     """
-    ranks = list_powers_of_two(len(rows[0]) if rows else 0)
     counts = [
         [len({*row[: min(rank, count)]}) for rank in ranks] for row, count in zip(rows, found, strict=True)
     ]
@@ -276,7 +278,8 @@ def get_rank_columns(k: int, width: int, device: torch.device) -> Tensor:
     Returns:
         int64, shape (⌊log₂ k⌋ + 1,), on the device; read only.
     """
-    return torch.tensor([min(rank, width) - 1 for rank in list_powers_of_two(k)], device=device)
+    with torch.inference_mode(False):  # the tensor may be used again to train
+        return torch.tensor([min(rank, width) - 1 for rank in list_powers_of_two(k)], device=device)
 
 
 def make_temperature_grid(distances: Tensor) -> Tensor:

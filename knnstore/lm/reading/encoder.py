@@ -439,9 +439,9 @@ class DelayedCheck:
 
         Returns:
             A tensor on the device of the logits, bool, shape (): False if a logit is NaN or +inf, or all
-            logits are -inf.
+            logits of a text are -inf.
         """
-        is_finite = logits.sum(dtype=torch.float32).isfinite()
+        is_finite = logits.amax(-1).isfinite().all()  # NaN is the largest value
         self._begun = logits, is_finite
         return is_finite
 
@@ -449,7 +449,7 @@ class DelayedCheck:
         """Read the result of the check that was begun last, if any.
 
         Raises:
-            ModelOutputError: a largest logit is NaN or infinite.
+            ModelOutputError: the largest logit of a text is NaN or infinite.
         """
         begun, self._begun = self._begun, None
         if begun is not None and not begun[1]:

@@ -19,16 +19,15 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "pas
 
 def get_cache_argument_name(forward: Callable[..., Any]) -> str | None:
     """Return the name of the cache argument of a forward function; None if it has no cache argument."""
-    return _find_cache_argument(getattr(forward, "__func__", forward))
+    function = getattr(forward, "__func__", forward)
+    if inspect.isfunction(function):
+        return _find_cache_argument(function)
+    return _find_cache_argument.__wrapped__(function)  # such as a partial of accelerate, which holds its model
 
 
 @lru_cache(maxsize=32)
 def _find_cache_argument(function: Callable[..., Any]) -> str | None:
-    """Return the name of a function's cache argument. Cached, because each decoding step asks several times.
-
-    Args:
-        function: a function, not a bound method, which would keep its model in memory.
-    """
+    """Return the name of a function's cache argument. Cached, because each decoding step asks several times."""
     parameters = inspect.signature(function).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 

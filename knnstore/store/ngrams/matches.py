@@ -17,7 +17,7 @@ from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_text
 
 _PLACES_AT_ONCE = 1 << 13
 """Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
-_KEPT_ENDS = 1024
+_KEPT_ENDS = 256
 """Number of ends of texts whose ranges are kept, so that the next step of each text extends them."""
 
 Range = tuple[int, int]
@@ -167,7 +167,10 @@ class Matches:
         joined = np.array([symbol for symbols in symbols_of_ends for symbol in symbols], np.uint32)
         matches = cls(counts, joined, lasts)
         for symbols, last in zip(symbols_of_ends, lasts.tolist(), strict=True):
-            ranges = matches._find_ranges_of_end(tuple(symbols[1 - DEPTH :]))
+            end = tuple(symbols[1 - DEPTH :])
+            ranges = matches._find_ranges_of_end(end)
+            if len(end) > 1:  # the next step of a long text begins with these
+                counts.ranges_of_ends[end[1:]] = ranges[:-1]
             lengths = np.arange(len(ranges))
             matches._ranges[:, lengths, last - lengths] = np.transpose(ranges)
         return matches
@@ -419,8 +422,6 @@ class Matches:
             if len(kept) >= _KEPT_ENDS:
                 kept.clear()
             kept[symbols] = ranges
-            if len(symbols) == DEPTH - 1:  # the next step of the text begins with these
-                kept[symbols[1:]] = ranges[:-1]
         return ranges
 
     def _narrow_range(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
