@@ -160,7 +160,8 @@ class DeviceKeys:
         """
         if alive is None and ids is None:
             return self._all
-        if self._last_selection[0] is not alive or self._last_selection[1] is not ids:
+        last_alive, last_ids, order = self._last_selection  # read once: other threads may replace it
+        if last_alive is not alive or last_ids is not ids:
             is_selected = np.ones(len(self._ids), bool) if alive is None else alive[self._row_of]
             if ids is not None:
                 is_selected &= ids.contains(self._ids)
@@ -171,7 +172,7 @@ class DeviceKeys:
                 torch.from_numpy(rows).to(device), torch.from_numpy(starts).to(device), largest
             )
             self._last_selection = alive, ids, order
-        return self._last_selection[2]
+        return order
 
     def measure(
         self,

@@ -92,7 +92,7 @@ class Found(NamedTuple):
 
     @classmethod
     def create(cls, queries: int, columns: int, device: torch.device) -> Self:
-        """Return distances and tokens of which nothing is filled in: +inf and 0."""
+        """Return empty results: all distances are +inf, all tokens are 0."""
         distances = torch.full((queries, columns), torch.inf, device=device)
         return cls(distances, torch.zeros((queries, columns), dtype=torch.int32, device=device))
 

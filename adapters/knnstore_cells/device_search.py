@@ -80,7 +80,7 @@ def measure(probed: Probed, records: Records, queries: Queries, found: Found) ->
 
 
 def measure_plainly(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Do what `measure` does, with operations of torch: decode the key of each column, and multiply."""
+    """Fill in distances and tokens as `measure` does, with torch: decode each column's key, and multiply."""
     columns = torch.arange(found.distances.shape[1], device=found.distances.device)
     step = max(1, _COMPONENTS_AT_ONCE // max(1, len(columns) * len(records.middle)))
     for start in range(0, len(found.distances), step):
@@ -105,7 +105,7 @@ def measure_plainly(probed: Probed, records: Records, queries: Queries, found: F
 def sum_plainly(
     distances: Tensor, tokens: Tensor, nearest: Tensor, temperatures: Tensor, vocabulary: int
 ) -> Tensor:
-    """Do what `DeviceVisits.sum_by_token` does, with operations of torch.
+    """Sum the weights of each token's records as `DeviceVisits.sum_by_token` does, with operations of torch.
 
     Args:
         distances: distances of each query's records, float32, shape (q, r); +inf for no record.
@@ -178,12 +178,17 @@ def agree(kernels: Any, device: torch.device) -> bool:
     starts, middle = torch.tensor([0, 70, 70, rows], device=device), draw(dim)
     tokens = torch.arange(rows, dtype=torch.int32, device=device) % 7
     vectors, temperatures = draw(3, dim), torch.tensor([[20.0, 40.0]], device=device)
-    queries = Queries(vectors, vectors.square().sum(1), 2.0)
+    squares = vectors.square().sum(1)
     of_keys = Records(
         draw(rows, dim).half(), Tensor.float, middle, draw(rows), tokens, starts, None, 70, None
     )
     of_codes = of_keys._replace(values=codes, decode=decode, books=books)
-    for records in (of_codes, of_keys):
+    of_some = torch.arange(rows, device=device).flip(0)
+    for records, factor in (
+        *((records, 2.0) for records in (of_codes, of_keys)),
+        *((records._replace(rows=of_some), 1.0) for records in (of_codes, of_keys)),
+    ):
+        queries = Queries(vectors, squares, factor)
         expected, found = (Found.create(3, rows, device) for _ in range(2))
         measure_plainly(probed, records, queries, expected)
         if records.books is None:

@@ -18,6 +18,7 @@ last digits: sums are added in another order, and atomic additions in an order t
 The kernels have run in Triton's interpreter only (`TRITON_INTERPRET=1`), not on a GPU.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Pairs(NamedTuple):
 
 
 def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Queries, found: Found) -> None:
-    """Do what `device_search.measure` does, for codes of a product quantizer.
+    """Fill in distances and tokens for codes of a product quantizer; same result as `device_search.measure`.
 
     Args:
         probed: the cells that each query probes.
@@ -71,15 +72,16 @@ def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Que
         found: filled; a column without a record is not changed.
     """
     parts = records.values.shape[1] - 1
-    _measure_codes[probed.cells.numel(), triton.cdiv(records.width, _RECORDS)](
-        *_list_arguments(probed, records, queries, found), tables,
-        parts=parts, padded_parts=triton.next_power_of_2(parts), records=_RECORDS,
-        has_rows=records.rows is not None,
-    )  # fmt: skip
+    with _select_device(tables):
+        _measure_codes[probed.cells.numel(), triton.cdiv(records.width, _RECORDS)](
+            *_list_arguments(probed, records, queries, found), tables,
+            parts=parts, padded_parts=triton.next_power_of_2(parts), records=_RECORDS,
+            has_rows=records.rows is not None,
+        )  # fmt: skip
 
 
 def measure_keys(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Do what `device_search.measure` does, for keys in half precision.
+    """Fill in distances and tokens for keys in half precision; same result as `device_search.measure`.
 
     Args:
         probed: the cells that each query probes.
@@ -87,17 +89,18 @@ def measure_keys(probed: Probed, records: Records, queries: Queries, found: Foun
         queries: the queries; their vectors are contiguous.
         found: filled; a column without a record is not changed.
     """
-    _measure_keys[probed.cells.numel(), triton.cdiv(records.width, _RECORDS)](
-        *_list_arguments(probed, records, queries, found), queries.vectors, records.middle,
-        dim=records.values.shape[1], records=_RECORDS, queries=_QUERIES, components=_COMPONENTS,
-        has_rows=records.rows is not None,
-    )  # fmt: skip
+    with _select_device(queries.vectors):
+        _measure_keys[probed.cells.numel(), triton.cdiv(records.width, _RECORDS)](
+            *_list_arguments(probed, records, queries, found), queries.vectors, records.middle,
+            dim=records.values.shape[1], records=_RECORDS, queries=_QUERIES, components=_COMPONENTS,
+            has_rows=records.rows is not None,
+        )  # fmt: skip
 
 
 def sum_by_token(
     distances: Tensor, tokens: Tensor, nearest: Tensor, temperatures: Tensor, vocabulary: int
 ) -> Tensor:
-    """Do what `device_search.sum_plainly` does.
+    """Sum the weights of each token's records; same result as `device_search.sum_plainly`.
 
     Args:
         distances: distances of each query's records, float32, shape (q, r), contiguous; +inf for no record.
@@ -111,16 +114,22 @@ def sum_by_token(
     """
     (queries, columns), count = distances.shape, temperatures.shape[1]
     sums = distances.new_zeros((queries, count, vocabulary))
-    _sum_by_token[queries, triton.cdiv(columns, _SUMMED)](
-        distances, tokens, nearest, temperatures.contiguous(), sums, columns, vocabulary,
-        temperatures_count=count, block=_SUMMED,
-    )  # fmt: skip
+    with _select_device(distances):
+        _sum_by_token[queries, triton.cdiv(columns, _SUMMED)](
+            distances, tokens, nearest, temperatures.contiguous(), sums, columns, vocabulary,
+            temperatures_count=count, block=_SUMMED,
+        )  # fmt: skip
     return sums
+
+
+def _select_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's GPU the current one, where Triton starts kernels. Does nothing in the interpreter."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _list_arguments(probed: Probed, records: Records, queries: Queries, found: Found) -> tuple[Any, ...]:
     """Return the arguments that both kernels for distances have in common, in their order."""
-    rows = records.starts if records.rows is None else records.rows  # something, where it is not used
+    rows = records.starts if records.rows is None else records.rows  # any tensor: not used without rows
     return (
         *(*Pairs.sort(probed.cells), probed.columns, probed.cells.shape[1]),
         *(records.values, records.norms, records.tokens, records.starts, rows),
@@ -159,9 +168,11 @@ def _measure_codes(  # type: ignore[no-untyped-def]
             product = tl.load(table + center, mask=is_record, other=0.0)
             product += tl.sum(tl.load(table + places_in_table, mask=is_code, other=0.0), axis=1)
             distance = tl.load(squares + query) + norm - factor * product
-            filled = query * columns + tl.load(begins + pair) + column
-            tl.store(found_distances + filled, distance, mask=is_record)
-            tl.store(found_tokens + filled, token, mask=is_record)
+            in_row = tl.load(begins + pair) + column
+            is_filled = is_record & (in_row < columns)
+            filled = query * columns + in_row
+            tl.store(found_distances + filled, distance, mask=is_filled)
+            tl.store(found_tokens + filled, token, mask=is_filled)
 
 
 @triton.jit(do_not_specialize=["probes", "columns"])  # type: ignore[untyped-decorator]
@@ -206,8 +217,9 @@ def _measure_keys(  # type: ignore[no-untyped-def]
             square = tl.load(squares + query, mask=is_query, other=0.0)
             distance = square[:, None] + norm[None, :] - factor * products
             begin_of_pair = tl.load(begins + pair, mask=is_query, other=0)
-            filled = (query * columns + begin_of_pair)[:, None] + column[None, :]
-            is_filled = is_query[:, None] & is_record[None, :]
+            in_row = begin_of_pair[:, None] + column[None, :]
+            is_filled = is_query[:, None] & is_record[None, :] & (in_row < columns)
+            filled = (query * columns)[:, None] + in_row
             tl.store(found_distances + filled, distance, mask=is_filled)
             tl.store(
                 found_tokens + filled, tl.broadcast_to(token[None, :], (queries, records)), mask=is_filled

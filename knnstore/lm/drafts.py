@@ -6,20 +6,23 @@ from numpy.typing import NDArray
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
-_MOST = 16
+_MAX_DRAFT = 16
 """Largest number of tokens of a draft."""
-_PASS_COSTS = np.append([1.0, 1.7, 2.05], 1.27 + 0.058 * np.arange(4, _MOST + 2))
-"""Duration of a forward pass that checks 0, 1, … `_MOST` drafted tokens, as a multiple of a pass without a
-draft: a model of 135 million float32 weights on a CPU, whose products of two or three rows take longer than
+_PASS_COSTS = np.append([1.0, 1.7, 2.05], 1.27 + 0.058 * np.arange(4, _MAX_DRAFT + 2))
+"""Duration of a forward pass that checks 0, 1, … `_MAX_DRAFT` drafted tokens, as a multiple of a pass without
+a draft: a model of 135 million float32 weights on a CPU, whose products of two or three rows take longer than
 products of four."""
-_MANY = 16
+_MAX_COMPARED = 16
 """Largest number of matching tokens that are compared inside the text."""
 _LEARNING, _FORGETTING = 0.4, 0.99
 """Step size with which the caution of a source follows its errors; and the factor by which each pass brings
 the logarithm of the caution back towards 0."""
-_LOSS, _ALLOWANCE = 0.005, 3.0
+_ALLOWED_LOSS, _ALLOWANCE = 0.005, 3.0
 """Drafts pause while the passes of a text have taken longer than passes without drafts would have taken, by
 more than this fraction and this number of passes."""
+_LEAST_IN_PAUSE = 8
+"""Least number of matching tokens for a draft in a pause, so that a text that begins to repeat itself is
+drafted again."""
 
 
 class Drafts:
@@ -34,7 +37,8 @@ class Drafts:
     at 1. It is learned while the text is generated: it grows if fewer drafted tokens are accepted than
     expected. The length of a draft maximizes the expected number of tokens divided by the duration of the
     pass. If no length is better than a pass without a draft, the draft is empty. Drafts also pause while they
-    have cost more time than they saved, so text that cannot be guessed takes hardly longer than without.
+    have cost more time than they saved, so text that cannot be guessed takes hardly longer than without. In a
+    pause, only long matches are drafted.
 
     Args:
         store: the store whose text is copied.
@@ -63,13 +67,14 @@ class Drafts:
         if self._counts is None:  # once for a text: drafts do not change the generated text
             self._counts = self._store.ngrams(self._selection)
         best_speed, proposed, self._risks = 1.0, text[:0], np.zeros(0)
-        length = min(most, _MOST)
-        if length < 1 or self._cost > (1 + _LOSS) * self.tokens + _ALLOWANCE:
+        length = min(most, _MAX_DRAFT)
+        if length < 1:
             return proposed
+        is_paused = self._cost > (1 + _ALLOWED_LOSS) * self.tokens + _ALLOWANCE
         repeated, stored = _draft_repetition(text, length), draft_from(self._counts.text, text, length)
         sources = ((repeated, _estimate_repetition_risks), (stored, _estimate_stored_risks))
         for source, (draft, estimate_risks) in enumerate(sources):
-            if not len(draft.tokens):
+            if not len(draft.tokens) or (is_paused and draft.matched < _LEAST_IN_PAUSE):
                 continue
             risks = estimate_risks(draft)
             expected_tokens = 1 + self._accept_probs(source, risks.cumsum()).cumsum()
@@ -104,7 +109,7 @@ class Drafts:
 def _estimate_repetition_risks(draft: Draft) -> NDArray[np.float64]:
     """Estimate the risk of each token of a draft from the text itself, float64, shape (m,)."""
     matched = draft.matched + np.arange(len(draft.tokens))
-    risks: NDArray[np.float64] = 4 / matched.clip(max=_MANY) ** 1.5
+    risks: NDArray[np.float64] = 4 / matched.clip(max=_MAX_COMPARED) ** 1.5
     return risks
 
 
@@ -124,8 +129,8 @@ def _draft_repetition(text: NDArray[np.int64], most: int) -> Draft:
     """Draft the tokens that followed an earlier occurrence of the text's last tokens.
 
     The function compares the last tokens of the text with the tokens at earlier places, and takes the place
-    where most tokens match, up to `_MANY`; of several such places, it takes the latest. If too few tokens
-    follow the place, they are repeated cyclically.
+    where most tokens match, up to `_MAX_COMPARED`; of several such places, it takes the latest. If too few
+    tokens follow the place, they are repeated cyclically.
 
     Args:
         text: the tokens so far, at least one.
@@ -136,7 +141,7 @@ def _draft_repetition(text: NDArray[np.int64], most: int) -> Draft:
     """
     ends = np.flatnonzero(text[:-1] == text[-1])
     length, longer = 0, ends
-    while len(longer) and length < _MANY:
+    while len(longer) and length < _MAX_COMPARED:
         ends, length = longer, length + 1
         longer = ends[ends >= length]
         longer = longer[text[longer - length] == text[-1 - length]]

@@ -522,7 +522,7 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
 
 @pytest.mark.parametrize("count", [1, 6, 100])
 def test_queries_may_probe_more_cells_than_one_group_has(tmp_path: Path, count: int) -> None:
-    """Two groups with codes, of 8 cells each: every query meets all records, at the distances of their keys."""
+    """Two groups with codes, of 8 cells each: a query meets all records, at the distances of their keys."""
     keys, queries = clustered(2400), clustered(count, seed=1)
     params: dict[str, Any] = {"cells": 8, "codes": "pq4", "coded_from": 1000}
     with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=Metric.L2, **params) as store:
@@ -536,9 +536,7 @@ def test_queries_may_probe_more_cells_than_one_group_has(tmp_path: Path, count: 
             found: list[dict[int, float]] = [{} for _ in queries]
             for visit in apart(store.visit(queries, probes)):
                 for row, query in enumerate(visit.queries.tolist()):
-                    found[query] |= dict(
-                        zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True)
-                    )
+                    found[query] |= dict(zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True))
             assert probes < 16 or all(distances.keys() == decoded.keys() for distances in found)
             for query, distances in zip(queries, found, strict=True):
                 rows = np.stack([decoded[id] for id in distances]).astype(np.float64)

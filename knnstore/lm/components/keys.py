@@ -384,7 +384,13 @@ def _sum_on_device(reader: Reader, settings: KeySettings, batch: Batch) -> list[
 
 
 def _check_largest_token(largest: int, batch: Batch) -> None:
-    """Raise ConfigError if the largest token of the found records is outside the vocabulary of the batch."""
+    """Raise ConfigError if a record's token is outside the vocabulary of the batch.
+
+    Args:
+        largest: largest token of the found records; on a GPU of all records, because reading the found ones
+            would mean to wait.
+        batch: the batch.
+    """
     if largest >= batch.vocabulary:
         raise ConfigError(
             f"the store holds token {largest}, the model's vocabulary has {batch.vocabulary}; "

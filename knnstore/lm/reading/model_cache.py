@@ -22,12 +22,13 @@ def get_cache_argument_name(forward: Callable[..., Any]) -> str | None:
     function = getattr(forward, "__func__", forward)
     if inspect.isfunction(function):
         return _find_cache_argument(function)
-    return _find_cache_argument.__wrapped__(function)  # such as a partial of accelerate, which holds its model
+    # A partial, such as accelerate's, holds its model: it must not stay in the cache.
+    return _find_cache_argument.__wrapped__(function)
 
 
 @lru_cache(maxsize=32)
 def _find_cache_argument(function: Callable[..., Any]) -> str | None:
-    """Return the name of a function's cache argument. Cached, because each decoding step asks several times."""
+    """Return the name of a function's cache argument. Cached, because each decoding step asks for it."""
     parameters = inspect.signature(function).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
