@@ -31,7 +31,7 @@ BATCHES = (1, 8, 64)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-def filled(root: Path, keys: Keys, codes: str, vocabulary: int) -> dict[str, Any]:
+def fill_store(root: Path, keys: Keys, codes: str, vocabulary: int) -> dict[str, Any]:
     """Make a store of the keys, each with a random token."""
     tokens = np.random.default_rng(0).integers(0, vocabulary, len(keys))
     begun = time.perf_counter()
@@ -47,7 +47,7 @@ def filled(root: Path, keys: Keys, codes: str, vocabulary: int) -> dict[str, Any
         )}  # fmt: skip
 
 
-def on_device(
+def make_device_search(
     store: CellsDatastore, queries: torch.Tensor, probes: int, where: Filter, vocabulary: int, kernels: str
 ) -> Callable[[], torch.Tensor]:
     """Return a function that searches and sums by token on the device, with or without the kernels."""
@@ -64,7 +64,7 @@ def on_device(
     return run
 
 
-def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def time_in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Return the median milliseconds of each side; the first run of each does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):
@@ -103,7 +103,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = clustered(options.rows, options.dim, seed=0)
-        made = filled(Path(folder) / "store", keys, options.codes, options.vocabulary)
+        made = fill_store(Path(folder) / "store", keys, options.codes, options.vocabulary)
         where = Filter(IdRanges([(0, options.rows << 20)]))
         device = "cuda" if gpu else "cpu"
         with CellsDatastore.open(Path(folder) / "store", dim=options.dim, mode="r", device=device) as store:
@@ -112,9 +112,9 @@ def main() -> None:
                 queries = torch.from_numpy(asked).to(device)
                 for probes in options.probes:
                     arguments = store, queries, probes, where, options.vocabulary
-                    sides: dict[str, Callable[[], Any]] = {"torch": on_device(*arguments, "0")}
+                    sides: dict[str, Callable[[], Any]] = {"torch": make_device_search(*arguments, "0")}
                     if gpu:
-                        sides["triton"] = on_device(*arguments, "1")
+                        sides["triton"] = make_device_search(*arguments, "1")
                     sums = [run() for run in sides.values()]
                     assert all(torch.allclose(each, sums[0], rtol=1e-3, atol=1e-3) for each in sums)
                     for run in sides.values() if gpu else ():
@@ -127,7 +127,10 @@ def main() -> None:
                     sides["visit"] = lambda asked=asked, probes=probes: store.visit(asked, probes)
                     results.append(
                         {"queries": batch, "probes": probes, "records_a_query": round(records)}
-                        | {f"{name}_ms": spent for name, spent in alternate(sides, options.repeats).items()}
+                        | {
+                            f"{name}_ms": spent
+                            for name, spent in time_in_turns(sides, options.repeats).items()
+                        }
                     )
                     print(results[-1], file=sys.stderr, flush=True)
     place = torch.cuda.get_device_name() if gpu else "CPU"

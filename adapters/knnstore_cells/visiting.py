@@ -45,8 +45,8 @@ class Cells(NamedTuple):
     counts_on_device: Tensor
     """Number of matching records of each cell, on the device of the centers, int64, shape (cells,)."""
 
-    largest: NDArray[np.int64]
-    """Numbers of matching records of the cells, the largest first, shape (cells,)."""
+    descending_counts: NDArray[np.int64]
+    """Number of matching records of each cell, in descending order, shape (cells,)."""
 
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
@@ -197,7 +197,9 @@ def measure_on_device(
     cells_of_groups = [group.find_cells(ids) for group in groups]
     counts = [len(group_cells.numbers) for group_cells in cells_of_groups]
     probes = min(probes, sum(counts))
-    largest = np.sort(np.concatenate([group_cells.largest[:probes] for group_cells in cells_of_groups]))
+    largest = np.sort(
+        np.concatenate([group_cells.descending_counts[:probes] for group_cells in cells_of_groups])
+    )
     columns = int(largest[len(largest) - probes :].sum())
     if not 0 < len(queries) * columns <= DISTANCES_AT_ONCE:
         return None

@@ -101,9 +101,8 @@ class HostedSettings:
     def resolve(self, options: RequestOptions, purpose: Purpose) -> KNNSettings:
         """Return the retrieval settings for the options of a request.
 
-        The settings are cached: equal options with the same purpose usually give the same object until the
-        store changes. Domains that no longer exist are left out;
-        if none is left, or if the options switch retrieval off, λ is 0 and the model predicts alone.
+        The settings are cached until the store changes or the cache is full. Domains that no longer exist are
+        left out. If none is left, or if the options switch retrieval off, λ is 0: the model predicts alone.
 
         Args:
             options: the options of the request.

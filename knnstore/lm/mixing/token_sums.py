@@ -4,8 +4,7 @@
 
 `TokenSums` is the interface. `NeighborSums` sums over the k nearest records; `CellSums` in `cell_sums` sums
 over all records of the probed cells, and `DeviceSums` in `device_sums` does so on a GPU; the engine decides
-between them. `TargetSums` keeps p_kNN of target
-tokens alone, at each temperature of a grid, for fits.
+between them. `TargetSums` keeps p_kNN of target tokens alone, at each temperature of a grid, for fits.
 """
 
 from collections.abc import Callable, Sequence
