@@ -234,6 +234,16 @@ def test_drafts_that_always_fail_cost_little(lm) -> None:
     assert 600 < cost < 1.005 * 600 + 5
 
 
+def test_only_long_matches_are_drafted_in_a_pause(lm) -> None:
+    """Drafts have cost too much, and then a block of 40 tokens comes again."""
+    drafts = Drafts(lm.store, PLAIN)
+    for _ in range(30):
+        drafts.learn(16, 0)
+    text = np.tile(np.arange(20, 60), 2)
+    assert len(drafts.propose(text[:44], 16)) == 0
+    assert np.array_equal(drafts.propose(text[:60], 16), text[60:76])
+
+
 def test_a_model_that_was_saved_without_a_cache_writes_with_one(lm, monkeypatch):
     """Training leaves that in a model's file."""
     monkeypatch.setattr(lm.base.generation_config, "use_cache", False)
