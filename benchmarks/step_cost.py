@@ -1,4 +1,4 @@
-"""What a store adds to a decoding step: processor time of each part, and number of calls.
+"""Measure the cost that a store adds to a decoding step: processor time of each part, and number of calls.
 
     OMP_NUM_THREADS=1 python benchmarks/step_cost.py HOME --texts FILE.jsonl [--prompts 6] [--rows 1 8]
     python benchmarks/step_cost.py --smoke          a few seconds, with the demo's model

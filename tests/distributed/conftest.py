@@ -10,5 +10,5 @@ __all__ = ["make_model", "model_path", "small_model", "tokenizer"]
 
 @pytest.fixture(scope="session", autouse=True)
 def small_model(model_path: str) -> None:
-    """Let stores be made for a GPT-2 of two layers."""
+    """Make the model of the workshops' stores: a GPT-2 of two layers."""
     Workshop.model = model_path

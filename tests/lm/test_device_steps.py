@@ -97,7 +97,7 @@ def prompts(lm: KNNLMForCausalLM) -> dict[str, Tensor]:
 
 
 class Step(NamedTuple):
-    """What a decoding step does outside the base model, up to the logits of its token and after them."""
+    """Waits and operations of a decoding step outside the base model, before and after its token's logits."""
 
     before: list[Wait]
     after: list[Wait]
