@@ -126,6 +126,25 @@ def test_a_model_that_was_moved_is_found_by_its_name(model_path, tmp_path) -> No
         assert repr(lm.store) == f"KNNStore({str(tmp_path / 'home')!r}, mode='r')"
 
 
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_a_store_that_was_empty_when_loaded_gets_the_settings_of_its_first_documents(
+    model_path, tmp_path, mode: str
+) -> None:
+    document = {"id": "first", "text": "the blue cat sat on the mat"}
+    writer = knnstore.create(tmp_path / "home", model=str(model_path))
+    reader = knnstore.load(tmp_path / "home", mode="r")
+    if mode == "a":
+        writer.store.close()
+        writer = reader = knnstore.load(tmp_path / "home", mode="a")
+    writer.add([document], domain="cats")
+    used = reader.resolve_settings()
+    reader.store.close()
+    writer.store.close()
+    with knnstore.load(tmp_path / "home") as later:
+        assert used == later.knn
+        assert used.temperature != 1.0
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_of_peft_are_part_of_the_model(make_model, tokenizer, tmp_path) -> None:
     peft = pytest.importorskip("peft")

@@ -183,7 +183,8 @@ def load(
     try:
         place = opened.identity.model if model is None else model
         base, tokenizer = loaded(place, tokenizer, device=device, dtype=dtype, **options)
-        if knn is None:
+        # Without saved settings no document was added yet: the default is derived from keys that come later.
+        if knn is None and opened.settings() is not None:
             knn = resolve(opened, default_if_unusable=mode == "a")
         return choose_model_class(base).from_base(base, opened, tokenizer=tokenizer, knn=knn)
     except BaseException:
