@@ -183,8 +183,9 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         orphans, uploaded = orphans[~of_lease], int(of_lease.sum())
         if not lease.is_committed and not Path(lease.folder, PLAN_FILES).is_dir():
             problems.append(
-                f"the plan in {lease.folder} is gone, with {lease.stop - lease.start:,} reserved positions "
-                f"and {uploaded:,} uploaded records: `knnstore plan {lease.folder} --drop` gives it up"
+                f"the folder {lease.folder} of a plan is not found here ({lease.stop - lease.start:,} reserved "
+                f"positions, {uploaded:,} uploaded records): if no other machine has it, "
+                f"`knnstore plan {lease.folder} --drop` gives the plan up"
             )
     if len(orphans):  # a writer may have been at work since
         for placed in (unsettled, catalog.unsettled()):

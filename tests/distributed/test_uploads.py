@@ -345,8 +345,9 @@ def test_a_plan_whose_folder_is_lost_is_named_and_can_be_dropped(workshop: Serve
     workshop.folder.remove()
     (problem,) = workshop.problems()
     assert problem == (
-        f"the plan in {workshop.folder.path} is gone, with {plan.tokens:,} reserved positions "
-        f"and {records:,} uploaded records: `knnstore plan {workshop.folder.path} --drop` gives it up"
+        f"the folder {workshop.folder.path} of a plan is not found here ({plan.tokens:,} reserved positions, "
+        f"{records:,} uploaded records): if no other machine has it, "
+        f"`knnstore plan {workshop.folder.path} --drop` gives the plan up"
     )
     with KNNStore.open(workshop.home, "a") as store:
         assert store.repair() == [problem]  # the folder may be on a disk that comes back
