@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     is_document: bool = False
     """True if each file is one document, whose id is its path; False if a file may contain several."""
     is_mostly_text: bool = True
-    """True if a file contains little more than text, so that its size is about the size of its texts."""
+    """True if the size of a file is about the size of its texts, so that `size_of` can use it."""
 
 
 def _make_whole_file_reader(
@@ -334,7 +334,7 @@ def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: 
 
 
 def size_of(paths: Iterable[str | Path]) -> int | None:
-    """Return the number of bytes of text that `read_documents` would read.
+    """Return the approximate number of bytes of text that `read_documents` would read.
 
     Args:
         paths: files, folders and data sets, as for `read_documents`.

@@ -42,7 +42,7 @@ _LONGEST_CELL = 1 << 30
 _ROWS_AT_ONCE = 256
 """Largest number of rows of a parquet file that are decoded together."""
 _EXPANSION = 200
-"""A large parquet column may take at most this many times the memory that it takes in the file."""
+"""Largest accepted ratio of a large parquet column's size in memory to its size in the file."""
 _LARGE_COLUMN = 1 << 30
 """Size in bytes in memory from which a parquet column counts as large."""
 _MANY_VALUES = 1 << 25
@@ -164,7 +164,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
 
 
 def _parse_first_line(text: str) -> Any:
-    """Return the JSON value of the first line of a text that is not empty; None if this line is not JSON."""
+    """Return the JSON value of a text's first line that is not empty; None if this line is not JSON."""
     try:
         return json.loads(text.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -535,8 +535,9 @@ def _make_parquet_error(error: Exception) -> InputError:
 def _choose_batch_rows(group: Any) -> int:
     """Choose how many rows of a parquet row group are decoded together, 1 to `_ROWS_AT_ONCE`.
 
-    Each value is stored at least once in its column, so a row is at most as large as all columns together.
-    But a few bytes can repeat a value in any number of rows, so many rows together may be much larger.
+    A value is stored at least once in its column, so one row is at most as large as all columns together. But
+    the file can repeat a value in many rows at the cost of a few bytes. So many rows together may take much
+    more memory than all columns in the file.
 
     Args:
         group: metadata of the row group, from pyarrow.
@@ -546,7 +547,7 @@ def _choose_batch_rows(group: Any) -> int:
 
 
 def _check_expansion(table: Any, number: int) -> None:
-    """Raise an error for a parquet row group that is small in the file but may not fit in memory.
+    """Check that a row group of a parquet file does not take far more memory than space in the file.
 
     Args:
         table: open parquet file, from pyarrow.
