@@ -355,14 +355,17 @@ class StoreReader:
         return self._catalog.store_id
 
     def leases(self) -> list[Lease]:
-        """Return the leases of the store, the newest first: the positions of planned documents."""
+        """Return the leases of the store, the newest first.
+
+        A lease reserves positions for documents whose keys other processes compute.
+        """
         return self._catalog.leases()
 
     def withdrawn_ids(self, lease: Lease, domain: str) -> set[str]:
         """Return the ids of documents that were removed or renamed after an open lease was made.
 
         Args:
-            lease: the lease.
+            lease: the lease; a committed lease gives an empty set.
             domain: name of the domain.
         """
         return self._catalog.withdrawn_ids(lease.id, domain)
@@ -442,7 +445,7 @@ class StoreReader:
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """Return the number of records of the selected documents, by the catalog.
+        """Return the number of records of the selected documents. The catalog gives it, not the datastore.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.

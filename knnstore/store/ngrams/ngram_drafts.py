@@ -21,15 +21,18 @@ class Draft(NamedTuple):
     tokens: NDArray[np.int64]
     """Tokens from the place on, int64, at most the requested number; empty if no place was found."""
     shares: NDArray[np.float64]
-    """For each token of `tokens`, the share of the places with the same preceding tokens that continue with
-    this token, same shape; 0 if only one place is left, and after the first `DEPTH` tokens."""
+    """How often stored documents agree with each token of `tokens`, 0 to 1, same shape.
+
+    Of the places with the text's last tokens and all earlier tokens of the draft, the share that continue
+    with this token. 0 from where only one place is left, and after the first `DEPTH` tokens.
+    """
 
 
 def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
     """Find the last tokens of a text in stored documents, and return the tokens that follow there.
 
-    The longest match is used, of at most `DEPTH` - 1 tokens, and its most frequent continuation. Of hundreds
-    of places only a sample is counted.
+    As many last tokens as possible are matched, at most `DEPTH` - 1. If they occur at several places, the
+    most frequent continuation is returned; if there are many places, only a sample of them is counted.
 
     Args:
         text: the stored documents with their suffix array.
@@ -42,7 +45,7 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
     """
     end = tokens[-_MAX_SUFFIX:].astype(np.uint32) + np.uint32(1)
     length, longest, places = least - 1, len(end), np.zeros(0, np.int64)
-    while length < longest:  # where a longer end is, there are the shorter ones
+    while length < longest:  # bisection: a text that contains a longer end also contains the shorter ends
         middle = (length + longest + 1) // 2
         found_places = _find_places_after(text, end[-middle:])
         if len(found_places):

@@ -123,7 +123,7 @@ class Checksums:
         ]
 
     def _finish_document(self) -> None:
-        """Compute the checksum of the document whose records were added last, if there is one."""
+        """Compute the checksum of the document whose records were added last; do nothing without records."""
         if self._document >= 0:
             row = int(self._snapshot.rows[self._document])
             self._checksums[row] = checksum(self._sums, self._precisions[row])
