@@ -520,7 +520,7 @@ class Catalog:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def leases(self) -> list[Lease]:
-        """Return the leases of the store, the newest first; see `CatalogWriter.lease`."""
+        """Return the leases (reserved positions) of the store, newest first; see `CatalogWriter.lease`."""
         with run_read_transaction(self.sql) as session:
             rows = session.scalars(select(LeaseRow).order_by(LeaseRow.start.desc()))
             return [
@@ -528,7 +528,9 @@ class Catalog:
             ]
 
     def withdrawn_ids(self, lease: str, domain: str) -> set[str]:
-        """Return the ids of documents that were removed or renamed after a lease was made.
+        """Return the old ids of documents that were removed or renamed after a lease was made.
+
+        The commit of the lease must not add documents with these ids.
 
         Args:
             lease: id of an open lease; other leases give an empty set.

@@ -105,7 +105,7 @@ def classify_change(document: TextDocument, stored: StoredVersion | None, tags: 
 
 
 def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-    """Find new documents whose text a domain (a named set of documents) already has under another id.
+    """Find the ids under which a domain (a named set of documents) already has the texts of new documents.
 
     Args:
         catalog: catalog to read.
