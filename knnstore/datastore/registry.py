@@ -33,7 +33,7 @@ ENTRY_POINT_GROUP = "knnstore.datastores"
 
 _OURSELVES = "knnstore"  # its requirements are mostly not those of an adapter's engine
 _NO_ENGINE = {_OURSELVES, "numpy"}
-"""Names of required distributions that are never listed as the engine of an adapter."""
+"""Names of distributions (packages) that adapters require, but that are not vector engines."""
 _PROBE_DIM = 8
 """Dimension of the temporary datastore that `describe` opens."""
 

@@ -193,10 +193,7 @@ class ExactIndex:
         yield from (rows[chunk_start : chunk_start + _CHUNK] for chunk_start in range(0, len(rows), _CHUNK))
 
     def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
-        """Return the numbers of the matrix rows whose record ids are in `ids`.
-
-        The result has ranges [start, stop) of row numbers, int64, shape (s, 2).
-        """
+        """Return the matrix rows whose record ids are in `ids`: ranges [start, stop), int64, shape (s, 2)."""
         slices = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *slices])
 
@@ -314,10 +311,10 @@ class ExactIndex:
         return np.concatenate(row_parts)
 
     def _keep_span(self, span: _Span, segment: Segment) -> None:
-        """Keep the rows of the matrix that belong to live records of a segment; drop rows of deleted records.
+        """Keep the matrix rows of a segment's live records, and drop the rows of records deleted since.
 
-        The rows move directly behind the rows that were kept before. If a row is kept, the list `_spans` gets
-        an entry with the new place of the rows.
+        The rows move directly behind the rows that were kept before. If any row is kept, the list `_spans`
+        gets an entry with the new place of the rows.
 
         Args:
             span: the rows of the matrix that hold the segment's records so far.
