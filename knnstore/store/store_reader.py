@@ -375,7 +375,7 @@ class StoreReader:
         return self._catalog.revision()
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """Return the number of tokens of each selected document, by the document's number.
+        """Return a dict from document number to the number of tokens, for each selected document.
 
         The number is the document's primary key in the catalog. The documents are in the order in which they
         were added.
@@ -383,14 +383,14 @@ class StoreReader:
         return self.view().lengths(selection)
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+        """Return a dict from number (primary key) to the SHA-256 of the document's text.
 
         Removed documents are left out.
         """
         return self._catalog.content_hashes(numbers)
 
     def metadata(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the metadata (JSON values by name) of documents, by the documents' numbers (primary keys).
+        """Return a dict from number (primary key) to the document's metadata (JSON values by name).
 
         Removed documents are left out.
         """

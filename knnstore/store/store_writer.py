@@ -351,7 +351,7 @@ class StoreChanges:
             remove_unused_files(self._home.weights, self._new_weights | used_files)
 
     def _find_rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """Return the primary keys of documents of a domain, by the documents' ids.
+        """Return a dict from document id to primary key, for documents of a domain.
 
         Args:
             domain: name of the domain.

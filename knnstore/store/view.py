@@ -251,7 +251,7 @@ class View:
         return selected_rows
 
     def lengths(self, selection: Selection) -> dict[int, int]:
-        """Return the number of tokens of each selected document, by the document's primary key.
+        """Return a dict from primary key to the number of tokens, for each selected document.
 
         The documents are in the order of their positions.
         """

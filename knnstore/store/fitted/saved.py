@@ -90,11 +90,11 @@ class SavedSettings:
         return type(self)(trained=self.trained)
 
     def files(self) -> dict[str, Lineage | None]:
-        """Return the names of the files of weights that these settings need.
+        """Return the names of the files of weights that these settings need, with the weights' lineage.
 
         Returns:
-            For each file name the lineage: the set of stored documents on which the weights were fitted. None
-            if the weights were not fitted on stored documents.
+            A dict from file name to lineage: the set of stored documents on which the weights were fitted, or
+            None if the weights were not fitted on stored documents.
         """
         with convert_damage_errors():
             parts = [
@@ -110,7 +110,7 @@ class SavedSettings:
             }
 
     def trained_components(self) -> dict[str, Mapping[str, Any]]:
-        """Return the settings in `query` of each component that was trained on stored documents, by its name.
+        """Return a dict from name to settings, for each component in `query` that was trained on documents.
 
         A component is a source of predictions. Current versions save the settings of components in the field
         ``others`` of `query`; earlier versions saved them directly in `query`. Both are returned.
@@ -142,7 +142,7 @@ def convert_damage_errors() -> Iterator[None]:
 
 
 def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
-    """Return all saved settings, by the set of domains for which they are saved.
+    """Return a dict from set of domains to the settings that are saved for this set.
 
     A set is a sorted tuple of domain names; the empty tuple stands for the whole store. Raises CatalogError
     if saved settings are damaged.

@@ -105,7 +105,7 @@ class Checksums:
             self._sums[positions[first:last] - start] = compute_key_crcs(keys[first:last], precision)
 
     def get_checksums(self) -> dict[int, str]:
-        """Return the checksum of each document with added records, by primary key of the document."""
+        """Return a dict from primary key to checksum, for each document whose records were added."""
         self._finish_document()
         return self._checksums
 
