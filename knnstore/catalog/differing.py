@@ -34,7 +34,7 @@ class Difference:
     removed: tuple[str, ...]
     """Ids that the domain has and the list does not have; sorted."""
     renamed: Mapping[str, str]
-    """New id by old id, for documents in `removed` whose text is also the text of a document in `added`."""
+    """Dict from old id to new id, for documents in `removed` whose text a document in `added` has too."""
 
     @classmethod
     def of(

@@ -185,8 +185,8 @@ class TextDocument:
         """Convert a row with a text, an id and metadata, or a text alone, to a document.
 
         If the row has no id, the document's id is a hash of the content. So a text that is added twice is
-        stored once. A `TextDocument` is returned unchanged; if `fields` name a source and the document has
-        none, the source is taken from its metadata.
+        stored once. A `TextDocument` is returned unchanged, with one exception: if `fields` name a source and
+        the document has no source, a copy is returned whose source is taken from the metadata.
 
         Args:
             row: a mapping, an object that behaves like a mapping (such as a pandas Series), or a string.

@@ -420,7 +420,7 @@ def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDo
 
 
 def _explain_csv_error(error: csv.Error) -> str:
-    """Return the message of an error of Python's CSV parser, explained if it is a common mistake."""
+    """Return a message for an error of Python's CSV parser, which explains common mistakes."""
     message = str(error)
     if message == "unexpected end of data":
         return f"{message}: a quote that is opened in this row is never closed"

@@ -210,9 +210,10 @@ class KNNStore(StoreReader):
             return writer.writer.lease(id, tokens, place)
 
     def release(self, id: str) -> None:
-        """Delete a lease (reserved positions), and the records that were uploaded for it before a commit.
+        """Delete a lease (reserved positions). An unknown id is ignored.
 
-        Documents that were added with the lease stay. An unknown id is ignored.
+        If the lease is not committed, records that were uploaded for it are deleted too. If it is committed,
+        its documents stay.
         """
         with self._lock_for_writing() as writer:
             writer.release([lease for lease in self.leases() if lease.id == id])
@@ -526,7 +527,8 @@ class _FolderState:
 def _close_open_stores() -> None:
     """Close the stores that a script has not closed, when Python exits.
 
-    A fork of the process that opened a store does not close it, because both share its connections.
+    A store is closed only in the process that opened it. A forked child process has the same connections, and
+    must not close them.
     """
     for store in list(_OPEN_STORES):
         if store._process == os.getpid():

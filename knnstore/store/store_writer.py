@@ -93,11 +93,12 @@ class StoreChanges:
 
     @contextmanager
     def finish_copying_keys(self) -> Iterator[None]:
-        """Delete records without a document after the ``with`` block, in which the store's keys are moved.
+        """Delete superfluous records after the ``with`` block, in which the store's keys are moved.
 
-        This is needed only if the store is a copy whose keys belong to its original: in the block, it gets
-        keys of its own. They include records that the original has added since its folder was copied. For a
-        store that owns its keys, nothing is done.
+        A copied store is a store whose folder was copied from another store, its original. If the keys belong
+        to the original, the move copies all its records, also records that the original has added since.
+        These records belong to no document of this store, and are deleted. A store that owns its keys has no
+        superfluous records, so nothing is deleted.
         """
         is_copy = not self.current.owned
         yield
@@ -159,7 +160,10 @@ class StoreChanges:
         self._home.reserve.keep()
 
     def release(self, leases: Sequence[Lease]) -> None:
-        """Delete leases (reserved positions), and the records that were uploaded for uncommitted leases."""
+        """Delete leases (reserved positions).
+
+        Records that were uploaded for uncommitted leases are deleted too. Documents of committed leases stay.
+        """
         self.delete_uploads(leases)
         self.writer.release(lease.id for lease in leases)
 

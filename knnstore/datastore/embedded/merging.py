@@ -475,8 +475,8 @@ def mark_rows_dead(
         find_rows: function that returns the row numbers of a segment to mark, as ranges.
 
     Returns:
-        By group number, all segments of each group with newly dead rows: the new objects, and the unchanged
-        segments. Groups without newly dead rows are not in the result.
+        A dict from group number to all segments of the group: new objects for segments with newly dead rows,
+        and the unchanged segments. Groups without newly dead rows are not in the dict.
     """
     changed: dict[int, list[Segment]] = {}
     for group in group_numbers:

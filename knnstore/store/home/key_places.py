@@ -314,11 +314,11 @@ class Place:
             return False
 
     def erase(self) -> str | None:
-        """Erase the datastore at this place if it belongs to this store.
+        """Erase the datastore at this place, unless it may belong to another store.
 
-        A datastore without a claim (an owner's name beside the keys) is erased if it has no records. If the
-        adapter cannot save claims, the datastore is always erased, so the caller must know that it belongs to
-        this store.
+        A claim (a text beside the keys) names the owner. A datastore without a claim is erased only if it has
+        no records. If the adapter cannot save claims, the owner is not checked, so the caller must know that
+        the datastore belongs to this store.
 
         Returns:
             A message for the user with the reason why the datastore was not erased; None if it was erased.

@@ -288,7 +288,7 @@ class Matches:
         ]
 
     def _compute_levels(self, indices: Places, order: int) -> _ContextLevels:
-        """Compute counts and Kneser-Ney weights of the contexts' suffixes of order - 1 symbols down to one.
+        """Compute counts and Kneser-Ney weights of all suffixes of the contexts with 1 to order - 1 symbols.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).

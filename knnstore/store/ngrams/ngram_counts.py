@@ -133,7 +133,7 @@ class NGramCounts:
     def continued(self, lengths: Places | int, ranges: Places) -> Places:
         """Return the continuation counts of n-grams: the number of different symbols that precede them.
 
-        At the start of a document, each occurrence counts.
+        An n-gram at the start of a document has no preceding symbol; there each occurrence counts.
 
         Args:
             lengths: number of symbols of each n-gram, 2 to `DEPTH` - 1, shape (...) or one number for all
@@ -177,7 +177,9 @@ class _Flags(NamedTuple):
 
 
 def _compute_flags(text: SortedText, start: int) -> Iterator[_Flags]:
-    """Yield flags of all n-grams of length 1, then of length 2, and so on up to `DEPTH`.
+    """Yield a `_Flags` for the n-grams of length 1, then of length 2, and so on up to `DEPTH`.
+
+    For length `DEPTH`, `continued` is all False, because the longest n-grams need only plain counts.
 
     Args:
         text: the documents with their suffix array.

@@ -234,8 +234,8 @@ def _align_batches(
 ) -> Generator[tuple[Batch | None, Batch | None]]:
     """Read two streams of batches in parallel, and yield pairs of batches with equal numbers of records.
 
-    The batches of the two streams may have different sizes; they are cut. If one stream has fewer records,
-    the last pair has None in place of its batch.
+    If the batches of the two streams have different sizes, the larger batch is cut. If one stream has fewer
+    records than the other, the last pair has None in place of its batch.
 
     Args:
         one: batches (ids, keys, groups) of the first stream.
