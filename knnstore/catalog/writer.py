@@ -127,9 +127,9 @@ class CatalogWriter:
     def create_domain(self, name: str) -> int:
         """Return the primary key of a domain. A missing domain is inserted.
 
-        Readers do not see a domain without documents. The domain keeps its primary key as long as it has a
-        document or a lease is open. But if all its documents are removed, the domain is deleted, and later
-        documents get another primary key.
+        Readers do not see a domain without documents. A domain without documents is kept as long as a lease
+        is open, so that documents of the lease can get its primary key. But if the domain gets documents and
+        all of them are removed, it is deleted, and later documents get another primary key.
 
         Args:
             name: name of the domain.

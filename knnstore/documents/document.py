@@ -271,7 +271,7 @@ def _get_source(row: Mapping[Any, Any], name: str) -> str:
 def _hash_content(text: str, source: str | None) -> str:
     """Return the SHA-256 of a text, or of a source and a text together, as 64 hexadecimal digits.
 
-    The length of the source is hashed too, so two pairs differ wherever the source ends.
+    The length of the source is hashed too, so the pairs ("ab", "c") and ("a", "bc") have different hashes.
     """
     content = text if source is None else f"{len(source)}:{source}{text}"
     return hashlib.sha256(content.encode(errors="replace")).hexdigest()

@@ -155,7 +155,7 @@ class Reader(Protocol):
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return which of some hashes are the SHA-256 of the text of a selected document.
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.

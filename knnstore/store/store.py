@@ -143,9 +143,9 @@ class KNNStore(StoreReader):
                 writer.
             params: parameters of the adapter that replace the saved parameters for this object; None replaces
                 none. They are allowed only with mode ``"r"``.
-            copied: True allows to open a copied folder for writing although its keys still belong to the
-                original store. Then only `move`, and `repair` with `take_over`, can write. False raises
-                NotOwnerError for such a folder.
+            copied: matters if the folder was copied from another store and the keys still belong to that
+                store. True opens the copy for writing, but only `move`, and `repair` with `take_over`, can
+                write. False raises NotOwnerError.
 
         Raises:
             StoreNotFoundError: if the folder has no store.

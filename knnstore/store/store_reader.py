@@ -317,7 +317,7 @@ class StoreReader:
         return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return which of some hashes are the SHA-256 of the text of a selected document.
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.

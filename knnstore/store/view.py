@@ -176,7 +176,7 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return which of some hashes are the SHA-256 of the text of a selected document.
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.

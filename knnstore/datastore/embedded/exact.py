@@ -227,9 +227,9 @@ class ExactIndex:
     def _compute_exact_distances(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
         """Compute the distance between query i and row rows[i] of the matrix, for each i.
 
-        L2 distances are computed from the difference of the vectors. Equal keys have exactly equal distances
-        from a query. If all keys are in half precision, also equal keys in two different indexes have exactly
-        equal distances.
+        L2 distances are computed from the difference of the vectors. So two rows with equal keys get exactly
+        the same distance from a query. If all keys are in half precision, this also holds for two rows of
+        different indexes.
 
         Args:
             queries: query vectors, shape (n, dim), or (dim,) to compare one query with all rows.

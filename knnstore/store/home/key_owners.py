@@ -21,8 +21,8 @@ class KeyOwner(Enum):
     """The keys belong to this store, which may write them. This includes keys that were copied together with
     the store's folder."""
     NOBODY = auto()
-    """No store has claimed the keys, and this store may claim them. They are in this store's folder, or there
-    are no records, or the adapter cannot save claims."""
+    """No store has claimed the keys, and this store may claim them. They are in this store's folder or at a
+    URL, or there are no records, or the adapter cannot save claims."""
     OTHER_COPY = auto()
     """The keys belong to another copy of this store, for example to the original from which this store's
     folder was copied. Also the result if the owner cannot be determined."""

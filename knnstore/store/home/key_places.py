@@ -143,9 +143,14 @@ class Place:
     def _compare_claim(self, claim: Owner | None) -> KeyOwner:
         """Return the owner of the keys at this place, by the claim beside the keys.
 
-        If neither another store nor this store has written the claim, the location of the keys decides: keys
-        inside this store's folder belong to this store, or to nobody if there is no claim. For other keys
-        without a claim, it also matters whether there are records.
+        The first rule that applies decides:
+
+        1. a claim of a store with another id: the other store;
+        2. a claim that this store has written: this store;
+        3. keys physically inside this store's folder: this store, or nobody without a claim;
+        4. any other claim: another copy of this store;
+        5. no claim, and the location is a URL, or the adapter cannot save claims, or no records exist:
+        nobody; 6. no claim, and records exist or the keys are damaged: another copy of this store.
 
         Args:
             claim: the claim (a text that names the owner of the keys); None if there is no claim.

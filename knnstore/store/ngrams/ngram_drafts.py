@@ -95,18 +95,18 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
 
 
 def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[float]]:
-    """Choose among places of stored documents a place whose continuation is most frequent.
+    """Choose the place in stored documents whose continuation is most frequent among several places.
 
-    A symbol is a token or the start of a document. Symbol by symbol, only the places with the most frequent
-    next symbol are kept.
+    The continuation of a place is the series of symbols from the place on. In each of at most `DEPTH` steps,
+    the most frequent next symbol is chosen, and only the places with this symbol are kept. The steps end when
+    one place is left, or when the documents end.
 
     Args:
         text: the stored documents with their suffix array.
         places: indices into `text.symbols`, at least one.
 
     Returns:
-        A place that is left at the end; and for each of its next symbols the share of the remaining places
-        that have this symbol, until one place is left, at most `DEPTH` shares.
+        The first place that is left; and for each step the share of the places that were kept, 0 to 1.
     """
     shares = []
     for ahead in range(DEPTH):
