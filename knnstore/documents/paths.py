@@ -184,12 +184,16 @@ class Place(NamedTuple):
 def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterator[Place]:
     """Yield the places from which the documents of a path are read.
 
-    For a file, standard input or a data set, the only place is the path itself. For a folder, the files in it
-    and in all its subfolders are yielded, except hidden files and files with an unknown suffix. Hidden
-    folders are skipped. Links to files are followed if they stay in the folder; links to folders are not
-    followed. A file or folder that cannot be used is yielded with a problem. If the folder has no file with a
-    known suffix, the folder itself is yielded too, with a problem. If a file is one document, its id is its
-    path relative to the folder (with ``/``), or its file name if `path` is the file.
+    For a file, standard input or a data set, the only place is the path itself. For a folder, all files in
+    the folder and its subfolders are yielded:
+
+    - Hidden files, files with an unknown suffix, and hidden folders are skipped.
+    - Links to files are followed if they stay in the folder; links to folders are not followed.
+    - A file or folder that cannot be used is yielded with a problem.
+    - If no file has a known suffix, the folder itself is yielded too, with a problem.
+
+    If a file is one document, its id is its path relative to the folder (with ``/``), or its file name if
+    `path` is the file.
 
     Args:
         path: a file or folder, which need not exist, `STDIN`, or a data set with the prefix `HUB`.

@@ -72,9 +72,9 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
     """Yield an entry for each line of JSON in UTF-8; empty lines are skipped.
 
     An entry is a document that is not read yet. If a line cannot be used, for example because it is too
-    long, reading its entry raises the error. If all lines are empty, one entry is yielded, and reading it
-    raises the error that the file is empty. If the first line that is not empty is only ``[`` or ``{``, the
-    file is JSON but not JSON Lines: the only entry raises an error that says so.
+    long, reading its entry raises the error. In two cases, only one entry is yielded, and reading it raises
+    an error: if all lines are empty, and if the first line is only ``[`` or ``{``, so that the file is JSON
+    but not JSON Lines.
 
     Args:
         name: name of the file, for messages.

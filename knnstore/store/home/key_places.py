@@ -150,7 +150,8 @@ class Place:
         3. keys physically inside this store's folder: this store, or nobody without a claim;
         4. any other claim: another copy of this store;
         5. no claim, and the location is a URL, or the adapter cannot save claims, or no records exist:
-        nobody; 6. no claim, and records exist or the keys are damaged: another copy of this store.
+           nobody;
+        6. no claim, and records exist or the keys are damaged: another copy of this store.
 
         Args:
             claim: the claim (a text that names the owner of the keys); None if there is no claim.

@@ -108,7 +108,7 @@ def transfer(
 def _copy_missing(
     batches: Iterable[Batch], total: int, target: Datastore, progress: Progress
 ) -> tuple[Keys, int]:
-    """Add to the target the records that it lacks, delete records that the source lacks, and flush it.
+    """Add missing records to the target, delete its records that the source lacks, and flush the target.
 
     Args:
         batches: all records of the source in batches (ids, keys, groups), by ascending id.
