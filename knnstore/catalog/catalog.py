@@ -456,11 +456,8 @@ class Catalog:
     def checksums(self) -> dict[int, str]:
         """Return a dict from primary key to the stored checksum of the document's vector keys.
 
-        Only live documents are in the dict.
-
-        A live document is completely stored and not removed. A document without a stored checksum is left
-        out. If the vector engine checks its keys itself, the store saves no checksums, and the result is
-        empty.
+        The dict has the live documents (completely stored and not removed) with a stored checksum. It is
+        empty if the vector engine checks its keys itself, because then the store saves no checksums.
         """
         statement = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:

@@ -54,7 +54,7 @@ _UNREACHABLE_SQLITE = (
     "SQLITE_PERM",
     "SQLITE_AUTH",
 )
-"""Prefixes of the names of SQLite errors for which another attempt may succeed: locks, disk, and rights."""
+"""Prefixes of the names of SQLite errors that mean that the database cannot be used now, such as a lock."""
 
 PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # the variable's name, not a password
 """Environment variable with the password of PostgreSQL, as for PostgreSQL's own clients.

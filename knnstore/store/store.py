@@ -444,8 +444,11 @@ class KNNStore(StoreReader):
         All records are copied, and the copy is compared with its source. Then the store switches to the copy
         in one transaction, and the old keys are erased. If the call is interrupted before the switch, the
         store is unchanged: the same call continues the move, and a call with another target first erases the
-        unfinished copy. Records that workers have uploaded for plans are deleted first; the commit adds them
-        from the folder of the plan. Uploads during the call make it fail.
+        unfinished copy.
+
+        Before the move, records that workers have uploaded for plans are deleted; the commit of a plan then
+        adds the keys from the folder of the plan. If a worker uploads records during the call, the call
+        fails.
 
         Args:
             adapter: name of the new adapter.

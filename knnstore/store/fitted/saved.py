@@ -77,7 +77,7 @@ class SavedSettings:
         """Return these settings, or only their field `trained` if a removed document has influenced the rest.
 
         A document has influenced the settings if they were calibrated on its text, or derived from its keys.
-        If no removed document has, the result is this same object.
+        If the settings are returned unchanged, the result is this same object.
 
         Args:
             snapshot: the documents that the store has now.
@@ -154,9 +154,8 @@ def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings
 def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
     """Return the names of the files of weights that may still be used.
 
-    The first is the file with the projection of the store's keys, if it has one. The others are the files
-    that saved settings name. A file is left out if its weights were fitted on a document that was removed
-    since.
+    These are the file with the projection of the store's keys, if the store has one, and the files that saved
+    settings name. A file is left out if its weights were fitted on a document that was removed since.
 
     Args:
         catalog: catalog of the store.

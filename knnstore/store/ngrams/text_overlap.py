@@ -124,10 +124,10 @@ class Runs:
             text: symbols of the document, shape (n,).
 
         Returns:
-            Indices of texts, in two sets. `same` has the texts that count as the same text as the document:
-            at least half of the shorter one of text and document is in shared runs. `others` has other texts
-            that share a run with the document. If the text or the document is shorter than a run, the text is
-            in `same` if the longer one contains all of the shorter one, else in neither set.
+            Two sets of indices of texts. A text is in `same` if at least half of the shorter of text and
+            document is in shared runs. A text is in `others` if it shares a run with the document, but less
+            than half. If text or document is shorter than a run, the text is in `same` if the longer contains
+            the whole shorter one, else in no set.
         """
         numbers, shared = self._parts_of_short.count_shared(text)
         same = set(numbers[shared >= np.minimum(self._lengths[numbers], len(text))].tolist())
@@ -223,8 +223,8 @@ class _RunIndex:
             text: symbols of the other text, shape (n,).
 
         Returns:
-            The indices of these indexed texts, ascending, and the number of symbols of each of these texts
-            that are in shared runs.
+            The indices of the texts that share a run, ascending; and for each of them the number of its
+            symbols that are in shared runs.
         """
         return self.count_covered(self.find_places(text))
 
