@@ -122,9 +122,10 @@ def _encode_on_cluster(
     cpus_per_worker: int,
     shown: Progress,
 ) -> None:
-    """Encode the shards of a plan that are not complete or, with uploads, not uploaded; wait for the actors.
+    """Encode the unfinished shards of a plan on a Ray cluster, and wait until all shards are finished.
 
-    Each actor encodes one shard at a time. Starts Ray if it is not running.
+    A shard is finished if its keys are complete and, if uploads are requested, uploaded. Each actor encodes
+    one shard at a time. Starts Ray if it is not running.
 
     Args:
         folder: folder of the plan.
