@@ -266,7 +266,7 @@ class Catalog:
             return list(read_documents(session, session.execute(statement)).values())
 
     def documents_of(self, rows: Iterable[int]) -> dict[int, Document]:
-        """Return descriptions of live documents, by the primary keys of the documents.
+        """Return a dict from primary key to the description of the document, for live documents.
 
         A live document is completely stored and not removed. Its primary key is the number of its row in the
         database.
@@ -300,9 +300,10 @@ class Catalog:
             return list(session.scalars(statement))
 
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
-        """Return the primary keys (row numbers in the database) of live documents by their external ids.
+        """Return a dict from document id to the primary keys of the live documents with this id.
 
-        A live document is completely stored and not removed.
+        A live document is completely stored and not removed. Its primary key is the number of its row in the
+        database.
 
         Args:
             ids: ids that the user gave the documents.
@@ -317,9 +318,10 @@ class Catalog:
             return group_rows_by_value(select_among(session, statement, DocumentRow.external_id, ids))
 
     def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
-        """Return for each tag the primary keys (row numbers in the database) of live documents with the tag.
+        """Return a dict from tag to the primary keys of the live documents that carry the tag.
 
-        A live document is completely stored and not removed.
+        A live document is completely stored and not removed. Its primary key is the number of its row in the
+        database.
 
         Args:
             tags: tags (labels of documents). Tags that no live document has are left out of the result.
@@ -352,7 +354,7 @@ class Catalog:
             return [row for (row,) in select_among(session, statement, DocumentRow.domain_id, groups)]
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Return the pair (id, name of the domain) of live documents, by the primary keys of the documents.
+        """Return a dict from primary key to the pair (id, name of the domain), for live documents.
 
         The id is the id that the user gave the document. A live document is completely stored and not
         removed.
@@ -384,7 +386,7 @@ class Catalog:
         return None if stored is None else decode_tokens(*stored)
 
     def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
-        """Return the SHA-256 of the text of live documents, by the primary keys of the documents.
+        """Return a dict from primary key to the SHA-256 of the document's text, for live documents.
 
         A live document is completely stored and not removed.
 
@@ -396,7 +398,7 @@ class Catalog:
             return dict(select_among(session, statement, DocumentRow.id, rows))
 
     def metadata(self, rows: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the metadata (JSON values by name) of live documents, by the primary keys of the documents.
+        """Return a dict from primary key to the metadata (JSON values by name) of live documents.
 
         A live document is completely stored and not removed.
 
@@ -452,11 +454,10 @@ class Catalog:
         return altered.intersection(ordered)
 
     def checksums(self) -> dict[int, str]:
-        """Return the stored checksum of each live document's vector keys, by primary key of the document.
+        """Return a dict from primary key to the stored checksum of the document's vector keys.
 
-        A live document is completely stored and not removed. A document without a stored checksum is left
-        out. If the vector engine checks its keys itself, the store saves no checksums, and the result is
-        empty.
+        The dict has the live documents (completely stored and not removed) with a stored checksum. It is
+        empty if the vector engine checks its keys itself, because then the store saves no checksums.
         """
         statement = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
         with run_read_transaction(self.sql) as session:
@@ -472,7 +473,7 @@ class Catalog:
             ids: ids that the user gave the documents. Ids that the domain does not have are left out.
 
         Returns:
-            The values by document id.
+            A dict from document id to these values.
 
         Raises:
             InputError: a name is not valid, see `check_name`.
@@ -490,7 +491,7 @@ class Catalog:
             }
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
-        """Return for each hash the primary keys of the live documents whose text has this SHA-256.
+        """Return a dict from hash to the primary keys of the live documents whose text has this SHA-256.
 
         A live document is completely stored and not removed.
 
@@ -520,7 +521,7 @@ class Catalog:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def leases(self) -> list[Lease]:
-        """Return the leases of the store, the newest first; see `CatalogWriter.lease`."""
+        """Return the leases (reserved positions) of the store, newest first; see `CatalogWriter.lease`."""
         with run_read_transaction(self.sql) as session:
             rows = session.scalars(select(LeaseRow).order_by(LeaseRow.start.desc()))
             return [
@@ -528,7 +529,9 @@ class Catalog:
             ]
 
     def withdrawn_ids(self, lease: str, domain: str) -> set[str]:
-        """Return the ids of documents that were removed or renamed after a lease was made.
+        """Return the old ids of documents that were removed or renamed after a lease was made.
+
+        The commit of the lease must not add documents with these ids.
 
         Args:
             lease: id of an open lease; other leases give an empty set.
@@ -578,7 +581,7 @@ class Catalog:
             return None if row is None else _check_settings_row(row)
 
     def all_settings(self) -> dict[tuple[str, ...], Mapping[str, Any]]:
-        """Return all saved retrieval settings, by the set of domains for which they are saved.
+        """Return a dict from set of domains to the retrieval settings that are saved for this set.
 
         A set is a sorted tuple of domain names; the empty tuple stands for the whole store.
 

@@ -34,7 +34,7 @@ _DRIVERS = {
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
 
 _DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zlib.error)
-"""Exceptions that can occur when a stored value has a wrong type, because the database is damaged."""
+"""Exceptions that reading a damaged database may raise, because a stored value has a wrong type."""
 
 _TOO_COMPLEX = re.compile(
     r"at most \d+ tables|too many|tree is too large|stack overflow|too complex|too big|stack depth limit"
@@ -54,10 +54,13 @@ _UNREACHABLE_SQLITE = (
     "SQLITE_PERM",
     "SQLITE_AUTH",
 )
-"""Beginnings of the names of SQLite errors that neither the statement nor the data caused."""
+"""Prefixes of the names of SQLite errors that mean that the database cannot be used now, such as a lock."""
 
 PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # the variable's name, not a password
-"""Environment variable with the password, as for PostgreSQL's clients; PGPASSWORD_FILE names its file."""
+"""Environment variable with the password of PostgreSQL, as for PostgreSQL's own clients.
+
+PGPASSWORD_FILE may name a file with the password instead.
+"""
 
 _POSTGRESQL = {
     "connect_timeout": 10,
@@ -70,7 +73,7 @@ _POSTGRESQL = {
 two hours, if the connection is lost silently. `tcp_user_timeout` is in milliseconds, the rest in seconds."""
 
 _BEGIN = "knnstore_begin"
-"""Name of the execution option with the statement that begins a transaction on SQLite."""
+"""Name of an execution option of SQLAlchemy; its value is the statement that begins a SQLite transaction."""
 
 SECONDS_TO_WAIT = 30
 """Seconds that a statement waits for locks and readers of other connections."""
@@ -189,7 +192,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _check_encoding(connection: Any, _record: object) -> None:
-    """Check that a PostgreSQL database does not have the encoding SQL_ASCII, which has no text.
+    """Check that a PostgreSQL database does not have the encoding SQL_ASCII, which stores bytes and no text.
 
     SQLAlchemy calls this function for each new connection.
 

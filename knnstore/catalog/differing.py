@@ -34,7 +34,7 @@ class Difference:
     removed: tuple[str, ...]
     """Ids that the domain has and the list does not have; sorted."""
     renamed: Mapping[str, str]
-    """New id by old id, for documents in `removed` whose text is also the text of a document in `added`."""
+    """Dict from old id to new id, for documents in `removed` whose text a document in `added` has too."""
 
     @classmethod
     def of(
@@ -105,7 +105,7 @@ def classify_change(document: TextDocument, stored: StoredVersion | None, tags: 
 
 
 def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
-    """Find new documents whose text a domain (a named set of documents) already has under another id.
+    """Find the ids under which a domain (a named set of documents) already has the texts of new documents.
 
     Args:
         catalog: catalog to read.

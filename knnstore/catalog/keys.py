@@ -36,7 +36,7 @@ class Right(StrEnum):
     WRITE = "write"
     """Add and remove documents."""
     ADMIN = "admin"
-    """All other rights, and the server's metrics."""
+    """All rights above, and the server's metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def restrict_to_live(
 
 
 def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
-    """Return the tags of documents, in any order, by the documents' primary keys.
+    """Return a dict from primary key to the tags of the document, in any order.
 
     Args:
         session: session in which the query runs.
@@ -163,7 +163,7 @@ def read_tags(session: Session, rows: Iterable[int]) -> dict[int, list[str]]:
 
 
 def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
-    """Return for each hash the primary keys of the live documents whose text has this SHA-256.
+    """Return a dict from hash to the primary keys of the live documents whose text has this SHA-256.
 
     A live document is completely stored and not removed.
 
@@ -180,7 +180,7 @@ def read_rows_by_content(session: Session, hashes: Iterable[str]) -> dict[str, l
 
 
 def read_documents(session: Session, rows: Iterable[Any]) -> dict[int, Document]:
-    """Convert database rows of documents to `Document` objects, and return them by primary key.
+    """Convert database rows to `Document` objects, and return a dict from primary key to object.
 
     Args:
         session: session in which the tags of the documents are read.

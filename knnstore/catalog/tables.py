@@ -1,8 +1,8 @@
 """Tables of the catalog.
 
-Each document has a row; single tokens have none, because a record's id in the vector engine encodes its
-token. So a search runs without SQL. All names begin with ``knnstore_``, because other applications may share
-the database.
+Each document has a row, but single tokens have no rows: the id of a record in the vector engine encodes the
+position and the id of its token. So a search runs without SQL. The names of all tables begin with
+``knnstore_``, because other applications may share the database.
 """
 
 from datetime import UTC, datetime

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAIR_MARK = "pair:"
-"""Beginning of the fingerprint of a tokenizer that reads pairs, for an encoder-decoder model."""
+"""Prefix of a tokenizer's fingerprint in a store of an encoder-decoder model, whose documents are pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Identity:
     model_fingerprint: str
     """Text by which the model is recognized: a hash, a colon, and a sample of the weights."""
     tokenizer_fingerprint: str
-    """Hash by which the tokenizer is recognized; it begins with `PAIR_MARK` for an encoder-decoder model, and
-    then also covers the languages."""
+    """Hash by which the tokenizer is recognized. For an encoder-decoder model, the text begins with
+    `PAIR_MARK`, and the languages of the tokenizer are hashed too."""
     key: str
-    """Name of the place in the model where keys (hidden states) are taken, and how several hidden states are
-    joined into one key."""
+    """Name of the layer or place in the model whose hidden states are the keys; it also says how several
+    hidden states are joined to one key."""
     dim: int
     """Number of components of a key."""
     metric: str
@@ -125,7 +125,7 @@ class PlacedDocument:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """Fields of a stored document that are compared with a new document with the same id."""
+    """Fields of a stored document, for the comparison with a new document that has the same id."""
 
     row: int
     """Primary key of the document in the catalog's database."""

@@ -51,7 +51,7 @@ def check_room(sql: Engine) -> None:
     """Check that the disks have enough free space for `vacuum` to rewrite a SQLite file.
 
     Does nothing on PostgreSQL and for a database in memory. SQLite builds the new database in its temporary
-    folder, and then copies it through the log to the database file, so two disks can be concerned.
+    folder, and then copies it through the log to the database file. So the disks of both folders are checked.
 
     Args:
         sql: SQLAlchemy engine of the catalog's database.

@@ -108,12 +108,12 @@ class CatalogWriter:
         return Lease(id, stop - count, stop, folder, is_committed=False)
 
     def release(self, ids: Iterable[str]) -> None:
-        """Delete leases. Documents that were added with a lease stay; unknown ids are ignored.
+        """Delete leases (reserved positions). Documents that were added with a lease stay.
 
         If no open lease is left, domains without documents are deleted; see `create_domain`.
 
         Args:
-            ids: ids of the leases.
+            ids: ids of the leases; unknown ids are ignored.
         """
         with self._run_transaction("release") as session:
             for chunk in split_into_chunks(list(ids)):
@@ -125,10 +125,11 @@ class CatalogWriter:
                 session.execute(delete(DomainRow).where(~has_document))
 
     def create_domain(self, name: str) -> int:
-        """Return the primary key of a domain, which is inserted if it does not exist.
+        """Return the primary key of a domain. A missing domain is inserted.
 
-        Readers do not see a domain without documents. The documents of an open lease get this primary key,
-        unless the domain gets and loses other documents before they are added.
+        Readers do not see a domain without documents. A domain without documents is kept as long as a lease
+        is open, so that documents of the lease can get its primary key. But if the domain gets documents and
+        all of them are removed, it is deleted, and later documents get another primary key.
 
         Args:
             name: name of the domain.
@@ -261,7 +262,8 @@ class CatalogWriter:
     def retire(self, rows: Sequence[int]) -> None:
         """Change live documents to the state "deleting", so that readers no longer see them.
 
-        Open leases note the ids of the documents; see `Catalog.withdrawn_ids`.
+        Open leases note the ids of the documents, so that their commit does not add the documents again; see
+        `Catalog.withdrawn_ids`.
 
         Args:
             rows: primary keys of the documents. Unknown keys, and keys of documents that are not live, are
@@ -340,7 +342,7 @@ class CatalogWriter:
     def rename(self, ids: Mapping[int, str]) -> None:
         """Replace the ids that the user gave to live documents (completely stored and not removed).
 
-        Open leases note the old ids as those of removed documents; see `retire`.
+        Open leases note the old ids, as if these documents were removed; see `Catalog.withdrawn_ids`.
 
         Args:
             ids: new id of each document, by primary key of the document.
@@ -561,7 +563,7 @@ def _compute_digests(session: Session, rows: Sequence[int]) -> Iterator[tuple[in
 
 
 def _allocate_positions(session: Session, count: int) -> int:
-    """Allocate positions that were never used; return the last one plus one.
+    """Allocate successive positions that were never used, and return the last position plus one.
 
     Args:
         session: session of the transaction.
@@ -578,15 +580,17 @@ def _allocate_positions(session: Session, count: int) -> int:
 
 
 def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int]) -> None:
-    """Check that no document in the catalog has a position in a range of positions.
+    """Check that the positions of new documents are allocated, and that no stored document has them.
+
+    The whole range from the first to the last position of the new documents is checked.
 
     Args:
         session: session of the transaction.
-        starts: first positions of new documents, which stand next to each other.
+        starts: position of the first token of each new document.
         lengths: number of tokens of each new document.
 
     Raises:
-        CatalogError: a document has such a position, or a position was never allocated.
+        CatalogError: a stored document has a position in the range, or a position was never allocated.
     """
     if not starts:
         return
@@ -597,10 +601,10 @@ def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int
 
 
 def _note_withdrawals(session: Session, rows: Sequence[int]) -> None:
-    """Note in each open lease the ids of live documents that are removed or renamed now.
+    """Note for each open lease the ids of live documents that are removed or renamed now.
 
     Args:
-        session: session of the transaction.
+        session: session of the transaction, before the documents change.
         rows: primary keys of the documents.
     """
     for lease in session.scalars(select(LeaseRow).where(LeaseRow.committed_at.is_(None))).all():

@@ -1,4 +1,4 @@
-"""The vector side: the `Datastore` protocol, and everything that its implementations and users need.
+"""The interface to vector engines: the `Datastore` protocol, and what its implementations and users need.
 
 Adapters import only from here and from `knnstore.errors`. Importing this package imports no engine, no torch
 and no SQL. `registry` finds the engines.

@@ -82,9 +82,9 @@ def nearest_rows(
         keys: float32, shape (n, dim); n may be 0.
         k: number of rows to find for each query, >= 1.
         metric: squared Euclidean distance (L2) or negated inner product.
-        norms: squared norm of each key, shape (n,), if the mean key was already subtracted from queries and
-            keys. With None, the function computes the norms, and for L2 first subtracts the mean key, which
-            makes rounding errors smaller.
+        norms: squared norm of each key, shape (n,). The caller must already have subtracted the mean key from
+            queries and keys. None computes the norms, and for L2 first subtracts the mean key. This makes
+            rounding errors smaller.
 
     Returns:
         Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, each missing

@@ -12,7 +12,7 @@ from knnstore.datastore.arrays import Distances, Ids
 from knnstore.datastore.visits import Visits, apart
 
 _COLUMNS_HELD = 16
-"""`merge_many` merges the results in memory when they have more than this multiple of k columns in all."""
+"""Multiple of k. If the results in memory have more columns together, `merge_many` merges them."""
 
 
 @dataclass(frozen=True, slots=True)

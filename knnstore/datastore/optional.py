@@ -81,8 +81,9 @@ class SupportsDeviceVisits(Protocol):
             where: filter that records must match. No other record may be found, also if `where` has groups.
 
         Returns:
-            The records on the device of the queries. None if no record matches, or if the engine cannot do
-            it here, for example because its keys are not on this device; then the caller uses `visit`.
+            Distances and tokens of the records, on the device of the queries. None if no record matches, or
+            if the engine cannot compute them on this device, for example because its keys are elsewhere. Then
+            the caller uses `visit`.
         """
 
 
@@ -245,27 +246,29 @@ class SupportsOwner(Protocol):
 
 @runtime_checkable
 class SupportsUploads(Protocol):
-    """A vector engine, usually a server, to which many processes may upload records for a later commit.
+    """A vector engine, usually a server, to which several processes may upload records at the same time.
 
-    The workers of a plan upload the records of its documents, each worker through a handle of its own. An
-    upload has a name. The store searches and counts uploaded records like others, and leaves them out of its
-    results until the commit. The commit asks with `count_uploaded` which uploads are complete, and uses `add`
-    for the others. A worker may be slow, and upload after the commit: what is stored must not change then.
+    A plan adds many documents to a store. Its workers compute the keys, and each worker uploads records with
+    its own handle and under a name. The commit of the plan adds the documents to the store. For each upload,
+    it checks with `count_uploaded` whether all records are there, and otherwise adds the records with `add`.
+    Until the commit, the engine returns uploaded records from searches like all other records, and the store
+    leaves them out of its results. A slow worker may upload after the commit, and must not change any stored
+    record then.
 
-    Workers open the datastore with the location and the parameters that the store has, which the folder of
-    the plan names in clear: an adapter reads passwords and keys from the environment.
+    Workers open the datastore with the location and the parameters of the store. The folder of the plan has
+    them as plain text, so an adapter must read passwords and API keys from the environment.
     """
 
     @property
     def takes_uploads(self) -> bool:
-        """True if the engine can take uploads; False, for example, for a server of an old version."""
+        """True if the engine accepts uploads; False, for example, if the server has an old version."""
 
     def upload(self, ids: Ids, keys: Keys, groups: Groups, name: str) -> None:
-        """Store those records whose ids have no record yet, durably, and with each the name of the upload.
+        """Store records whose ids are not stored yet, durably. Each record also gets the name of the upload.
 
-        A record that exists stays as it is, with its key, group and name. This must hold while other
-        processes add, delete and upload, also for the same ids. After an error, the same call can be
-        repeated.
+        If an id is stored already, its record does not change, and the new record is ignored. This must hold
+        even if other processes add, delete and upload the same ids at the same time. After an error, the same
+        call can be repeated.
 
         Args:
             ids: record ids, int64, shape (n,), >= 0, without duplicates.
@@ -274,16 +277,16 @@ class SupportsUploads(Protocol):
             name: name of the upload, one line of at most 100 characters.
 
         Raises:
-            ConfigError: the engine takes no uploads; see `takes_uploads`.
+            ConfigError: the engine accepts no uploads; see `takes_uploads`.
         """
 
     def count_uploaded(self, ids: IdRanges, name: str, group: int) -> int:
-        """Return the exact number of records that an upload has stored, and that still are as it stored them.
+        """Return the exact number of records that an upload has stored and that are unchanged since.
 
-        Records that were replaced with `add` or deleted since do not count.
+        Records that were later deleted, or replaced with `add`, do not count.
 
         Args:
-            ids: ids of the records to count.
+            ids: ids of the records to count; records with other ids do not count.
             name: name of the upload.
             group: group number of the records to count.
         """

@@ -33,7 +33,7 @@ ENTRY_POINT_GROUP = "knnstore.datastores"
 
 _OURSELVES = "knnstore"  # its requirements are mostly not those of an adapter's engine
 _NO_ENGINE = {_OURSELVES, "numpy"}
-"""Names of required distributions that are never listed as the engine of an adapter."""
+"""Names of distributions (packages) that adapters require, but that are not vector engines."""
 _PROBE_DIM = 8
 """Dimension of the temporary datastore that `describe` opens."""
 
@@ -177,11 +177,12 @@ def _probe_capabilities(adapter: type[Datastore]) -> tuple[Capabilities | None, 
 def _find_engine_versions(offer: _Offer) -> dict[str, str | None]:
     """Find the packages that provide an adapter's vector engine, and their installed versions.
 
-    An extra is an optional group of requirements of a distribution (an installed package). First the extras
-    of the adapter are read: an extra belongs to the adapter if its name is the adapter's name, or begins with
-    this name and a hyphen. If an extra of the adapter requires packages on this machine, these packages are
-    returned. Otherwise all packages that the adapter's distribution requires without an extra are returned,
-    except knnstore and numpy. If the adapter belongs to knnstore itself, only its extras are read.
+    An extra is an optional group of requirements of a distribution (an installed package). An extra belongs
+    to the adapter if its name is the adapter's name, or begins with this name and a hyphen. The packages are:
+
+    1. the packages that the adapter's extras require on this machine;
+    2. if the first list is empty: the packages that the adapter's distribution requires without an extra,
+       except knnstore and numpy. For an adapter of knnstore itself, this second list is always empty.
 
     Args:
         offer: the adapter, and the distribution that declares it.

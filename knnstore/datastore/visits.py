@@ -13,7 +13,7 @@ from knnstore.datastore.arrays import Distances, Ids
 
 
 class Visit(NamedTuple):
-    """Distances of m queries to r records, for each pair of a query and a record.
+    """Distances between m queries and r records, for all pairs of a query and a record.
 
     The records come from one or several cells (clusters of nearby records) that all m queries search.
     """
@@ -134,33 +134,47 @@ def apart(visits: Iterable[Visits]) -> list[Visit]:
 
 
 class DeviceVisits(Protocol):
-    """The records of the cells that q queries probe, on the engine's device, such as a GPU.
+    """Distances of q queries to all records of their nearest cells, on the engine's device, such as a GPU.
 
-    Each record is in one of r columns of its query. No attribute or method waits for the device.
+    A cell is a cluster of nearby records. The results are matrices with a row for each query and a column for
+    each of its records; rows are padded to r columns. No attribute or method waits for the device.
     """
 
     @property
     def distances(self) -> Any:
-        """Distances, a tensor, float32, shape (q, r), in any order; +inf in a column without a record."""
+        """Distances of each query to its records, in any order, a tensor, float32, shape (q, r).
+
+        Columns without a record have the distance +inf.
+        """
 
     @property
     def tokens(self) -> Any:
-        """Tokens, a tensor, int32, shape (q, r); arbitrary in a column without a record."""
+        """Token id of each record in `distances`, a tensor, int32, shape (q, r).
+
+        Columns without a record have arbitrary token ids.
+        """
 
     @property
     def largest_token(self) -> int:
-        """A token that no token of the records exceeds."""
+        """Upper bound of the token ids of all records."""
 
     def select_rows(self, rows: Any) -> Self:
-        """Return the records of some of the queries; `rows` is a slice, indices or a mask."""
+        """Return an object with only some of the queries.
+
+        Args:
+            rows: the queries to keep: a slice, row numbers or a mask.
+        """
 
     def sum_by_token(self, temperatures: Any, vocabulary: int) -> Any:
-        """Sum exp((d₀ - d)/T) over the records of each token, where d₀ is the query's smallest distance.
+        """Compute the kNN weight of each token: the sum of exp((d₀ - d) / T) over the token's records.
+
+        d is the distance of a record, d₀ is the query's smallest distance, and T is a temperature. The sums
+        are not normalized.
 
         Args:
             temperatures: t temperatures of each query, a tensor, float32, shape (q, t), on the device.
-            vocabulary: number of tokens, v. A record with a larger token counts for the last token.
+            vocabulary: number of tokens, v. A record with a larger token id counts for the last token.
 
         Returns:
-            A tensor, float32, shape (q, t, v); 0 for a query without records.
+            A tensor, float32, shape (q, t, v); all 0 for a query without records.
         """

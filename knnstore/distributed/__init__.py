@@ -1,8 +1,9 @@
 """Adding documents with several processes or machines: plan, encode, commit.
 
-`make_plan` divides documents into shards and reserves their positions in the store. `encode_shards` computes
-the keys of shards; it needs the folder of the plan and the model, but no database. `commit_plan` adds all
-shards to the store in one transaction. Readers see nothing of a plan before that.
+A plan is a list of documents in a folder, divided into shards. `make_plan` writes the plan and reserves
+positions in the store for its documents. `encode_shards` computes the keys of shards; it needs the folder of
+the plan and the model, but no database. `commit_plan` adds all shards to the store in one transaction.
+Readers do not see the documents before that.
 """
 
 from knnstore.distributed.committing import Committed, commit_plan, drop_plan

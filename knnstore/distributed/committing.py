@@ -28,17 +28,18 @@ class Committed:
     tokens: int
     """Number of tokens that were added."""
     skipped: tuple[str, ...]
-    """Ids of documents that were not added, because a version of them was stored, replaced or removed since
-    the plan was made."""
+    """Ids of the planned documents that were not added. A document is skipped if the store has added,
+    replaced, renamed or removed a document with its id since the plan was made."""
     was_committed: bool
-    """True if the plan was committed before; then nothing is changed."""
+    """True if the plan was committed before this call; then the call adds nothing."""
 
 
 def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | None = None) -> Committed:
     """Check the keys of all shards, and add the documents to the store in one transaction.
 
-    Readers see all of the documents or none. Documents and keys are removed from the folder afterwards. A
-    second call changes nothing. If the call is interrupted, the folder stays complete: call it again.
+    Readers see all of the documents or none. Afterwards the store is indexed, and the documents and keys are
+    removed from the folder. A second call adds nothing. If the call is interrupted, repeat it: the folder
+    keeps its documents and keys until the commit is done.
 
     Args:
         store: the store of the plan, opened for writing.
@@ -46,8 +47,8 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         progress: progress display, which receives numbers of tokens.
 
     Raises:
-        PlanError: a shard is not encoded or is damaged (the message names the shards), the plan was dropped,
-            or it is a plan of another store.
+        PlanError: a shard is not encoded or is damaged (the message names the shards), the folder has no
+            plan or the plan of another store, or the plan was dropped.
         ReadOnlyError: the store was opened for reading.
     """
     shown, plan = progress or Progress(), folder.plan
@@ -69,19 +70,22 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         more = f" and {len(problems) - _MAX_LISTED:,} more" if len(problems) > _MAX_LISTED else ""
         listed = ", ".join(problems[:_MAX_LISTED])
         raise PlanError(f"{listed}{more}: run `knnstore encode {folder.path}`, then commit again")
-    # 2) Add shard by shard; readers see nothing of it.
+    # 2) Add shard by shard; readers see no document before the `with` block ends.
     added, tokens, skipped = 0, 0, list[str]()
     withdrawn_ids = store.withdrawn_ids(lease, plan.domain)
     shown.start("adding", total=plan.tokens)
     with store.ingest_leased(lease) as ingest:
         for shard in plan.shards:
             documents = folder.read_documents(shard)
-            versions = store.versions(plan.domain, [of.document.id for of in documents])
+            versions = store.versions(plan.domain, [planned.document.id for planned in documents])
             is_current = [
-                _is_addable(of, versions.get(of.document.id)) and of.document.id not in withdrawn_ids
-                for of in documents
+                _is_addable(planned, versions.get(planned.document.id))
+                and planned.document.id not in withdrawn_ids
+                for planned in documents
             ]
-            skipped += [of.document.id for of, keep in zip(documents, is_current, strict=True) if not keep]
+            skipped += [
+                planned.document.id for planned, keep in zip(documents, is_current, strict=True) if not keep
+            ]
             chosen = np.flatnonzero(is_current)
             with ingest.add_part(
                 [_keep_tags(documents[at].document, versions) for at in chosen],
@@ -101,7 +105,10 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
 
 
 def _finish(store: KNNStore, folder: PlanFolder) -> None:
-    """Index the store, save its default settings, and remove documents and keys from the folder."""
+    """Index the store, save its default settings, and remove documents and keys from the folder.
+
+    If the disk is too full for the indexes, a warning is logged, and the rest is done.
+    """
     try:
         store.optimize()
     except DiskFullError as error:
@@ -111,20 +118,22 @@ def _finish(store: KNNStore, folder: PlanFolder) -> None:
 
 
 def _keep_tags(document: NewDocument, versions: Mapping[str, StoredVersion]) -> NewDocument:
-    """Return the document with the tags that its stored version has now.
+    """Return a planned document with its own tags and the tags of the stored document that it replaces.
 
     Args:
         document: the planned document, with the tags that the plan gives it.
-        versions: the stored versions, by id.
+        versions: the documents that are stored now, by id. A document without a stored version is returned
+            unchanged.
     """
     version = versions.get(document.id)
     return document if version is None else replace(document, tags=document.tags | version.tags)
 
 
 def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
-    """Give up a plan: delete its uploaded records, its lease in the store, and its files.
+    """Give up a plan: delete its uploaded records, its lease (reserved positions), and its files.
 
-    Nothing of the plan was visible, so no document changes. Documents of a committed plan stay.
+    No document of the store changes. If the plan was committed, its documents stay in the store. The function
+    also works if files of the plan are damaged or missing.
 
     Args:
         store: the store of the plan, opened for writing.
@@ -151,21 +160,23 @@ def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
 
 
 def _is_addable(planned: PlannedDocument, version: StoredVersion | None) -> bool:
-    """Check whether the store still has the version of a document that was there when the plan was made.
+    """Check that the stored version of a document has not changed since the plan was made.
+
+    The result is also True if no version was stored then, and none is stored now.
 
     Args:
         planned: the planned document.
-        version: the version that is stored now; None if there is none.
+        version: the version that is stored now; None if no document with this id is stored.
     """
     return planned.replaces == (None if version is None else version.start)
 
 
 def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:
-    """Return the lease of a plan.
+    """Return the lease of a plan: the positions that the store has reserved for its documents.
 
     Raises:
-        PlanError: the plan was made for another store, or for a store of another model or other keys; its
-            positions are not the positions of its lease; or it was dropped.
+        PlanError: the plan was made for another store, or for a store of another model or other keys; the
+            plan's positions are not the positions of its lease; or the plan was dropped.
     """
     if plan.store != store.id or plan.identity != store.identity:
         raise PlanError(f"{folder.path} has a plan of another store: --home chooses the store")
@@ -184,14 +195,16 @@ def _add_keys(
     documents: Sequence[PlannedDocument],
     is_current: Sequence[bool],
 ) -> None:
-    """Add the keys of a shard, some thousands at a time, unless the workers have uploaded all of them.
+    """Add the records of a shard's chosen documents to the datastore, `_BLOCK_RECORDS` at a time.
+
+    If workers have uploaded all of these records, only the checksums of their keys are computed.
 
     Args:
-        part: the open part of the commit, with the chosen documents of the shard.
+        part: object that adds the records; its documents are the chosen documents of the shard.
         folder: folder of the plan.
         shard: the shard.
         documents: all documents of the shard.
-        is_current: True for each document that is chosen.
+        is_current: for each document, True if it is chosen.
     """
     keys, digest = folder.open_keys(shard), folder.read_digest(shard)
     owner, positions, tokens = folder.list_records(documents)

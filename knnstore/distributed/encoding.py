@@ -1,4 +1,8 @@
-"""Computing the keys of a plan's shards. It needs the folder of the plan and the model, but no database."""
+"""Computing the keys of a plan's shards, with the folder of the plan and the model, but no database.
+
+A plan divides documents that will be added to a store into shards. `encode_shards` encodes the shards of one
+worker; `ShardEncoder` encodes single shards.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,13 +25,13 @@ class Encoding:
     """Result of `encode_shards`."""
 
     encoded: tuple[int, ...]
-    """Numbers of the shards that were encoded."""
+    """Numbers of the shards that this call encoded."""
     complete: tuple[int, ...]
-    """Numbers of the shards that were complete already."""
+    """Numbers of the worker's shards whose keys were complete before the call."""
     tokens: int
-    """Number of tokens of the shards that were encoded."""
+    """Number of tokens of the shards that this call encoded."""
     uploaded: tuple[int, ...] = ()
-    """Numbers of the shards that were uploaded."""
+    """Numbers of the shards whose keys this call uploaded to the engine."""
 
 
 def encode_shards(
@@ -44,8 +48,8 @@ def encode_shards(
     """Compute the keys of the shards of one worker, and write them into the folder of the plan.
 
     Worker i of n encodes the shards i, i + n, i + 2n, and so on. Shards whose keys are complete and undamaged
-    are skipped, so a second call continues an interrupted one. On the same device, with the same number of
-    threads, a shard gives the same bytes again.
+    are skipped, so a second call continues an interrupted call. Encoding a shard twice gives the same bytes
+    if the device and the number of threads are the same.
 
     Args:
         folder: folder of the plan.
@@ -54,18 +58,19 @@ def encode_shards(
         model: folder or hub id of the model; default is the name with which the store was made.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
-        upload: True also uploads the keys to the engine of the store, which takes time from the commit. The
-            engine must be one that takes uploads, such as a Qdrant server.
+        upload: True also uploads the keys to the engine of the store, so that the commit takes less time.
+            The engine must accept uploads, as a Qdrant server does.
         progress: progress display, which receives the number of tokens of each batch.
 
     Raises:
-        ConfigError: `worker` is not between 0 and `workers` - 1; the model cannot be loaded; or the engine
-            takes no uploads.
+        ConfigError: `worker` is not between 0 and `workers` - 1; the model cannot be loaded; or `upload` is
+            True and the engine accepts no uploads.
         StoreUnavailableError: the engine cannot be reached.
         DiskFullError: the disk of the folder is full. Complete shards stay.
-        PlanError: the folder has no plan, a file of it is damaged, or the plan was committed or dropped.
+        PlanError: the folder has no plan, a file of the plan is damaged, or the plan was committed or
+            dropped.
         FingerprintMismatchError: the model is not the model of the store.
-        ModelOutputError: a key is NaN or infinite; the message names the document. Earlier shards stay.
+        ModelOutputError: a key is NaN or infinite; the message names the document. Complete shards stay.
     """
     if not 0 <= worker < workers:
         raise ConfigError(f"the number of the worker must be between 0 and {workers - 1}, got {worker}")
@@ -101,19 +106,19 @@ def encode_shards(
 
 
 class ShardEncoder:
-    """A loaded model that computes the keys of shards.
+    """A loaded model that computes the keys of shards. The constructor loads the model.
 
     Args:
         folder: folder of the plan.
-        model: see `encode_shards`.
-        device: see `encode_shards`.
-        dtype: see `encode_shards`.
+        model: folder or hub id of the model; default is the name with which the store was made.
+        device: device of the model; default is the GPU if torch finds one, else the CPU.
+        dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.
 
     Raises:
         ConfigError: the model cannot be loaded.
         PlanError: the folder has no plan, or its file is damaged.
-        FingerprintMismatchError: the model is not the model of the store; or, for pairs, it has another
-            tokenizer or other languages.
+        FingerprintMismatchError: the model is not the model of the store; or, for an encoder-decoder model,
+            the tokenizer or its languages differ from those of the store.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class ShardEncoder:
         self._folder = folder
 
     def encode(self, shard: Shard, progress: Progress) -> None:
-        """Compute the keys of a shard, and write them into the folder.
+        """Compute the keys of a shard, and write them into the folder of the plan.
 
         Args:
             shard: the shard.
@@ -148,14 +153,18 @@ class ShardEncoder:
         self._folder.write_keys(shard, self._compute_keys(documents, progress))
 
     def _compute_keys(self, documents: list[PlannedDocument], progress: Progress) -> NDArray[Any]:
-        """Compute the keys of documents.
+        """Compute a key for each record of some documents.
 
         Args:
-            documents: documents of one shard.
-            progress: progress display.
+            documents: all documents of one shard.
+            progress: progress display, which receives the number of encoded tokens of each batch.
 
         Returns:
-            Keys in the plan's dtype, shape (n, dim): document by document, token by token.
+            Keys in the plan's dtype, shape (records, dim), in the order of the documents and their tokens.
+
+        Raises:
+            ModelOutputError: a key is NaN or infinite.
+            InvalidVectorError: a key is too large for the plan's dtype.
         """
         plan = self._folder.plan
         counts = self._folder.count_records(documents)
@@ -164,10 +173,10 @@ class ShardEncoder:
         sources = None
         if plan.identity.is_paired:
             sources = self._reader.document_tokenizer.tokenize_sources(
-                [of.document.metadata[SOURCE] for of in documents]
+                [planned.document.metadata[SOURCE] for planned in documents]
             )
         batches = pack(
-            [of.document.tokens for of in documents],
+            [planned.document.tokens for planned in documents],
             prefix=plan.prefix,
             max_length=plan.identity.max_length,
             stride=plan.identity.stride,

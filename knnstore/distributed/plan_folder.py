@@ -1,14 +1,15 @@
 """The folder of a plan: its documents in shards, and the keys of the shards that are encoded.
 
-    DIR/plan/plan.json        the plan; a plan exists as soon as this folder has its name
+    DIR/plan/plan.json        the plan; the folder ``plan`` gets its name when all its files are written
     DIR/plan/00000.jsonl      documents of shard 0: id, hash, metadata, tags, number of tokens
     DIR/plan/00000.tokens     token ids of these documents, uint32, little-endian
     DIR/plan/<hash>.safetensors   the projection of the keys, if the store has one
     DIR/keys/00000-<hash>.keys    keys of shard 0, float16 or float32, little-endian, shape (n, dim)
     DIR/keys/00000.json       number and SHA-256 of the keys, and whether they are uploaded; written last
 
-Each file has a SHA-256, in `plan.json` or beside the keys. The folder may be on a network file system if
-renaming a file is atomic there and fsync is durable.
+A shard is a part of the plan's documents. Each file has a SHA-256: of documents and tokens in `plan.json`, of
+keys in the JSON file of the shard, of the projection in its name. The folder may be on a network file system
+if renaming a file is atomic there and fsync is durable.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
 _DIGEST = re.compile("[0-9a-f]{64}")
 _BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Errors that reading a damaged JSON file causes."""
+"""Exceptions that parsing a damaged JSON file may raise."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,17 @@ class Shard:
     records: int
     """Number of records (tokens with a key)."""
     start: int
-    """Position of the first token, counted from the first position of the plan's lease."""
+    """Number of tokens in earlier shards of the plan."""
     sha256: str
     """SHA-256 of the file of documents followed by the file of tokens, hexadecimal."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A description of documents that will be added to a store together."""
+    """A description of documents that will be added to a store together.
+
+    The plan's lease is the range of positions (numbers of tokens in the store) that the store has reserved.
+    """
 
     id: str
     """Random id of the plan and of its lease in the store's catalog."""
@@ -73,7 +77,7 @@ class Plan:
     dtype: str
     """Dtype of the keys in the folder, ``float16`` or ``float32``."""
     prefix: tuple[int, ...]
-    """The tokens that precede every document; empty for no prefix."""
+    """Ids of the tokens that the model gets before every document; empty for no prefix."""
     batch_tokens: int
     """Number of tokens in one forward pass, padding included."""
     added: int
@@ -81,13 +85,13 @@ class Plan:
     replaced: int
     """Number of documents that replace a stored version."""
     content: str
-    """SHA-256 over domain, ids, texts, metadata and tags of the documents, hexadecimal."""
+    """SHA-256 over the rows of all documents (id, SHA-256 of the text, metadata, tags), hexadecimal."""
     start: int
     """First position of the plan's lease."""
     target: UploadTarget | None
-    """Engine to which workers may upload keys; None if it takes no uploads."""
+    """Engine to which workers may upload keys; None if the engine accepts no uploads."""
     shards: tuple[Shard, ...]
-    """The shards; document for document in the order in which they were given."""
+    """The shards by number. Their documents are in the order in which the caller gave them."""
 
     @property
     def tokens(self) -> int:
@@ -96,7 +100,7 @@ class Plan:
 
     @property
     def first(self) -> int:
-        """Position in a document of the first token with a record: 1 without a prefix, else 0."""
+        """Index in a document of the first token that gets a key: 1 if `prefix` is empty, else 0."""
         return 0 if self.prefix else 1
 
 
@@ -105,13 +109,14 @@ class PlannedDocument:
     """A document of a shard."""
 
     document: NewDocument
-    """The document with its tokens. Tags of the stored version are added at the commit."""
+    """The document with its tokens. The commit adds the tags of the stored version."""
     replaces: int | None
-    """Position of the stored version that the document replaces; None for a new document."""
+    """Position in the store of the first token of the stored version that the document replaces; None for a
+    new document."""
 
 
 class PlanFolder:
-    """Reads and writes the folder of a plan.
+    """Reads and writes the folder of a plan: the plan, its documents, and the keys of its shards.
 
     Args:
         path: the folder; it need not exist.
@@ -124,7 +129,7 @@ class PlanFolder:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan.
+        """The plan, read from ``plan.json`` at the first access.
 
         Raises:
             PlanError: the folder has no plan, or its file is damaged.
@@ -145,23 +150,30 @@ class PlanFolder:
 
     @property
     def exists(self) -> bool:
-        """True if the folder has a plan."""
+        """True if the folder has a plan, also a committed plan."""
         return self.plan_files.exists()
 
     def load_weights(self, name: str) -> Weights:
-        """Read the projection of the keys; see `KNNStore.load_weights`."""
+        """Read the weights that project hidden states to keys, as `KNNStore.load_weights` reads them.
+
+        Args:
+            name: name of the file in the folder of the plan, see `Identity.projection`.
+
+        Raises:
+            CorruptWeightsError: the file is missing or damaged.
+        """
         return load_weights(self.plan_files, name)
 
     @property
     def identity(self) -> Identity:
-        """Identity of the plan's store."""
+        """Identity of the plan's store: its model and parameters."""
         return self.plan.identity
 
     def read_documents(self, shard: Shard) -> list[PlannedDocument]:
-        """Read the documents of a shard.
+        """Read the documents of a shard, and check their SHA-256.
 
         Raises:
-            PlanError: a file of the shard is missing or damaged.
+            PlanError: a file of the shard is missing or damaged, for example because the plan was committed.
         """
         rows_file, tokens_file = self._list_document_files(self.plan_files, shard.number)
         try:
@@ -177,43 +189,46 @@ class PlanFolder:
 
     def count_records(self, documents: Sequence[PlannedDocument]) -> NDArray[np.int64]:
         """Return the number of records (tokens with a key) of each document, int64, shape (n,)."""
-        return np.array([len(of.document.tokens) - self.plan.first for of in documents], np.int64)
+        return np.array([len(planned.document.tokens) - self.plan.first for planned in documents], np.int64)
 
     def list_records(
         self, documents: Sequence[PlannedDocument]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the records of documents, in the order of the keys of a shard.
+        """List the records (tokens with a key) of documents, in the order of the documents and tokens.
 
-        Args:
-            documents: all documents of the shard.
+        If `documents` are all documents of a shard, this is the order of the shard's keys.
 
         Returns:
-            For each record the index of its document, the position of its token in the document, and the
+            For each record the index of its document, the index of its token in the document, and the
             token id; int64, each of shape (n,).
         """
         counts, first = self.count_records(documents), self.plan.first
         owner = np.repeat(np.arange(len(documents)), counts)
         offsets = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first
-        tokens = np.concatenate([of.document.tokens[first:] for of in documents]).astype(np.int64)
+        tokens = np.concatenate([planned.document.tokens[first:] for planned in documents]).astype(np.int64)
         return owner, offsets, tokens
 
     def compute_starts(self, shard: Shard, documents: Sequence[PlannedDocument]) -> NDArray[np.int64]:
-        """Return the position in the store of the first token of each document of a shard, int64, (n,).
+        """Return the position in the store of the first token of each document, int64, shape (n,).
 
         Args:
             shard: the shard.
             documents: all documents of the shard.
         """
-        lengths = np.array([len(of.document.tokens) for of in documents], np.int64)
+        lengths = np.array([len(planned.document.tokens) for planned in documents], np.int64)
         starts: NDArray[np.int64] = self.plan.start + shard.start + np.cumsum(lengths) - lengths
         return starts
 
     def write_keys(self, shard: Shard, keys: NDArray[Any]) -> None:
-        """Write the keys of a shard, durably. If several processes write the same shard, the last one counts.
+        """Write the keys of a shard durably; with them, the shard is encoded.
+
+        Earlier keys of the shard are no longer used. Several processes may write the same shard at the same
+        time: the keys of the process that ends last are used.
 
         Args:
             shard: the shard.
-            keys: keys in the plan's dtype, shape (n, dim), in the order of the tokens.
+            keys: key of each record in the plan's dtype, shape (records, dim), in the order of
+                `list_records`.
 
         Raises:
             PlanError: the plan was committed or dropped meanwhile; nothing is written.
@@ -232,11 +247,11 @@ class PlanFolder:
         failpoint("plan.keys.published")
 
     def note_upload(self, shard: Shard, digest: str) -> None:
-        """Note that keys of a shard are uploaded.
+        """Save durably that the keys of a shard are uploaded to the engine of the store.
 
         Args:
-            shard: the shard.
-            digest: SHA-256 of the keys, whose file is in the folder.
+            shard: the shard, which is encoded.
+            digest: SHA-256 of the uploaded keys, hexadecimal.
 
         Raises:
             DiskFullError: the disk of the folder is full.
@@ -245,9 +260,9 @@ class PlanFolder:
             self._describe_keys(shard, digest, is_uploaded=True)
 
     def is_uploaded(self, shard: Shard) -> bool:
-        """Check whether the folder has the note that the keys of a shard are uploaded.
+        """Check whether a worker has noted that the keys of a shard are uploaded.
 
-        The engine may have lost them since: the commit asks it.
+        The engine may have lost the keys since then, so the commit also counts the records in the engine.
         """
         try:
             return self._read_description(shard)["uploaded"] is True
@@ -255,16 +270,20 @@ class PlanFolder:
             return False
 
     def name_upload(self, shard: Shard, digest: str) -> str:
-        """Return the name under which keys of a shard are uploaded.
+        """Return the name of the upload of a shard's keys: ``PLAN/SHARD/BEGINNING OF THE SHA-256``.
 
         Args:
             shard: the shard.
-            digest: SHA-256 of the keys, hexadecimal.
+            digest: SHA-256 of the keys, hexadecimal; 16 digits are used.
         """
         return f"{self.plan.id}/{shard.number}/{digest[:16]}"
 
     def has_documents(self) -> bool:
-        """Check whether the folder still has this plan with its documents: not committed, not dropped."""
+        """Check whether the folder still has this plan with its documents. Reads `plan.json` again.
+
+        Returns False if the plan was dropped or replaced by another plan, or if a commit has removed the
+        documents.
+        """
         try:
             is_same = PlanFolder(self.path).plan.id == self.plan.id
         except PlanError:
@@ -272,7 +291,10 @@ class PlanFolder:
         return is_same and self._list_document_files(self.plan_files, 0)[0].exists()
 
     def find_complete_shards(self, shards: Iterable[Shard]) -> set[int]:
-        """Return the numbers of the shards whose keys are complete and undamaged. The keys are read."""
+        """Return the numbers of the shards whose keys are complete and undamaged.
+
+        All keys of the shards are read, to check their SHA-256.
+        """
         complete = set[int]()
         for shard in shards:
             with suppress(PlanError):
@@ -281,13 +303,13 @@ class PlanFolder:
         return complete
 
     def open_keys(self, shard: Shard) -> NDArray[Any]:
-        """Map the keys of a shard into memory, after a check of size and SHA-256.
+        """Check size and SHA-256 of a shard's file of keys, and map the file into memory.
 
         Args:
             shard: the shard.
 
         Returns:
-            Keys in the plan's dtype, read-only, shape (records, dim).
+            Keys in the plan's dtype, read-only, shape (records, dim), in the order of `list_records`.
 
         Raises:
             PlanError: the shard is not encoded, or its keys are damaged.
@@ -307,7 +329,7 @@ class PlanFolder:
         return np.memmap(data, dtype, "r", shape=(shard.records, dim))
 
     def read_digest(self, shard: Shard) -> str:
-        """Return the SHA-256 that the keys of a shard must have, hexadecimal. The keys are not read.
+        """Return the saved SHA-256 of a shard's keys, hexadecimal. The keys are not read.
 
         Raises:
             PlanError: the shard is not encoded.
@@ -316,20 +338,23 @@ class PlanFolder:
         return digest
 
     def remove_data(self) -> None:
-        """Remove documents and keys; `plan.json` stays, so that a second commit finds the plan."""
+        """Remove all files except `plan.json`, by which a second commit recognizes the plan."""
         shutil.rmtree(self.key_files, ignore_errors=True)
         for file in self.plan_files.glob("*"):
             if file.name != "plan.json":
                 file.unlink(missing_ok=True)
 
     def remove_plan(self) -> None:
-        """Remove the plan with its keys, so that the folder can take another plan."""
+        """Remove the plan with its documents and keys, so that another plan can be made in the folder."""
         self.__dict__.pop("plan", None)
         shutil.rmtree(self.plan_files, ignore_errors=True)
         shutil.rmtree(self.key_files, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the plan with its keys. Other files of the folder stay; an empty folder is removed."""
+        """Remove the plan, and files that an interrupted `make_plan` left.
+
+        The folder itself is removed too if it is empty afterwards. Other files in it stay.
+        """
         self.remove_plan()
         for folder in self.path.glob(".making-*"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -337,11 +362,13 @@ class PlanFolder:
             self.path.rmdir()
 
     def _name_shard(self, shard: Shard) -> str:
-        """Return a phrase for a shard, for messages."""
+        """Return a name of a shard for messages, for example "shard 3 of 8"."""
         return f"shard {shard.number} of {len(self.plan.shards)}"
 
     def _read_description(self, shard: Shard) -> dict[str, Any]:
-        """Read the description of a shard's keys, which `_describe_keys` has written.
+        """Read the JSON file that describes a shard's keys, and return its values by name.
+
+        The values are those that `_describe_keys` writes. The keys are not read.
 
         Raises:
             PlanError: the shard is not encoded, or its description is damaged.
@@ -356,12 +383,12 @@ class PlanFolder:
         return description
 
     def _describe_keys(self, shard: Shard, digest: str, *, is_uploaded: bool) -> None:
-        """Write the description of a shard's keys, durably; with it, the shard is encoded.
+        """Write the JSON file that describes a shard's keys, durably. From then on, the shard is encoded.
 
         Args:
             shard: the shard.
-            digest: SHA-256 of the keys, whose file is in the folder.
-            is_uploaded: True if the keys are uploaded.
+            digest: SHA-256 of the keys; the file of these keys is in the folder already.
+            is_uploaded: True if the keys are uploaded to the engine.
         """
         description = {
             "plan": self.plan.id, "records": shard.records, "sha256": digest, "uploaded": is_uploaded
@@ -369,11 +396,13 @@ class PlanFolder:
         self._replace(f"{shard.number:05}.json", json.dumps(description).encode())
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
-        """Create or replace a file of the keys, atomically and durably, also beside other processes.
+        """Create or replace a file in the folder ``keys``, atomically and durably.
+
+        Several processes may replace the same file at the same time.
 
         Args:
             name: name of the file.
-            content: its whole content.
+            content: new content of the file.
         """
         temporary = self.key_files / f"{name}.{uuid4().hex}.tmp"
         try:
@@ -386,12 +415,17 @@ class PlanFolder:
 
     @staticmethod
     def _name_keys(shard: Shard, digest: str) -> str:
-        """Return the file name of a shard's keys, which contains their SHA-256, so that both always agree."""
+        """Return the file name of a shard's keys; it contains the SHA-256 of the keys."""
         return f"{shard.number:05}-{digest}.keys"
 
     @staticmethod
     def _list_document_files(folder: Path, number: int) -> tuple[Path, Path]:
-        """Return the paths of a shard's documents, and of their tokens."""
+        """Return the paths of two files of a shard: its documents (JSON Lines), and their tokens.
+
+        Args:
+            folder: folder of both files.
+            number: number of the shard.
+        """
         return folder / f"{number:05}.jsonl", folder / f"{number:05}.tokens"
 
 
@@ -399,12 +433,15 @@ _AGAIN = "drop the plan, and make it again"
 
 
 class ShardWriter:
-    """Writes the documents of a new plan, shard by shard, into a folder that nobody reads yet.
+    """Writes the documents of a new plan, shard by shard, into a temporary folder.
+
+    The constructor creates the temporary folder inside the folder of the plan. `finish` renames it, and the
+    plan exists. Without `finish`, the end of the ``with`` block deletes the temporary folder.
 
     Args:
-        folder: folder of the plan.
+        folder: folder of the plan; it is created if it does not exist.
         store: id of the store.
-        first: position in a document of the first token with a record, see `Plan.first`.
+        first: index in a document of the first token that gets a key, see `Plan.first`.
     """
 
     def __init__(self, folder: PlanFolder, store: str, first: int) -> None:
@@ -414,7 +451,7 @@ class ShardWriter:
         shutil.rmtree(self._making, ignore_errors=True)
         self._making.mkdir(parents=True)
         self.shards: list[Shard] = []
-        """The shards that were written."""
+        """The shards that were written, by number."""
         self._tokens = 0
         self._content = hashlib.sha256()
 
@@ -428,20 +465,23 @@ class ShardWriter:
 
     @property
     def content(self) -> str:
-        """SHA-256 over the documents so far, hexadecimal. It does not depend on the division into shards."""
+        """SHA-256 over the rows of all documents so far, hexadecimal. It does not depend on the shards."""
         return self._content.hexdigest()
 
     def write_shard(self, documents: list[PlannedDocument]) -> None:
-        """Write the next shard.
+        """Write documents as the next shard, and append its description to `shards`.
 
         Args:
-            documents: its documents, at least one.
+            documents: the documents of the shard, at least one.
+
+        Raises:
+            DiskFullError: the disk of the folder is full.
         """
         number = len(self.shards)
         rows_file, tokens_file = PlanFolder._list_document_files(self._making, number)
         lines = list(_describe_documents(documents))
         rows = "".join(f"{line}\n" for line in lines).encode()
-        tokens = b"".join(of.document.tokens.astype("<u4").tobytes() for of in documents)
+        tokens = b"".join(planned.document.tokens.astype("<u4").tobytes() for planned in documents)
         with medium_errors(self._making):
             for file, content in ((rows_file, rows), (tokens_file, tokens)):
                 _write_durably(file, content)
@@ -452,7 +492,7 @@ class ShardWriter:
         self._tokens += count
 
     def finish(self, plan: Plan, weights: Path | None) -> None:
-        """Write the plan, and give the folder its name.
+        """Write `plan.json` durably, and rename the temporary folder to ``plan``. Then the plan exists.
 
         Args:
             plan: the plan of the shards that were written.
@@ -472,24 +512,24 @@ class ShardWriter:
 
 
 def _describe_documents(documents: list[PlannedDocument]) -> Iterator[str]:
-    """Yield each document as one line of JSON, with the number of its tokens but without the tokens."""
-    for of in documents:
-        document = of.document
+    """Yield each document as one line of JSON, with the number of its tokens instead of the tokens."""
+    for planned in documents:
+        document = planned.document
         values = {
             "id": document.id,
             "content_hash": document.content_hash,
             "metadata": dict(document.metadata),
             "tags": sorted(document.tags),
             "tokens": len(document.tokens),
-            "replaces": of.replaces,
+            "replaces": planned.replaces,
         }
         yield json.dumps(values)
 
 
 def _parse_plan(text: bytes) -> Plan:
-    """Return the plan of a file `plan.json`.
+    """Parse the content of a file `plan.json`, and return the plan.
 
-    Raises one of `_BAD_CONTENT` if the file is damaged, of another format, or has impossible values.
+    Raises one of `_BAD_CONTENT` if the file is damaged, has another format, or has impossible values.
     """
     content = json.loads(text)
     if content["format"] != _FORMAT:
@@ -528,13 +568,14 @@ def _parse_plan(text: bytes) -> Plan:
 def _parse_documents(
     rows: bytes, tokens: NDArray[np.uint32], shard: Shard, domain: str
 ) -> list[PlannedDocument]:
-    """Return the documents of a shard.
+    """Parse the content of a shard's files, and return the documents.
 
-    Raises one of `_BAD_CONTENT` if a row has missing or other fields, or the numbers do not match the shard.
+    Raises one of `_BAD_CONTENT` if a row lacks a field or has an unknown field, or if the numbers of
+    documents and tokens are not those of the shard.
 
     Args:
-        rows: one line of JSON for each document.
-        tokens: token ids of all documents, shape (n,).
+        rows: one line of JSON for each document, as `_describe_documents` yields them.
+        tokens: token ids of all documents together, shape (n,).
         shard: the shard.
         domain: domain of the documents.
     """
@@ -557,7 +598,7 @@ def _is_digest(value: object) -> bool:
 
 
 def _write_durably(file: Path, content: bytes | memoryview) -> None:
-    """Write a file and make its content durable."""
+    """Write a file, and make its content durable with fsync, but not its entry in the folder."""
     with file.open("wb") as opened:
         opened.write(content)
         opened.flush()

@@ -1,4 +1,7 @@
-"""Making a plan: dividing new documents into shards, and reserving their positions in the store."""
+"""Making a plan: dividing new documents into shards, and reserving their positions in the store.
+
+A position is the number of a token in the store.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,7 +26,7 @@ from knnstore.progress import Progress
 from knnstore.store import KNNStore
 
 SHARD_TOKENS = 100_000
-"""Number of tokens at which a shard ends; its last document may exceed it."""
+"""Default number of tokens from which a shard is complete; its last document may exceed this number."""
 
 
 def make_plan(
@@ -43,30 +46,31 @@ def make_plan(
     """Divide the new and the changed documents into shards, and reserve their positions in the store.
 
     Documents that are stored with the same text are not planned; their metadata and tags are updated at once.
-    A second call with the same documents, before the commit, changes nothing and returns the same plan.
+    The other documents are tokenized and written into the folder. If the folder already has an uncommitted
+    plan of the same documents, that plan is returned unchanged. A committed plan in the folder is replaced.
 
     Args:
         store: the store, opened for writing. It keeps keys.
         tokenizer: the tokenizer of the store's model.
-        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids. A
-            store of an encoder-decoder model needs pairs, with ``source``.
-        folder: folder of the plan, new, empty, or with an earlier plan of the same documents.
+        documents: rows ``{"id", "text", ...metadata}``, texts or `TextDocument` objects, with distinct ids.
+            A store of an encoder-decoder model needs pairs: rows with the field ``source`` too.
+        folder: folder of the plan, which need not exist.
         domain: the domain's name; it is created when the plan is committed.
         tags: tags that are added to every document; tags that a stored document has are kept.
-        model: folder or hub id of the store's model, whose configuration is read for pairs; default is the
-            name with which the store was made.
-        shard_tokens: number of tokens at which a shard ends. A document is never divided.
+        model: folder or hub id of the store's model; only the configuration of an encoder-decoder model is
+            read. Default is the name with which the store was made.
+        shard_tokens: number of tokens from which a shard is complete. A document is never divided.
         batch_tokens: number of tokens in one forward pass, padding included.
         on_bad: called with the error of each document that cannot be used; the document is skipped. None
             raises the first error, and nothing is planned.
         progress: progress display, which receives the number of tokens of each document.
 
     Returns:
-        The plan; None if all documents are stored already. Then nothing is written.
+        The plan; None if all documents are stored already. Then no plan is written.
 
     Raises:
         InputError: a name is not valid, or a document cannot be used and `on_bad` is None.
-        PlanError: the folder has a plan of other documents or of another store, which is not committed.
+        PlanError: the folder has a plan of another store, or an uncommitted plan of other documents.
         ConfigError: the store keeps no keys.
         FingerprintMismatchError: the store was made with another tokenizer, or for other languages.
         ReadOnlyError: the store was opened for reading.
@@ -102,7 +106,7 @@ def make_plan(
         if incoming.refused is not None:
             raise incoming.refused
         shown.finish()
-        # 2) The same documents again: the earlier plan stays as it is.
+        # 2) Return the earlier plan if it has the same documents.
         if earlier is not None:
             if earlier.content != writer.content:
                 raise PlanError(
@@ -138,10 +142,12 @@ def make_plan(
 
 
 def _find_earlier_plan(store: KNNStore, folder: PlanFolder) -> Plan | None:
-    """Return the plan that a folder has, unless it is committed or was dropped.
+    """Return the uncommitted plan of a folder.
+
+    Returns None if the folder has no plan, or if its plan was committed or dropped.
 
     Raises:
-        PlanError: the plan is of another store, or damaged.
+        PlanError: the plan belongs to another store, or is damaged.
     """
     if not folder.exists:
         return None

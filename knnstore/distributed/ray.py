@@ -1,7 +1,8 @@
 """Adding a Ray dataset to a store: the actors of a Ray cluster compute the keys.
 
-`add` makes a plan, lets the actors encode its shards, one on each GPU, and commits it. Ray replaces an actor
-that dies, and repeats its shard. All machines must see the folder of the plan at the same path.
+`add` divides the documents into shards (a plan), lets the actors encode the shards, and adds the documents to
+the store (the commit). With GPUs, each actor has one GPU. Ray replaces an actor that dies, and repeats its
+shard. All machines must see the folder of the plan at the same path.
 """
 
 import os
@@ -47,8 +48,9 @@ def add(
 ) -> Committed:
     """Add the rows of a Ray dataset to a store; the actors of the Ray cluster compute the keys.
 
-    This process reads the rows, tokenizes them and commits; it opens the store. The documents become visible
-    together, after all keys are computed. An interrupted call is continued by the same call.
+    Only this process opens the store: it reads the rows, tokenizes them, and adds the documents at the end.
+    The documents become visible together, after all keys are computed. Then the folder of the plan is
+    removed. If the call is interrupted, the same call continues the work.
 
     Args:
         dataset: dataset with the columns ``id`` and ``text``, and ``source`` for an encoder-decoder model;
@@ -56,27 +58,28 @@ def add(
         home: folder of the store, on a disk of this machine.
         domain: the domain's name; it is created if it does not exist.
         tags: tags that are added to every document.
-        folder: folder of the plan, which all machines of the cluster see at the same path; default is a
-            folder in `home`, which is enough if the cluster is this machine.
+        folder: folder of the plan, which all machines of the cluster see at the same path; default is the
+            folder ``plan`` in `home`, which is enough if the cluster is this machine.
         workers: largest number of actors; default is the number of GPUs of the cluster, or without GPUs the
-            number of its CPUs divided by `cpus_per_worker`. Each actor reserves one GPU if there are GPUs.
+            number of its CPUs divided by `cpus_per_worker`. Each actor reserves a GPU if the cluster has any.
         cpus_per_worker: number of CPUs that Ray reserves for an actor, and number of its threads.
         model: folder or hub id of the model on the machines of the cluster; default is the name with which
             the store was made.
         dtype: dtype of the weights; see `encode_shards`.
         upload: True lets the actors upload the keys to the engine of the store; see `encode_shards`.
-        shard_tokens: number of tokens at which a shard ends. An actor encodes one shard at a time.
+        shard_tokens: number of tokens from which a shard is complete. An actor encodes one shard at a time.
         batch_tokens: number of tokens in one forward pass, padding included.
         on_bad: called with the error of each document that cannot be used; the document is skipped. None
             raises the first error, and nothing is added.
         progress: progress display, which receives numbers of tokens. Ray shows its own display too.
 
     Returns:
-        The numbers of documents and tokens that were added; 0 if all documents are stored already.
+        The numbers of documents and tokens that were added, and the ids of skipped documents. The numbers are
+        0 if all documents are stored already.
 
     Raises:
         InputError: a row has no ``id`` or ``text``, or cannot be used and `on_bad` is None.
-        PlanError: an actor reported an error; the message says which. Complete shards stay, and the same
+        PlanError: an actor reported an error, which the message repeats. Complete shards stay, and the same
             call continues.
         ConfigError: `workers` or `cpus_per_worker` is below 1, the cluster has fewer CPUs than
             `cpus_per_worker`, or the store keeps no keys.
@@ -99,11 +102,11 @@ def add(
             on_bad=on_bad,
             progress=progress,
         )
-    # 2) Encode them on the cluster. The store is closed meanwhile, and others may write to it.
+    # 2) Encode the shards on the cluster. The store is closed meanwhile, so other processes may write to it.
     if plan is not None:
         encoder = (str(plan_folder.path), model, dtype, cpus_per_worker, upload)
         _encode_on_cluster(plan_folder, encoder, workers, cpus_per_worker, progress or Progress())
-    # 3) Commit. A folder without a plan to encode may have one whose commit was interrupted at its end.
+    # 3) Commit. If `plan` is None, the folder may still have a plan whose commit was interrupted at its end.
     if not plan_folder.exists:
         return Committed(0, 0, (), was_committed=False)
     with KNNStore.open(home, "a") as store:
@@ -119,14 +122,17 @@ def _encode_on_cluster(
     cpus_per_worker: int,
     shown: Progress,
 ) -> None:
-    """Encode the shards of a plan that are not complete, or not uploaded, one at a time in each actor.
+    """Encode the unfinished shards of a plan on a Ray cluster, and wait until all shards are finished.
+
+    A shard is finished if its keys are complete and, if uploads are requested, uploaded. Each actor encodes
+    one shard at a time. Starts Ray if it is not running.
 
     Args:
         folder: folder of the plan.
-        encoder: arguments of `_ActorEncoder`.
-        workers: see `add`.
-        cpus_per_worker: see `add`.
-        shown: progress display.
+        encoder: arguments of `_ActorEncoder`, in its order; the last says whether keys are uploaded.
+        workers: largest number of actors; None chooses it by the cluster's GPUs or CPUs.
+        cpus_per_worker: number of CPUs that Ray reserves for an actor.
+        shown: progress display, which receives numbers of encoded tokens.
 
     Raises:
         ConfigError: the cluster has too few CPUs for one worker.
@@ -174,14 +180,14 @@ def _encode_on_cluster(
 
 
 class _ActorEncoder:
-    """Encodes shards in an actor of Ray. The model is loaded with the first shard that is not complete.
+    """Encodes shards in an actor of Ray. The model is loaded for the first shard that is not complete.
 
     Args:
         folder: folder of the plan.
-        model: see `encode_shards`.
-        dtype: see `encode_shards`.
+        model: folder or hub id of the model; None means the name with which the store was made.
+        dtype: dtype of the weights; see `encode_shards`.
         threads: number of threads that torch uses.
-        upload: see `encode_shards`.
+        upload: True also uploads the keys to the engine of the store.
     """
 
     def __init__(self, folder: str, model: str | None, dtype: str | None, threads: int, upload: bool) -> None:
@@ -194,20 +200,28 @@ class _ActorEncoder:
         self._uploader: ShardUploader | None = None
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Encode the shards of a batch.
+        """Encode the shards of a batch; Ray calls this method.
 
         Args:
             batch: the column ``shard``, with the numbers of the shards, int64, shape (n,).
 
         Returns:
-            The same column, and the column ``error``: a message, or an empty string for a complete shard.
+            The same column, and the column ``error``: for each shard an error message, or an empty string if
+            the shard is complete.
         """
         torch.set_num_threads(self._threads)
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        return {"shard": batch["shard"], "error": np.array([self._encode(int(of)) for of in batch["shard"]])}
+        errors = [self._encode(int(number)) for number in batch["shard"]]
+        return {"shard": batch["shard"], "error": np.array(errors)}
 
     def _encode(self, number: int) -> str:
-        """Encode a shard, and upload it; return the message of an error, or an empty string."""
+        """Encode a shard unless it is complete, and upload its keys if uploads were requested.
+
+        Returns the message of an error, which is not raised, or an empty string.
+
+        Args:
+            number: number of the shard.
+        """
         shard = self._folder.plan.shards[number]
         try:
             if self._upload and self._uploader is None:

@@ -1,7 +1,8 @@
 """Uploading the keys of a plan's shards to the engine of the store, before the documents are committed.
 
-An upload saves time of the commit; the folder of the plan stays complete without it. Its name contains the
-plan, the shard, and the SHA-256 of the keys, so the commit can tell that the engine has exactly these keys.
+An upload only makes the commit faster: the folder of the plan also keeps the keys. The name of an upload
+contains the plan, the shard, and the SHA-256 of the keys. By this name the commit recognizes that the engine
+has exactly these keys.
 """
 
 from types import TracebackType
@@ -18,15 +19,17 @@ _BLOCK_RECORDS = 1 << 14  # records that are uploaded at once
 
 
 class ShardUploader:
-    """Uploads the keys of encoded shards; a context manager.
+    """Uploads the keys of encoded shards to the engine of the store.
+
+    The constructor connects to the engine. As a context manager, the object closes the connection.
 
     Args:
         folder: folder of the plan.
 
     Raises:
-        ConfigError: the engine of the store takes no uploads.
-        DatastoreNotFoundError: the keys of the store are no longer where they were when the plan was made.
-        NotOwnerError: the keys there belong to another store.
+        ConfigError: the engine of the store accepts no uploads.
+        DatastoreNotFoundError: the location that the plan names has no keys any more.
+        NotOwnerError: the keys at this location belong to another store.
         StoreUnavailableError: the engine cannot be reached.
     """
 
@@ -50,9 +53,9 @@ class ShardUploader:
         self._datastore.close()
 
     def upload(self, shard: Shard) -> bool:
-        """Upload the keys of an encoded shard, and note in the folder that this is done.
+        """Upload the keys of an encoded shard, and note in the folder of the plan that they are uploaded.
 
-        Returns False if the engine has them already.
+        Returns True if keys were uploaded, and False if the engine has all keys of the shard already.
 
         Args:
             shard: the shard.

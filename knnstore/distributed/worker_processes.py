@@ -23,10 +23,11 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 
 
 class _Report(Progress):
-    """Sends the numbers of encoded tokens to the parent process.
+    """Progress display of a worker, which sends the amount of work done to the parent process.
 
     Args:
-        messages: queue of messages: a number of tokens, or the text of an error.
+        messages: queue to the parent process. A message is a number of encoded tokens (int), or the text of
+            an error (str).
     """
 
     def __init__(self, messages: Any) -> None:
@@ -46,24 +47,25 @@ def encode_shards_in_processes(
     upload: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Encode all shards of a plan with several processes, and wait for them.
+    """Encode all shards of a plan in several processes, and wait until all processes have ended.
 
-    The processes share the threads that torch would use in this one. Without `device`, they share the GPUs,
-    if torch finds some.
+    The number of threads that torch uses in this process is divided among the processes. Does nothing if all
+    shards are complete and, with `upload`, uploaded.
 
     Args:
         folder: folder of the plan.
         workers: number of processes, >= 1; at most one for each shard is started.
         model: folder or hub id of the model; default is the name with which the store was made.
-        device: device of all models; default is one GPU for each process in turn, or the CPU.
+        device: device of all models. By default, the processes are distributed over all GPUs; without GPUs
+            they use the CPU.
         dtype: dtype of the weights; see `encode_shards`.
         upload: True also uploads the keys to the engine of the store; see `encode_shards`.
         progress: progress display, which receives the number of tokens of each batch.
 
     Raises:
         ConfigError: `workers` is below 1.
-        PlanError: a process failed or was killed; the message says why, and the others are ended. Complete
-            shards stay.
+        PlanError: a process failed or was killed; the message says why. The other processes are ended, and
+            complete shards stay.
     """
     if workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}")
@@ -93,7 +95,7 @@ def encode_shards_in_processes(
     ]  # fmt: skip
     problem: str | None = None
     try:
-        with _ignoring_interrupts():  # Ctrl-C reaches this process, which ends the others
+        with _ignore_interrupts():  # Ctrl-C reaches this process, which ends the others
             for process in processes:
                 process.start()
         # 2) Show their progress until all have ended, or one has failed.
@@ -125,10 +127,10 @@ def encode_shards_in_processes(
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """Ignore SIGINT in the ``with`` block, and in the processes that are started in it.
 
-    Does nothing in another thread than the main thread, which alone may set handlers.
+    Does nothing if the current thread is not the main thread, because only the main thread may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -141,7 +143,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _name_status(status: int | None) -> str:
-    """Return a name for the exit status of a process: its signal, or its number."""
+    """Return the exit status of a process as text, for example "SIGKILL" or "status 1"."""
     if status is not None and status < 0:
         with suppress(ValueError):
             return signal.Signals(-status).name
@@ -159,7 +161,9 @@ def encode_in_child(
     dtype: str | None,
     upload: bool,
 ) -> None:
-    """Encode the shards of one worker; runs in a process of its own, which `run_with_parent` begins.
+    """Encode the shards of one worker; the main function of a worker's process.
+
+    `run_with_parent` calls it. Errors are not raised: their messages are put into `messages`.
 
     Args:
         path: folder of the plan.
@@ -167,10 +171,10 @@ def encode_in_child(
         workers: number of workers.
         threads: number of threads that torch uses.
         messages: queue of messages to the parent process; see `_Report`.
-        model: see `encode_shards`.
-        device: see `encode_shards`.
-        dtype: see `encode_shards`.
-        upload: see `encode_shards`.
+        model: folder or hub id of the model; None means the name with which the store was made.
+        device: device of the model; None means the default of `encode_shards`.
+        dtype: dtype of the weights; see `encode_shards`.
+        upload: True also uploads the keys to the engine of the store.
     """
     torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

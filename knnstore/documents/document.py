@@ -34,25 +34,25 @@ SOURCE = "source"
 
 
 class Fields(NamedTuple):
-    """Names of the fields of a row that contain the text and the id; all other fields are metadata."""
+    """Names of a row's fields that contain the text, the id and the source; other fields are metadata."""
 
     text: str = "text"
     """Name of the field with the text."""
     id: str = "id"
     """Name of the field with the id."""
     source: str | None = None
-    """Name of the field with the source of the text, for pairs; None if the texts have no sources. Then a
-    field of any name, also of the name "source", is metadata."""
+    """Name of the field with the source, for pairs of a source and a text; see `TextDocument.source`. None if
+    the texts have no sources; then a field with the name "source" is metadata."""
 
 
 FIELDS = Fields()
 """Default names of the fields."""
 PAIR_FIELDS = Fields(source=SOURCE)
-"""Default names of the fields of pairs."""
+"""Default names of the fields for pairs of a source and a text."""
 
 
 class Reason(StrEnum):
-    """Kind of problem because of which a document or a file is skipped. The values are shown to users."""
+    """Reason why a document or a file is skipped. The values are shown to users."""
 
     KIND = "another kind of file"
     EMPTY = "empty"
@@ -143,9 +143,8 @@ class TextDocument:
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """Place from which the document was read, for messages; None if a program made the document itself."""
     source: str | None = None
-    """The text that the encoder of an encoder-decoder model reads, for example the sentence of which `text`
-    is the translation; None for a text alone. `metadata` has it too, as the field "source": there the catalog
-    keeps it."""
+    """Input text of an encoder-decoder model, for example the sentence of which `text` is the translation.
+    None for a text alone. The field "source" of `metadata` has the same value, so the catalog stores it."""
 
     def __post_init__(self) -> None:
         check_name(self.id, "the id")
@@ -186,8 +185,8 @@ class TextDocument:
         """Convert a row with a text, an id and metadata, or a text alone, to a document.
 
         If the row has no id, the document's id is a hash of the content. So a text that is added twice is
-        stored once. A `TextDocument` is returned unchanged; if `fields` name a source and the document has
-        none, the source is taken from its metadata.
+        stored once. A `TextDocument` is returned unchanged, with one exception: if `fields` name a source and
+        the document has no source, a copy is returned whose source is taken from the metadata.
 
         Args:
             row: a mapping, an object that behaves like a mapping (such as a pandas Series), or a string.
@@ -237,8 +236,8 @@ def _check_text(text: str, name: str) -> None:
         name: ``text`` or ``source``, for messages.
 
     Raises:
-        RefusedError: it is empty or only white space.
-        InputError: it is not Unicode.
+        RefusedError: the text is empty or has only white space.
+        InputError: the text is not valid Unicode.
     """
     if not text.strip():
         raise RefusedError(f"the {name} is empty", Reason.EMPTY)
@@ -249,10 +248,10 @@ def _check_text(text: str, name: str) -> None:
 
 
 def _get_source(row: Mapping[Any, Any], name: str) -> str:
-    """Return the source of a pair from a row or from metadata.
+    """Return the source of a text from a row or from metadata.
 
     Args:
-        row: the fields.
+        row: values of the row by field name.
         name: name of the field with the source.
 
     Raises:
@@ -272,7 +271,7 @@ def _get_source(row: Mapping[Any, Any], name: str) -> str:
 def _hash_content(text: str, source: str | None) -> str:
     """Return the SHA-256 of a text, or of a source and a text together, as 64 hexadecimal digits.
 
-    The length of the source is hashed too, so two pairs differ wherever the source ends.
+    The length of the source is hashed too, so the pairs ("ab", "c") and ("a", "bc") have different hashes.
     """
     content = text if source is None else f"{len(source)}:{source}{text}"
     return hashlib.sha256(content.encode(errors="replace")).hexdigest()
@@ -294,7 +293,8 @@ def documents_of(
             at a time; or a table of pandas, polars or pyarrow. A row, or the table, has the field ``text``;
             it may have the field ``id``; all other fields are metadata.
         source: name of a row in messages; the number of the row, from 1, is appended.
-        fields: other names of the fields, and the field with the source for pairs.
+        fields: names of the fields, if they are not ``text`` and ``id``; for pairs also the name of the field
+            with the source.
         on_bad: function that is called with the error of each row that cannot be used; then the row is
             skipped. None raises the error.
 

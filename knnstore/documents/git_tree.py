@@ -31,23 +31,22 @@ _VARIABLES_OF_A_REPOSITORY = (
     "GIT_NAMESPACE",
     "GIT_PREFIX",
 )
-"""Environment variables that git sets in hooks, and that would name another repository than the given one."""
+"""Environment variables that git sets in hooks; not passed on, as they may name another repository."""
 _FIXED_VARIABLES = {"LC_ALL": "C", "GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1"}
-"""Messages are in English, missing contents are not fetched, and each content is that of its hash."""
+"""Environment variables for git: English messages, no fetch of missing contents, no replaced contents."""
 
 
 class GitTree:
-    """The regular files of one commit of a git repository.
+    """The regular files of one commit of a git repository, which can be read as documents.
 
-    Files that git ignores are not part of a commit. Symbolic links and submodules are left out.
+    Symbolic links and submodules are left out. Programs that the repository's configuration names are not
+    run, and nothing is fetched.
 
     Args:
         repository: folder of the repository: a working copy or a bare repository.
         ref: branch, tag or commit.
-        patterns: shell patterns such as ``*.py`` or ``docs/*``; a file is used if its path matches one of
-            them. ``*`` also matches ``/``. No patterns use all files.
-
-    Programs that the repository's configuration names are not run, and nothing is fetched.
+        patterns: shell patterns such as ``*.py`` or ``docs/*``; a file is used if its path matches at least
+            one pattern. ``*`` also matches ``/``. Without patterns, all files are used.
 
     Raises:
         GitError: `git` is not installed, the folder is not the top of a repository, the ref is unknown, or no
@@ -83,8 +82,8 @@ class GitTree:
     ) -> Iterator[TextDocument]:
         """Yield the documents of files. The id of a document is the path of its file in the repository.
 
-        The text is the content of the file, or the cells of a Jupyter notebook. The metadata are those of
-        `describe`.
+        The text is the content of the file; for a Jupyter notebook, it is the text of its cells. `describe`
+        returns the metadata.
 
         Args:
             paths: paths of the files to read; None reads all.
@@ -106,9 +105,10 @@ class GitTree:
             yield from read_entries(entries, on_bad or (lambda _: None))
 
     def describe(self, name: str, encoding: str = UTF8) -> dict[str, str]:
-        """Return the metadata of a file's document: the hash of its content as ``git_blob``.
+        """Return the metadata of a file's document, for example ``{"git_blob": "8baef1b..."}``.
 
-        An encoding other than UTF-8 is a field ``encoding``. Equal metadata mean an equal text.
+        ``git_blob`` is git's hash of the content. If the encoding is not UTF-8, ``encoding`` has its name. So
+        files with equal metadata have the same text.
 
         Args:
             name: path of the file in the repository.
@@ -118,10 +118,10 @@ class GitTree:
         return {"git_blob": self.blobs[name], **given}
 
     def _read_document(self, read: Callable[[str], bytes], name: str, encoding: str) -> TextDocument:
-        """Read a file, and return its document.
+        """Read a file of the commit, and return its document.
 
         Args:
-            read: function that returns the content of a blob.
+            read: function that returns the content of a file by git's hash of the content.
             name: path of the file in the repository.
             encoding: encoding of the file.
 
@@ -137,14 +137,18 @@ class GitTree:
 
     @contextmanager
     def _open_reader(self) -> Iterator[Callable[[str], bytes]]:
-        """Start `git` as a process that reads blobs; yields a function from a blob's hash to its content."""
+        """Run `git` as a process during the ``with`` block, to read the contents of many files.
+
+        Yields a function that returns the content of a file by git's hash of the content. The function raises
+        GitError if git cannot read the content, and RefusedError if the content is too large.
+        """
         with self._start("cat-file", "--batch", errors=subprocess.DEVNULL) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             requests, answers = process.stdin, process.stdout
 
             def read(hash: str) -> bytes:
-                """Return the content of a blob; raises `RefusedError` if it is too large."""
+                """Return the content with a hash; raise RefusedError if it is too large."""
                 with suppress(BrokenPipeError):  # git has ended: there is no answer
                     requests.write(f"{hash}\n".encode())
                     requests.flush()
@@ -173,10 +177,10 @@ class GitTree:
                     requests.close()
 
     def _run(self, *arguments: str) -> bytes:
-        """Run `git` in the repository, and return its output.
+        """Run `git` in the repository, wait for its end, and return its standard output.
 
         Raises:
-            GitError: `git` is not installed, or reports an error; the message has its first line.
+            GitError: `git` is not installed, or reports an error; the message has the error's first line.
         """
         with self._start(*arguments) as process:
             output, errors = process.communicate()
@@ -186,11 +190,11 @@ class GitTree:
         return output
 
     def _start(self, *arguments: str, errors: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
-        """Start `git` in the repository.
+        """Start `git` in the repository, and return the running process.
 
         Args:
             *arguments: arguments of `git`.
-            errors: what standard error is connected to, as for `subprocess.Popen`.
+            errors: argument ``stderr`` of `subprocess.Popen`.
 
         Raises:
             GitError: `git` is not installed.

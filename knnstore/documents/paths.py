@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     is_document: bool = False
     """True if each file is one document, whose id is its path; False if a file may contain several."""
     is_mostly_text: bool = True
-    """True if a file contains little more than text, so that its size is about the size of its texts."""
+    """True if the size of a file is about the size of its texts, so that `size_of` can use it."""
 
 
 def _make_whole_file_reader(
@@ -184,12 +184,16 @@ class Place(NamedTuple):
 def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterator[Place]:
     """Yield the places from which the documents of a path are read.
 
-    For a file, standard input or a data set, the only place is the path itself. For a folder, the files in it
-    and in all its subfolders are yielded, except hidden files and files with an unknown suffix. Hidden
-    folders are skipped. Links to files are followed if they stay in the folder; links to folders are not
-    followed. A file or folder that cannot be used is yielded with a problem. If the folder has no file with a
-    known suffix, the folder itself is yielded too, with a problem. If a file is one document, its id is its
-    path relative to the folder (with ``/``), or its file name if `path` is the file.
+    For a file, standard input or a data set, the only place is the path itself. For a folder, all files in
+    the folder and its subfolders are yielded:
+
+    - Hidden files, files with an unknown suffix, and hidden folders are skipped.
+    - Links to files are followed if they stay in the folder; links to folders are not followed.
+    - A file or folder that cannot be used is yielded with a problem.
+    - If no file has a known suffix, the folder itself is yielded too, with a problem.
+
+    If a file is one document, its id is its path relative to the folder (with ``/``), or its file name if
+    `path` is the file.
 
     Args:
         path: a file or folder, which need not exist, `STDIN`, or a data set with the prefix `HUB`.
@@ -334,7 +338,7 @@ def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: 
 
 
 def size_of(paths: Iterable[str | Path]) -> int | None:
-    """Return the number of bytes of text that `read_documents` would read.
+    """Return the approximate number of bytes of text that `read_documents` would read.
 
     Args:
         paths: files, folders and data sets, as for `read_documents`.

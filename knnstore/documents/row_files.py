@@ -42,7 +42,7 @@ _LONGEST_CELL = 1 << 30
 _ROWS_AT_ONCE = 256
 """Largest number of rows of a parquet file that are decoded together."""
 _EXPANSION = 200
-"""A large parquet column may take at most this many times the memory that it takes in the file."""
+"""Largest accepted ratio of a large parquet column's size in memory to its size in the file."""
 _LARGE_COLUMN = 1 << 30
 """Size in bytes in memory from which a parquet column counts as large."""
 _MANY_VALUES = 1 << 25
@@ -72,9 +72,9 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
     """Yield an entry for each line of JSON in UTF-8; empty lines are skipped.
 
     An entry is a document that is not read yet. If a line cannot be used, for example because it is too
-    long, reading its entry raises the error. If all lines are empty, one entry is yielded, and reading it
-    raises the error that the file is empty. If the first line that is not empty is only ``[`` or ``{``, the
-    file is JSON but not JSON Lines: the only entry raises an error that says so.
+    long, reading its entry raises the error. In two cases, only one entry is yielded, and reading it raises
+    an error: if all lines are empty, and if the first line is only ``[`` or ``{``, so that the file is JSON
+    but not JSON Lines.
 
     Args:
         name: name of the file, for messages.
@@ -164,7 +164,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
 
 
 def _parse_first_line(text: str) -> Any:
-    """Return the JSON value of the first line of a text that is not empty; None if this line is not JSON."""
+    """Return the JSON value of a text's first line that is not empty; None if this line is not JSON."""
     try:
         return json.loads(text.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -420,7 +420,7 @@ def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDo
 
 
 def _explain_csv_error(error: csv.Error) -> str:
-    """Return the message of an error of Python's CSV parser, explained if it is a common mistake."""
+    """Return a message for an error of Python's CSV parser, which explains common mistakes."""
     message = str(error)
     if message == "unexpected end of data":
         return f"{message}: a quote that is opened in this row is never closed"
@@ -535,8 +535,9 @@ def _make_parquet_error(error: Exception) -> InputError:
 def _choose_batch_rows(group: Any) -> int:
     """Choose how many rows of a parquet row group are decoded together, 1 to `_ROWS_AT_ONCE`.
 
-    Each value is stored at least once in its column, so a row is at most as large as all columns together.
-    But a few bytes can repeat a value in any number of rows, so many rows together may be much larger.
+    A value is stored at least once in its column, so one row is at most as large as all columns together. But
+    the file can repeat a value in many rows at the cost of a few bytes. So many rows together may take much
+    more memory than all columns in the file.
 
     Args:
         group: metadata of the row group, from pyarrow.
@@ -546,7 +547,7 @@ def _choose_batch_rows(group: Any) -> int:
 
 
 def _check_expansion(table: Any, number: int) -> None:
-    """Raise an error for a parquet row group that is small in the file but may not fit in memory.
+    """Check that a row group of a parquet file does not take far more memory than space in the file.
 
     Args:
         table: open parquet file, from pyarrow.

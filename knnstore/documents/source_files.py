@@ -195,18 +195,18 @@ def make_too_large_error(subject: str) -> RefusedError:
 def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
     """Yield the lines of a stream as bytes in UTF-8, each line with its line break.
 
-    Lines of a UTF-8 stream are not decoded, so a line may contain bytes that are not UTF-8; the caller can
-    skip this line. If a line is longer than `MAX_DOCUMENT_BYTES`, only its first `MAX_DOCUMENT_BYTES` + 1
-    bytes are yielded; the caller can recognize the line by its length and continue with the next line.
+    Lines of a UTF-8 stream are not decoded, so a yielded line may contain bytes that are not UTF-8. Of a line
+    that is longer than `MAX_DOCUMENT_BYTES`, only the first `MAX_DOCUMENT_BYTES` + 1 bytes are yielded. The
+    caller can recognize both kinds of lines, and continue with the next line.
 
     Args:
         stream: stream of bytes; it is not closed.
         encoding: encoding of the stream. Lines in another encoding than UTF-8 are converted.
 
     Raises:
-        RefusedError: `encoding` is UTF-8 and the stream begins like UTF-16 or UTF-32; or `encoding` is
-            another encoding and the stream cannot be decoded with it. In the second case the message names
-            the last good line.
+        RefusedError: `encoding` is UTF-8, and the stream begins like UTF-16 or UTF-32.
+        RefusedError: `encoding` is not UTF-8, and a line cannot be decoded with it. The message names the
+            last good line.
     """
     number, limit = 0, MAX_DOCUMENT_BYTES + 1
     if is_utf8(encoding):

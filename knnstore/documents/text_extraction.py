@@ -114,7 +114,7 @@ class _TextParser(HTMLParser):
         self._in_pre = 0
 
     def finish(self) -> None:
-        """End the page. If its last tag or comment is not closed, the text from there on is dropped.
+        """End the page. If the last tag or comment is not closed, all text after its beginning is dropped.
 
         Browsers drop this text too. Python's parser would search the text for the end of each tag in it,
         which can take hours.

@@ -1,9 +1,10 @@
 """Reading translation memories (TMX 1.4): each translation unit is a row with a field for each language.
 
-`UnitParser` also serves other formats. It parses the file in pieces, with the expat parser of the standard
-library. A file that declares an entity is refused where the declaration begins, before the entity is used:
-entities can expand to any size, or name other files. Expat reads no other file, so a document type without
-declarations is harmless.
+A translation unit is a text in several languages, such as a sentence and its translation. `UnitParser` is the
+base class of the parsers of this and other formats. It parses the file in pieces, with the expat parser of
+the standard library. Entities can expand to any size, or name other files, so a file that declares an entity
+is refused at the declaration. A document type without declarations is accepted, because expat reads no other
+file.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +30,11 @@ def read_translation_memory(source: Source, fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each translation unit of a TMX file.
 
     An entry is a document that is not read yet. If a unit cannot be used, reading its entry raises the error.
-    A unit has a field for each language (``xml:lang``), with the text without inline markup. `fields` name
-    the languages of text and source: ``de`` also means the only language that begins with ``de-``, and upper
-    and lower case do not matter. Other languages are left out. The id is the unit's ``tuid``; notes,
-    properties and dates are metadata. A property with the name of one of the fields gets ``prop:`` before it.
+    A unit is a row with a field for each language, whose name is the value of ``xml:lang``; its value is the
+    text without inline markup. `fields` choose the languages of the text and the source; other languages are
+    left out. Upper and lower case do not matter. The name ``de`` also finds ``de-AT``, if no other language
+    begins with ``de-``. The id of the document is the unit's ``tuid``. Notes, properties and dates are
+    metadata; a property with the name of one of the fields is renamed, for example to ``prop:source``.
 
     Args:
         source: the file.
@@ -40,19 +42,23 @@ def read_translation_memory(source: Source, fields: Fields) -> Iterator[Entry]:
 
     Raises:
         OSError: the file cannot be read.
-        InputError: the file is not XML, not TMX, has no unit, or declares an entity. The units before are
-            yielded.
+        InputError: the file is not XML, not TMX, has no unit, or declares an entity. The units before the
+            error are yielded first.
     """
     return read_units(source, fields, _TmxParser)
 
 
 def read_units(source: Source, fields: Fields, parser_class: "type[UnitParser]") -> Iterator[Entry]:
-    """Yield an entry for each translation unit of a file; see `read_translation_memory`.
+    """Yield an entry for each translation unit of a file, as `read_translation_memory` does.
 
     Args:
         source: the file.
         fields: names of the fields that contain the text, the id and, for pairs, the source.
-        parser_class: class of the parser of the file's format.
+        parser_class: class that parses the format of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        InputError: the file has another format, has no unit, or declares an entity.
     """
     parser = parser_class(None if is_utf8(source.encoding) else source.encoding)
     number = 0
@@ -75,17 +81,18 @@ class TranslationUnit:
     metadata: dict[str, str]
     """Dates, notes and properties, by name."""
     languages: dict[str, str | None] = field(default_factory=dict)
-    """The text in each language, by the language's code in lower case; None if there are several texts."""
+    """The text in each language, by the language's code in lower case. None if the unit has several texts in
+    this language, because it is not known which one to use."""
     id: str | None = None
-    """Id of the unit; None if it has none."""
+    """Id of the unit; None if the file gives no id."""
 
     def add_text(self, language: str, text: str) -> None:
-        """Add the text in a language. A second text of a language makes the language unusable."""
+        """Add the text in a language. If the language already has a text, its value becomes None."""
         is_second = language.lower() in self.languages
         self.languages[language.lower()] = None if is_second else text
 
     def add_metadata(self, name: str, value: str) -> None:
-        """Add a value to the metadata; values of the same name are lines of one text."""
+        """Add a value to the metadata. Several values of the same name are joined, one value a line."""
         earlier = self.metadata.get(name)
         self.metadata[name] = value if earlier is None else f"{earlier}\n{value}"
 
@@ -95,13 +102,16 @@ def _convert_unit(unit: TranslationUnit, fields: Fields) -> TextDocument:
 
     Args:
         unit: the unit.
-        fields: names of the fields that contain the text, the id and, for pairs, the source.
+        fields: the language of the text and, for pairs, of the source, and the name of the field for the id.
 
     Raises:
-        InputError: the unit lacks a language, or the document is not valid.
+        InputError: the unit has no text, or several texts, in one of the languages; or the document is not
+            valid.
     """
     taken = {fields.text, fields.id, fields.source, SOURCE}
-    row: dict[str, Any] = {f"prop:{of}" if of in taken else of: value for of, value in unit.metadata.items()}
+    row: dict[str, Any] = {
+        f"prop:{name}" if name in taken else name: value for name, value in unit.metadata.items()
+    }
     row[fields.id] = unit.id
     for name in [fields.text] if fields.source is None else [fields.text, fields.source]:
         text = _find_language(unit.languages, name)
@@ -117,11 +127,14 @@ def _convert_unit(unit: TranslationUnit, fields: Fields) -> TextDocument:
 
 
 def _find_language(languages: dict[str, str | None], name: str) -> str | None:
-    """Return the text in a language; None if there is none, or several texts or variants of the language.
+    """Return the text in a language, or in its only regional variant.
 
     Args:
-        languages: the text of each language, by its code in lower case.
-        name: code of the language, with or without a region.
+        languages: text by code of the language in lower case, see `TranslationUnit.languages`.
+        name: code of the language. ``de`` also finds ``de-at`` if no other code begins with ``de-``.
+
+    Returns:
+        The text; None if no language matches, several variants match, or the language has several texts.
     """
     code = name.lower()
     if code in languages:
@@ -131,22 +144,23 @@ def _find_language(languages: dict[str, str | None], name: str) -> str | None:
 
 
 class UnitParser(ABC):
-    """Parses a file of translation units in pieces, and returns the units that are complete.
+    """Parses an XML file of translation units, given in pieces, and yields each unit when it is complete.
 
-    A subclass handles the elements of one format.
+    A subclass handles the elements of one format: its methods `start` and `end` are called for each element,
+    and append complete units to `complete`.
 
     Args:
-        encoding: encoding of the file; None for the encoding that the file names, or UTF-8.
+        encoding: encoding of the file; None uses the encoding that the file names, or UTF-8.
     """
 
     format: ClassVar[str]
     """Name of the format, for messages."""
     root: ClassVar[str]
-    """Name of the first element of a file."""
+    """Name of the outermost element of a file."""
     codes: ClassVar[frozenset[str]]
-    """Elements in a segment whose content is markup of the original file, and not text."""
+    """Names of elements inside a text whose content is formatting codes of the original file, not text."""
     namespace_separator: ClassVar[str | None] = None
-    """Character between the namespace and the name of an element; None leaves namespaces unread."""
+    """Character that expat puts between the namespace and the name of an element; None ignores namespaces."""
 
     def __init__(self, encoding: str | None) -> None:
         self._parser = expat.ParserCreate(encoding, self.namespace_separator)
@@ -157,31 +171,43 @@ class UnitParser(ABC):
         self._parser.EntityDeclHandler = self._refuse_declaration
         self._parser.SkippedEntityHandler = self._refuse_reference
         self.complete: list[TranslationUnit] = []
-        """Units that have ended; `parse` takes them."""
+        """Units that have ended; `parse` yields them and empties the list."""
         self.path: list[str] = []
-        """Names of the open elements, the first one first."""
+        """Names of the open elements, from the outermost to the innermost."""
         self._text: list[str] | None = None  # of the segment, note or property; None outside of them
         self._length = 0
         self._open_codes = 0  # number of open elements whose content is no text
 
     @abstractmethod
     def start(self, name: str, attributes: dict[str, str]) -> None:
-        """Handle the beginning of an element, whose name is the last one of `path`."""
+        """Handle the start tag of an element. `path` already ends with the element's name.
+
+        Args:
+            name: name of the element, a result of `clean_name`.
+            attributes: attributes of the element by name.
+        """
 
     @abstractmethod
     def end(self, name: str) -> None:
-        """Handle the end of an element, whose parent is the last one of `path`."""
+        """Handle the end tag of an element. `path` ends with the name of the element's parent.
+
+        Args:
+            name: name of the element, a result of `clean_name`.
+        """
 
     def clean_name(self, name: str) -> str:
-        """Return the name of an element as `start`, `end` and `path` have it."""
+        """Return the name that `start`, `end` and `path` use for an element, from the name that expat gives.
+
+        The name is not changed, unless a subclass overrides the method.
+        """
         return name
 
     def begin_text(self) -> None:
-        """Keep the text from here on, until `take_text`."""
+        """Start collecting the text of the open element; `take_text` ends the collection."""
         self._text, self._length, self._open_codes = [], 0, 0
 
     def take_text(self) -> str:
-        """Return the text since `begin_text`, without inline markup."""
+        """Stop collecting, and return the text since `begin_text` without inline markup."""
         text, self._text = "".join(self._text or ()), None
         return text
 
@@ -189,11 +215,11 @@ class UnitParser(ABC):
         """Parse the next piece of the file, and yield the units that end in it.
 
         Args:
-            piece: the bytes; empty at the end of the file.
+            piece: bytes of the file; empty bytes mark the end of the file.
 
         Raises:
-            InputError: the file is not XML, is of another format, or declares an entity. The units before are
-                yielded.
+            InputError: the file is not XML, has another format, or declares an entity. The units before the
+                error are yielded first.
         """
         problem = None
         try:
@@ -208,7 +234,10 @@ class UnitParser(ABC):
             raise problem
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
-        """Handle the beginning of an element."""
+        """Handle a start tag: check format and nesting, then call `start`. Expat calls this method.
+
+        Raises InputError if the outermost element is not `root`, or the elements are nested too deeply.
+        """
         name = self.clean_name(name)
         if not self.path and name != self.root:
             raise InputError(f"not {self.format}: its first element is {name[:80]!r}")
@@ -220,14 +249,14 @@ class UnitParser(ABC):
         self.start(name, attributes)
 
     def _end(self, name: str) -> None:
-        """Handle the end of an element."""
+        """Handle an end tag: remove the element from `path`, then call `end`. Expat calls this method."""
         name = self.path.pop()
         if name in self.codes:
             self._open_codes -= 1
         self.end(name)
 
     def _add_characters(self, text: str) -> None:
-        """Keep text of a segment, a note or a property, without inline markup."""
+        """Append text to the collected text. Drop text inside of `codes`, and while nothing is collected."""
         if self._text is None or self._open_codes:
             return
         self._text.append(text)
@@ -236,11 +265,11 @@ class UnitParser(ABC):
             raise make_too_large_error("a segment")
 
     def _refuse_declaration(self, name: str, *_: Any) -> None:
-        """Refuse the declaration of an entity."""
+        """Raise InputError for the declaration of an entity."""
         raise InputError(f"it declares the entity {name[:80]!r}: entities are not read")
 
     def _refuse_reference(self, name: str, *_: Any) -> None:
-        """Refuse a reference to an entity that is declared in another file."""
+        """Raise InputError for a reference to an entity that the file does not declare."""
         raise InputError(f"the entity {name[:80]!r} is not declared here: entities are not read")
 
 

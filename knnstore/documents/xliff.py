@@ -12,19 +12,21 @@ _SEPARATOR = " "
 _NAMESPACE = "urn:oasis:names:tc:xliff:document:"
 _LANGUAGE = f"http://www.w3.org/XML/1998/namespace{_SEPARATOR}lang"
 _UNITS = ("trans-unit", "unit")
-"""Elements of a unit: in XLIFF 1.2 a pair, in 2.x one or several segments, each a pair."""
+"""Names of the elements that are units. A unit is one pair in XLIFF 1.2, and has segments in XLIFF 2.x."""
 _PAIRS = ("trans-unit", "segment")
-"""Elements with a source and a target of their own. Those of other elements, e.g. matches, are left out."""
+"""Names of the elements that are pairs: their children ``source`` and ``target`` are read."""
 
 
 def read_xliff(source: Source, fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each pair of an XLIFF file: a unit of XLIFF 1.2, or a segment of XLIFF 2.x.
 
-    `fields` name the languages of text and source, as for `read_translation_memory`. A unit has the languages
-    of its file, or those that its source and target name (``xml:lang``). Reading the entry of a pair without
-    a target raises an error. Inline markup is left out. The id is the name of the file in the XLIFF file and
-    the id of the unit, with ``/`` between them; if a unit has several segments, the segment's id, or its
-    number, follows. Notes of the unit, ``state`` and ``approved`` are metadata.
+    An entry is a document that is not read yet. `fields` choose the languages of the text and the source, as
+    for `read_translation_memory`. The languages of a source and a target are those that they name
+    (``xml:lang``), or else those of the file. Reading the entry of a pair without a target raises an error.
+    Inline markup is left out. The id of a document is ``FILE/UNIT``, or ``FILE/UNIT/SEGMENT`` if the unit has
+    several segments. FILE is the ``id`` or ``original`` of the element ``file``, and SEGMENT is the id or
+    number of the segment. If the unit has no id, the id is a hash of the content. Notes of the unit,
+    ``state`` and ``approved`` are metadata.
 
     Args:
         source: the file.
@@ -32,8 +34,8 @@ def read_xliff(source: Source, fields: Fields) -> Iterator[Entry]:
 
     Raises:
         OSError: the file cannot be read.
-        InputError: the file is not XML, not XLIFF, has no unit, or declares an entity. The units before are
-            yielded.
+        InputError: the file is not XML, not XLIFF, has no unit, or declares an entity. The units before the
+            error are yielded first.
     """
     return read_units(source, fields, _XliffParser)
 
@@ -91,9 +93,16 @@ class _XliffParser(UnitParser):
             self.complete += self._make_units()
 
     def _read_languages(self, attributes: dict[str, str]) -> dict[str, str]:
-        """Return the languages that an element names, or else those of the whole XLIFF file.
+        """Return the codes of the source and target language that an element names.
 
-        XLIFF 1.2 names them for each file, and 2.x in the first element.
+        A language that the element does not name is that of the whole XLIFF file, empty if it names none.
+        XLIFF 1.2 names the languages in each element ``file``, XLIFF 2.x in the outermost element.
+
+        Args:
+            attributes: attributes of the element by name.
+
+        Returns:
+            The codes by "source" and "target".
         """
         source = attributes.get("srcLang") or attributes.get("source-language")
         target = attributes.get("trgLang") or attributes.get("target-language")
@@ -103,14 +112,15 @@ class _XliffParser(UnitParser):
         }
 
     def _is_in_unit(self) -> bool:
-        """Check whether the innermost open element, a note or its parent, belongs to a unit itself."""
+        """Check whether a note at the present place belongs to a unit, not to an element inside the unit."""
         path = [name for name in self.path if name not in ("note", "notes")]
         return bool(path) and path[-1] in _UNITS
 
     def _make_units(self) -> Iterator[TranslationUnit]:
-        """Yield the segments of the unit that has ended, each with the metadata of the unit.
+        """Yield a `TranslationUnit` for each segment of the unit that has ended.
 
-        A segment without a target gets an empty text in the target's language, and is then refused as empty.
+        Each has the metadata of the unit too. A segment without a target gets an empty text in the target's
+        language, so that reading it as a document raises an error.
         """
         for number, segment in enumerate(self._segments, 1):
             if self._file_languages["target"] and len(segment.languages) < 2:

@@ -1,4 +1,4 @@
-"""The store: documents in an SQL catalog and their keys in a vector engine, which always agree."""
+"""The store: documents in a catalog (SQL database) and their keys in a vector engine; both always agree."""
 
 from typing import TYPE_CHECKING
 

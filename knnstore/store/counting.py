@@ -18,8 +18,10 @@ from knnstore.store.view import View
 _logger = logging.getLogger(__name__)
 
 _MIN_CACHED = 4
-"""Number of selections, and of sets of domains, whose results are always cached. Each result takes at most 10
-bytes for each token."""
+"""Number of selections whose counts are always cached, and of sets of domains whose sorted documents are.
+
+Counts, and sorted documents, take at most 10 bytes for each token.
+"""
 _MAX_CACHED_BYTES = 256 << 20
 """Counts of more selections are cached as long as all counts together take at most this many bytes."""
 
@@ -28,18 +30,15 @@ Rows = NDArray[np.int64]
 
 
 class _SortedDocuments(NamedTuple):
-    """The tokens of all documents of some domains, sorted by their n-grams.
-
-    The sorted tokens of a subset of the documents are found without sorting again.
-    """
+    """The tokens of some documents with their suffix array, by which n-grams are found."""
 
     rows: Rows
     """Primary keys of the documents, in the order of the documents' positions in the store."""
     text: SortedText
-    """The sorted tokens."""
+    """The tokens of the documents and their suffix array."""
 
     def keep_rows(self, rows: Rows) -> "_SortedDocuments":
-        """Return the sorted tokens of a subset of the documents, without sorting again.
+        """Return an object with only some of the documents. Nothing is sorted again.
 
         Args:
             rows: primary keys of the documents to keep; other keys are ignored.
@@ -52,9 +51,10 @@ class _CachedCounts(NamedTuple):
     """Cached n-gram counts of the documents in a selection, with the documents that were counted."""
 
     revision: int
-    """Latest revision (state of the store) at which the selection contained all counted documents."""
+    """Revision (state of the store) for which the counts were made or last checked. At this revision, the
+    selection contained all counted documents."""
     is_whole: bool
-    """True if all documents that the selection contained at this revision were counted."""
+    """True if the selection contained no other documents at this revision; False if some are not counted."""
     rows: Rows
     """Primary keys of the counted documents, in the order of the documents' positions in the store."""
     counts: NGramCounts
@@ -236,8 +236,8 @@ class Counting:
     def _get_cached(self, view: View, selection: Selection) -> _CachedCounts | None:
         """Return the cached counts of a selection, which may be outdated; None if no counts are cached.
 
-        If the view is newer than all earlier views, the cached sorted documents first lose the documents that
-        the view does not contain.
+        If the view is newer than all earlier views, documents that the view does not contain are first
+        removed from the cached sorted documents.
 
         Args:
             view: documents of the store at one revision.
@@ -283,7 +283,9 @@ class Counting:
                 size -= self._cache.popitem(last=False)[1].counts.nbytes
 
     def _get_sorted_documents(self, view: View, domains: Domains) -> _SortedDocuments | None:
-        """Return the sorted tokens of all documents of some domains, and cache them.
+        """Sort the tokens of all documents of some domains, cache the result, and return it.
+
+        If the same documents are cached already, nothing is sorted.
 
         Args:
             view: documents of the store at one revision.

@@ -73,7 +73,7 @@ class Current:
             return self._view
 
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
-        """Replace the engine and the open datastore by others, and return the old datastore, still open.
+        """Replace the engine and its open datastore, and return the old datastore, which is still open.
 
         Afterwards this store counts as the owner of the keys. Other threads see the old state or the new
         state, never a mixture.
@@ -165,10 +165,9 @@ class Current:
                     raise
 
     def _find_key_owner(self, place: Place) -> KeyOwner:
-        """Return to whom the keys at a place belong, after checking that this store may use the keys.
+        """Check that this store may use the keys at a place, and return the owner of the keys.
 
-        With mode "r", a damaged claim counts as no claim. A claim is the text beside the keys that names the
-        store to which they belong.
+        With mode "r", a damaged claim (the text beside the keys that names their owner) counts as no claim.
 
         Args:
             place: location and engine of the keys.

@@ -164,12 +164,12 @@ class Ingest:
         failpoint("ingest.added")
 
     def count_uploaded(self, upload: str) -> int:
-        """Return the number of records of the new documents that an upload has stored in their domains.
+        """Return how many records of the new documents the datastore already has from an upload.
 
-        Returns 0 if the engine takes no uploads.
+        Returns 0 if the engine accepts no uploads.
 
         Args:
-            upload: name of the upload.
+            upload: name of the upload, which its records carry.
         """
         if not isinstance(self._datastore, SupportsUploads):
             return 0
@@ -182,9 +182,11 @@ class Ingest:
         return count
 
     def flush(self) -> dict[int, str | None]:
-        """Make the records durable. Returns the checksum of each document's keys, by its primary key.
+        """Make the records durable, and return a checksum of each document's keys.
 
-        The checksums are None if the datastore checks its keys itself.
+        Returns:
+            The checksums by primary key of the document; the values are None if the datastore checks its keys
+            itself.
         """
         self._datastore.flush()
         failpoint("ingest.flushed")
@@ -217,14 +219,15 @@ class Ingest:
 
 
 class LeasedIngest:
-    """Documents with leased positions, added part by part, that become visible to readers together.
+    """Documents with positions from a lease, added part by part, that become visible to readers together.
 
-    `KNNStore.ingest_leased` creates the object, and calls `commit` or `abandon`.
+    `KNNStore.ingest_leased` creates the object, and calls `commit` or `abandon`. The caller of
+    `KNNStore.ingest_leased` calls `add_part`.
 
     Args:
         catalog: writer of the catalog.
         datastore: datastore for the records, open for writing.
-        lease: the lease.
+        lease: reserved positions, which only these documents may have.
     """
 
     def __init__(self, catalog: CatalogWriter, datastore: Datastore, lease: Lease) -> None:
@@ -238,7 +241,8 @@ class LeasedIngest:
     def add_part(self, documents: Sequence[NewDocument], starts: Sequence[int]) -> Iterator[Ingest]:
         """Add some of the documents in a ``with`` block, in which the caller passes the key of every token.
 
-        At the end of the block the records are durable.
+        The block receives an `Ingest`, whose method `add` takes the keys. At the end of the block the records
+        are durable, but readers do not see them before `commit`.
 
         Args:
             documents: the documents of this part.
@@ -250,15 +254,16 @@ class LeasedIngest:
         self._checksums |= part.flush()
 
     def commit(self) -> None:
-        """Make the documents of all parts visible to readers in one transaction.
+        """Make the documents of all parts visible to readers in one transaction; the lease becomes committed.
 
-        Records that were uploaded for other documents of the lease are deleted before, and the documents that
-        are replaced afterwards.
+        Before the transaction, records that were uploaded for documents that are not added are deleted. After
+        it, the documents that the new documents replace are deleted.
         """
         if isinstance(self._datastore, SupportsUploads):
-            bounds = np.array([(of.start, of.stop) for of in self._placed], np.int64).reshape(-1, 2)
+            bounds = [(placed.start, placed.stop) for placed in self._placed]
+            placed_starts, placed_stops = np.array(bounds, np.int64).reshape(-1, 2).T
             starts, stops = np.array([self._lease.start]), np.array([self._lease.stop])
-            self._datastore.delete(ranges_of(starts, stops) - ranges_of(bounds[:, 0], bounds[:, 1]))
+            self._datastore.delete(ranges_of(starts, stops) - ranges_of(placed_starts, placed_stops))
         publish_documents(self._catalog, self._datastore, self._checksums, lease=self._lease.id)
 
     def abandon(self) -> None:

@@ -117,16 +117,16 @@ class Reader(Protocol):
         """Return every domain with its numbers of documents, tokens and records, sorted by name."""
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """Return the number of tokens of each selected document, by the document's number (primary key)."""
+        """Return a dict from number (primary key) to the number of tokens, for each selected document."""
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+        """Return a dict from number (primary key) to the SHA-256 of the document's text.
 
         Removed documents are left out.
         """
 
     def metadata(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the metadata (JSON values by name) of documents, by the documents' numbers (primary keys).
+        """Return a dict from number (primary key) to the document's metadata (JSON values by name).
 
         Removed documents are left out.
         """
@@ -155,7 +155,7 @@ class Reader(Protocol):
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return which of some hashes are the SHA-256 of the text of a selected document.
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.

@@ -143,9 +143,9 @@ class KNNStore(StoreReader):
                 writer.
             params: parameters of the adapter that replace the saved parameters for this object; None replaces
                 none. They are allowed only with mode ``"r"``.
-            copied: True allows to open a copied folder for writing although its keys still belong to the
-                original store. Then only `move`, and `repair` with `take_over`, can write. False raises
-                NotOwnerError for such a folder.
+            copied: matters if the folder was copied from another store and the keys still belong to that
+                store. True opens the copy for writing, but only `move`, and `repair` with `take_over`, can
+                write. False raises NotOwnerError.
 
         Raises:
             StoreNotFoundError: if the folder has no store.
@@ -194,9 +194,10 @@ class KNNStore(StoreReader):
             yield group
 
     def lease(self, id: str, tokens: int, folder: Path) -> Lease:
-        """Reserve positions for tokens of documents whose keys other processes compute.
+        """Reserve positions for the tokens of documents whose keys other processes compute.
 
-        Other leases of this folder are released.
+        A position is the number of a token in the store. Returns the lease, which describes the reserved
+        positions. Other leases of the same folder are released.
 
         Args:
             id: id of the lease, 32 characters.
@@ -205,27 +206,29 @@ class KNNStore(StoreReader):
         """
         with self._lock_for_writing() as writer:
             place = str(folder.absolute())
-            writer.release([of for of in self.leases() if of.folder == place])
+            writer.release([lease for lease in self.leases() if lease.folder == place])
             return writer.writer.lease(id, tokens, place)
 
     def release(self, id: str) -> None:
-        """Delete a lease, and the records that were uploaded for it if it is not committed.
+        """Delete a lease (reserved positions). An unknown id is ignored.
 
-        Documents that were added with it stay. An unknown id is ignored.
+        If the lease is not committed, records that were uploaded for it are deleted too. If it is committed,
+        its documents stay.
         """
         with self._lock_for_writing() as writer:
-            writer.release([of for of in self.leases() if of.id == id])
+            writer.release([lease for lease in self.leases() if lease.id == id])
 
     def prepare_uploads(self, domain: str) -> UploadTarget | None:
-        """Return where workers may upload the records of planned documents; the domain gets its number.
+        """Return the engine to which workers may upload the records of planned documents.
 
-        Uploaded records have positions of a lease. Readers do not see them until the documents are added.
+        Uploaded records have positions of a lease. Readers do not see them until the documents are added. The
+        domain is created in the catalog if it does not exist, because its records need a group number.
 
         Args:
             domain: domain of the documents.
 
         Returns:
-            The engine and the group number of the domain. None if the engine takes no uploads, or if its
+            The engine and the group number of the domain. None if the engine accepts no uploads, or if its
             location may contain a secret.
         """
         with self._lock_for_writing() as writer:
@@ -240,7 +243,7 @@ class KNNStore(StoreReader):
         is committed. After an error, no document is added, and the lease stays open.
 
         Args:
-            lease: the lease.
+            lease: the lease of the documents' positions, which is not committed.
         """
         with self._lock_for_writing() as writer, writer.ingest_leased(lease) as documents:
             yield documents
@@ -396,10 +399,9 @@ class KNNStore(StoreReader):
         Records without documents are removed, indexes are built again, and missing checksums are computed.
 
         Args:
-            take_over: matters for a copied store only: its folder was copied from another store (the
-                original),
-                and its keys still belong to the original. True first gives the keys to this store. Use True
-                only if the original does not exist any more. False raises an error.
+            take_over: True first makes this store the owner of the keys if it is a copied store: its folder
+                was copied from another store (the original), and its keys still belong to the original. Use
+                True only if the original does not exist any more. False raises an error for a copied store.
 
         Returns:
             The remaining problems, one line of text each; empty if the store is sound.
@@ -442,8 +444,11 @@ class KNNStore(StoreReader):
         All records are copied, and the copy is compared with its source. Then the store switches to the copy
         in one transaction, and the old keys are erased. If the call is interrupted before the switch, the
         store is unchanged: the same call continues the move, and a call with another target first erases the
-        unfinished copy. Records that workers have uploaded for plans are deleted first; the commit adds them
-        from the folder of the plan. Uploads during the call make it fail.
+        unfinished copy.
+
+        Before the move, records that workers have uploaded for plans are deleted; the commit of a plan then
+        adds the keys from the folder of the plan. If a worker uploads records during the call, the call
+        fails.
 
         Args:
             adapter: name of the new adapter.
@@ -525,7 +530,8 @@ class _FolderState:
 def _close_open_stores() -> None:
     """Close the stores that a script has not closed, when Python exits.
 
-    A fork of the process that opened a store does not close it, because both share its connections.
+    A store is closed only in the process that opened it. A forked child process has the same connections, and
+    must not close them.
     """
     for store in list(_OPEN_STORES):
         if store._process == os.getpid():

@@ -317,7 +317,7 @@ class StoreReader:
         return find_other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
-        """Return which of some hashes are the SHA-256 of the text of a selected document.
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.
@@ -355,14 +355,17 @@ class StoreReader:
         return self._catalog.store_id
 
     def leases(self) -> list[Lease]:
-        """Return the leases of the store, the newest first: the positions of planned documents."""
+        """Return the leases of the store, the newest first.
+
+        A lease reserves positions for documents whose keys other processes compute.
+        """
         return self._catalog.leases()
 
     def withdrawn_ids(self, lease: Lease, domain: str) -> set[str]:
         """Return the ids of documents that were removed or renamed after an open lease was made.
 
         Args:
-            lease: the lease.
+            lease: the lease; a committed lease gives an empty set.
             domain: name of the domain.
         """
         return self._catalog.withdrawn_ids(lease.id, domain)
@@ -372,7 +375,7 @@ class StoreReader:
         return self._catalog.revision()
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """Return the number of tokens of each selected document, by the document's number.
+        """Return a dict from document number to the number of tokens, for each selected document.
 
         The number is the document's primary key in the catalog. The documents are in the order in which they
         were added.
@@ -380,14 +383,14 @@ class StoreReader:
         return self.view().lengths(selection)
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return the SHA-256 of the text of documents, by the documents' numbers (primary keys).
+        """Return a dict from number (primary key) to the SHA-256 of the document's text.
 
         Removed documents are left out.
         """
         return self._catalog.content_hashes(numbers)
 
     def metadata(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the metadata (JSON values by name) of documents, by the documents' numbers (primary keys).
+        """Return a dict from number (primary key) to the document's metadata (JSON values by name).
 
         Removed documents are left out.
         """
@@ -442,7 +445,7 @@ class StoreReader:
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """Return the number of records of the selected documents, by the catalog.
+        """Return the number of records of the selected documents. The catalog gives it, not the datastore.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.

@@ -93,11 +93,12 @@ class StoreChanges:
 
     @contextmanager
     def finish_copying_keys(self) -> Iterator[None]:
-        """Clean up after the ``with`` block, in which the store's keys are moved.
+        """Delete superfluous records after the ``with`` block, in which the store's keys are moved.
 
-        A copied store gets its own copy of the keys in the block. The copy also has records that the original
-        store has added since its folder was copied; these records are deleted at the end. For a store that
-        owns its keys, nothing is done.
+        A copied store is a store whose folder was copied from another store, its original. If the keys belong
+        to the original, the move copies all its records, also records that the original has added since.
+        These records belong to no document of this store, and are deleted. A store that owns its keys has no
+        superfluous records, so nothing is deleted.
         """
         is_copy = not self.current.owned
         yield
@@ -159,12 +160,22 @@ class StoreChanges:
         self._home.reserve.keep()
 
     def release(self, leases: Sequence[Lease]) -> None:
-        """Delete leases, and the records that were uploaded for leases that are not committed."""
+        """Delete leases (reserved positions).
+
+        Records that were uploaded for uncommitted leases are deleted too. Documents of committed leases stay.
+        """
         self.delete_uploads(leases)
         self.writer.release(lease.id for lease in leases)
 
     def prepare_uploads(self, domain: str) -> UploadTarget | None:
-        """Return where workers may upload records of a domain; see `KNNStore.prepare_uploads`."""
+        """Return the engine to which workers may upload records, and the domain's group number there.
+
+        The domain is created if it does not exist. Returns None if the engine accepts no uploads, or if its
+        location may contain a secret.
+
+        Args:
+            domain: name of the domain.
+        """
         engine = self.current.engine
         if not takes_uploads(engine.location, self.current.datastore):
             return None
@@ -173,10 +184,13 @@ class StoreChanges:
         )
 
     def delete_uploads(self, leases: Sequence[Lease]) -> None:
-        """Durably delete the records that were uploaded for uncommitted leases.
+        """Durably delete the records that were uploaded for uncommitted leases (reserved positions).
 
-        Does nothing if the engine takes no uploads, or if this store is a copy that shares the keys of its
+        Does nothing if the engine accepts no uploads, or if this store is a copy whose keys belong to its
         original.
+
+        Args:
+            leases: leases of this store; committed leases are ignored.
         """
         datastore = self.current.datastore
         uploaded = select_open_positions(leases)
@@ -265,7 +279,7 @@ class StoreChanges:
     def save_weights(self, weights: Weights) -> str:
         """Write fitted weights durably to a file, and return the file's name.
 
-        This object does not delete the file although no saved settings name it yet.
+        No saved settings name the file yet. This object keeps it until it saves settings that do.
         """
         name = save_weights(self._home.weights, weights)
         self._new_weights.add(name)
@@ -329,7 +343,7 @@ class StoreChanges:
         self.current.place(self.current.engine).check_space(tokens, operation)
 
     def _remove_unused_weights(self) -> None:
-        """Delete the files of weights that no saved settings name and that this object has not just written.
+        """Delete the files of weights that no saved settings name, except new files, see `save_weights`.
 
         Does nothing if saved settings are damaged.
         """
@@ -341,7 +355,7 @@ class StoreChanges:
             remove_unused_files(self._home.weights, self._new_weights | used_files)
 
     def _find_rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """Return the primary key of each of some documents of a domain, by the document's id.
+        """Return a dict from document id to primary key, for documents of a domain.
 
         Args:
             domain: name of the domain.

@@ -1,4 +1,7 @@
-"""Uploads: how the workers of a plan reach the engine of a store, without the store and its catalog."""
+"""Uploads: workers write the records of a plan to a store's vector engine, without the store's catalog.
+
+A plan is a list of documents that will be added to a store, whose keys the workers compute.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,14 +16,14 @@ from knnstore.store.home import Owner
 
 
 class UploadStore(Datastore, SupportsUploads, Protocol):
-    """A datastore that takes uploads."""
+    """A datastore that accepts uploads of records."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadTarget:
-    """Where the records of a plan are uploaded to, as the folder of the plan says it.
+    """The engine to which workers upload the records of a plan, saved in the folder of the plan.
 
-    It contains no secret: adapters read passwords and keys from the environment.
+    The values contain no secret: adapters read passwords and API keys from the environment.
     """
 
     adapter: str
@@ -30,20 +33,20 @@ class UploadTarget:
     params: Mapping[str, Any]
     """Parameters of the adapter, by name."""
     group: int
-    """Group number of the plan's domain."""
+    """Group number that the records of the plan's domain get in the engine."""
 
     def open(self, identity: Identity, store: str) -> UploadStore:
-        """Open the datastore for uploads. It is not created if it does not exist.
+        """Open the existing datastore for uploads.
 
         Args:
-            identity: identity of the store to which the keys belong.
-            store: id of this store.
+            identity: identity of the store to which the keys belong; dimension and metric are used.
+            store: id of the store to which the keys belong.
 
         Raises:
-            DatastoreNotFoundError: the store's keys are no longer there.
-            NotOwnerError: the keys there belong to another store.
+            DatastoreNotFoundError: the location has no keys any more.
+            NotOwnerError: the keys at the location belong to another store.
             StoreUnavailableError: the engine cannot be reached.
-            ConfigError: the engine takes no uploads.
+            ConfigError: the engine accepts no uploads.
         """
         adapter = registry.load(self.adapter)
         arguments = {"dim": identity.dim, "metric": Metric(identity.metric), **self.params}
@@ -66,11 +69,13 @@ class UploadTarget:
 
 
 def takes_uploads(location: str, datastore: Datastore) -> bool:
-    """Check whether workers can upload to a datastore, and its location may stand in the folder of a plan.
+    """Check whether workers can upload records to a datastore.
+
+    The datastore must accept uploads. Its location is saved in the folder of a plan, so it must be a URL
+    without a user name, a password or a query, which may be secrets.
 
     Args:
-        location: location of the datastore. A folder, and a URL with a user name, a password or a query,
-            are not accepted.
+        location: URL or folder of the datastore.
         datastore: the open datastore.
     """
     parts = urlsplit(location)

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 _NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 
 PLAN_FILES = "plan"
-"""Name of the folder, inside the folder of a plan, that has the description and the documents of the plan."""
+"""Name of the folder, inside the folder of a plan, with the plan's description and documents."""
 
 
 def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
@@ -93,9 +93,9 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
 
 
 def select_open_positions(leases: Iterable[Lease]) -> IdRanges:
-    """Return the ids of all records at the positions of leases that are not committed.
+    """Return the ids of all possible records at the positions of leases that are not committed.
 
-    Workers may have uploaded such records.
+    A lease reserves positions for the documents of a plan. Workers may have uploaded records with these ids.
 
     Args:
         leases: the leases of a store.
@@ -106,10 +106,10 @@ def select_open_positions(leases: Iterable[Lease]) -> IdRanges:
 
 
 def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
-    """Return the ids of all records of a datastore that belong to nothing, int64, ascending.
+    """Return the ids of the records of a datastore that belong to no document and no plan, int64, ascending.
 
-    They belong to no live document, which is completely stored and not removed, and to no plan that is still
-    open. All records are read.
+    A document counts if it is live (completely stored and not removed), and a plan if it is not committed.
+    All records are read.
 
     Args:
         catalog: catalog of the store, which lists the live documents and the leases of plans.
@@ -129,11 +129,11 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     Args:
         catalog: the open catalog.
         datastore: the datastore, all of whose records are read.
-        unsettled: documents that are half added or removed; their records are no problem, and neither are
-            records that were uploaded for a plan that is still open.
+        unsettled: documents that are half added or removed. Their records are allowed, and so are records
+            that were uploaded for a plan that is not committed.
 
     Returns:
-        One line of text for each problem; empty if there is none.
+        One line of text for each problem; an empty list without problems.
     """
     snapshot = catalog.snapshot()
     first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
@@ -143,6 +143,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     stored = catalog.checksums()
     checked = make_checksum_checker(snapshot, stored)
     texts: dict[int, Tokens] = {}
+    # 1) Read all records, and compare each record with its document.
     for batch_ids, batch_keys, batch_groups in datastore.iterate():
         checked.add(batch_ids, batch_keys)
         batch_documents = snapshot.documents_at(positions_of(batch_ids))
@@ -152,7 +153,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         positions = positions_of(ids)
         documents, which, counts = np.unique(at, return_inverse=True, return_counts=True)
         records[documents] += counts
-        # Of the documents read last, the last one may go on here.
+        # A document may have records in two batches: its tokens are kept from the last batch.
         texts = {document: texts[document] for document in documents.tolist() if document in texts}
         texts |= _read_texts(catalog, snapshot, [at for at in documents.tolist() if at not in texts])
         read = [texts.get(document, _NO_TOKENS) for document in documents.tolist()]
@@ -164,6 +165,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         tokens = np.concatenate([_NO_TOKENS, *read])
         is_correct[is_correct] = tokens[(origins[which] + offsets)[is_correct]] == tokens_of(ids[is_correct])
         wrong[at[~is_correct]] = True
+    # 2) Report the documents with wrong, missing or altered records.
     wrong |= records != snapshot.records
     damaged = catalog.altered(snapshot.rows.tolist())
     incomplete = set(snapshot.rows[wrong].tolist()) - damaged
@@ -177,6 +179,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         problems += [
             f"{name} {problem_text}: remove it and add it again" for name in _name_documents(catalog, rows)
         ]
+    # 3) Report records without a document: of plans that are gone, and of unknown origin.
     orphans = np.concatenate(foreign)
     for lease in catalog.leases():
         of_lease = select_open_positions([lease]).contains(orphans)
@@ -187,7 +190,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
                 f"positions, {uploaded:,} uploaded records): if no other machine has it, "
                 f"`knnstore plan {lease.folder} --drop` gives the plan up"
             )
-    if len(orphans):  # a writer may have been at work since
+    if len(orphans):  # a writer may have added or removed documents since
         for placed in (unsettled, catalog.unsettled()):
             bounds = np.array([(d.start, d.stop) for d in placed], np.int64).reshape(-1, 2)
             orphans = orphans[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(orphans)]
@@ -198,7 +201,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
 
 
 def _name_documents(catalog: Catalog, rows: set[int]) -> list[str]:
-    """Return a phrase for each document that names it: its id and domain, or its number if these are damaged.
+    """Return a name of each document for messages: its id and domain, or its number if these are damaged.
 
     Documents that were removed meanwhile are left out.
 

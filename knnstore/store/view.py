@@ -43,10 +43,11 @@ class Scope(NamedTuple):
     """Ids of the records of all selected documents. A search must return no other record."""
 
     where: Filter | None
-    """Filter with which the datastore is searched for these records; None if all documents are selected."""
+    """Filter with which a search of the datastore returns only these records. None if all documents are
+    selected; then the search also returns records of documents that are half added or removed."""
 
     records: int
-    """Number of records that the selected documents have, by the catalog."""
+    """Number of records that the selected documents have according to the catalog."""
 
 
 class View:
@@ -159,7 +160,9 @@ class View:
         return visits
 
     def scope(self, selection: Selection) -> Scope:
-        """Return the records of the documents that a selection contains. The last results are cached.
+        """Return the scope of a selection: ids, filter and number of the records of its documents.
+
+        The scopes of the latest selections are cached.
 
         Raises:
             DomainNotFoundError: if the selection names a domain without documents.
@@ -173,7 +176,7 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return which of some hashes are the SHA-256 of the text of a selected document.
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.
@@ -248,7 +251,7 @@ class View:
         return selected_rows
 
     def lengths(self, selection: Selection) -> dict[int, int]:
-        """Return the number of tokens of each selected document, by the document's primary key.
+        """Return a dict from primary key to the number of tokens, for each selected document.
 
         The documents are in the order of their positions.
         """
@@ -283,7 +286,7 @@ class View:
             yield Records(ids, keys)
 
     def _visit_cells(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
-        """Compare each query with all records of its nearest cells, and drop records that must not be found.
+        """Compare each query with all records of its nearest cells, and return the distances.
 
         A cell is a cluster of records with near keys.
 
@@ -306,7 +309,7 @@ class View:
         return visits
 
     def _resolve_scope(self, selection: Selection) -> Scope:
-        """Return the records of the documents that a selection contains, without using the cache.
+        """Compute the scope of a selection: ids, filter and number of the records of its documents.
 
         Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
         """
@@ -345,7 +348,7 @@ class View:
         return mask
 
     def _compute_mask(self, selection: Selection) -> NDArray[np.bool_]:
-        """Return a mask of the snapshot's documents that a selection contains, without using the cache.
+        """Compute the mask of the snapshot's documents that a selection contains, bool, shape (n,).
 
         Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
         """
@@ -375,9 +378,9 @@ class View:
         return self.snapshot.domains[domain]
 
     def _find_rows(self, ids: Collection[str]) -> list[int]:
-        """Return the primary keys of all documents with one of some ids, in any domain.
+        """Return the primary keys of all documents with the given ids, in any domain.
 
-        Raises DocumentNotFoundError if no document has one of the ids.
+        Raises DocumentNotFoundError for an id that no document has.
         """
         rows = self._catalog.rows_by_id(ids)
         for id in ids:

@@ -37,8 +37,8 @@ _IN_CACHE = 1 << 9  # keys; their scores stay in the cache of a core
 _ONE_THREAD = 1 << 18
 """Largest product of the three sizes of a matrix multiplication for which OpenBLAS uses one thread.
 
-Threads that share a larger one spin while they wait for each other. If another process needs a core then,
-small multiplications take twenty times as long.
+OpenBLAS divides larger multiplications among threads, which spin while they wait for each other. If another
+process needs a core at this time, a small multiplication takes twenty times as long.
 """
 _FEWEST_ROWS = 8
 """Number of rows below which a matrix multiplication with one thread is too slow."""
@@ -301,13 +301,13 @@ class Coding(NamedTuple):
     """Kind of codes: ``"int8"``, or ``"pqN"`` such as ``"pq32"``."""
 
     least: int
-    """Number of records from which the keys of a group are compressed when one of its files is rewritten.
+    """Smallest number of records of a group whose keys are compressed when one of its files is rewritten.
 
-    A codec is fitted to a group only once, and fits better if the group then has more records.
+    A codec is fitted to a group only once. It fits better if the group has more records at that time.
     """
 
     most: int
-    """Number of records from which the keys of a group are compressed as soon as records are added.
+    """Smallest number of records of a group whose new keys are compressed when they are added.
 
     This saves space while many records are added.
     """

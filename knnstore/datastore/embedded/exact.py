@@ -193,10 +193,7 @@ class ExactIndex:
         yield from (rows[chunk_start : chunk_start + _CHUNK] for chunk_start in range(0, len(rows), _CHUNK))
 
     def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
-        """Return the numbers of the matrix rows whose record ids are in `ids`.
-
-        The result has ranges [start, stop) of row numbers, int64, shape (s, 2).
-        """
+        """Return the matrix rows whose record ids are in `ids`: ranges [start, stop), int64, shape (s, 2)."""
         slices = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *slices])
 
@@ -230,9 +227,9 @@ class ExactIndex:
     def _compute_exact_distances(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
         """Compute the distance between query i and row rows[i] of the matrix, for each i.
 
-        L2 distances are computed from the difference of the vectors. Equal keys have exactly equal distances
-        from a query. If all keys are in half precision, also equal keys in two different indexes have exactly
-        equal distances.
+        L2 distances are computed from the difference of the vectors. So two rows with equal keys get exactly
+        the same distance from a query. If all keys are in half precision, this also holds for two rows of
+        different indexes.
 
         Args:
             queries: query vectors, shape (n, dim), or (dim,) to compare one query with all rows.
@@ -314,10 +311,10 @@ class ExactIndex:
         return np.concatenate(row_parts)
 
     def _keep_span(self, span: _Span, segment: Segment) -> None:
-        """Keep the rows of the matrix that belong to live records of a segment; drop rows of deleted records.
+        """Keep the matrix rows of a segment's live records, and drop the rows of records deleted since.
 
-        The rows move directly behind the rows that were kept before. If a row is kept, the list `_spans` gets
-        an entry with the new place of the rows.
+        The rows move directly behind the rows that were kept before. If any row is kept, the list `_spans`
+        gets an entry with the new place of the rows.
 
         Args:
             span: the rows of the matrix that hold the segment's records so far.

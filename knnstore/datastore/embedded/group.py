@@ -271,8 +271,8 @@ class GroupSearches:
     ) -> Found:
         """Call a function with the `GroupSearch` objects of some groups, and return the function's result.
 
-        The objects are updated to the newest records first. If the function finds a damaged segment (a set of
-        files with records), it is called again, and the objects then leave the segment out.
+        First the objects are updated to the newest records. If the function finds a damaged segment (a set of
+        files with records), the objects leave the segment out, and the function is called again.
 
         Args:
             groups: numbers of the groups to search; None for all groups. A group without records is left out.

@@ -203,12 +203,13 @@ class KeySegments(SegmentReader):
                     self._merge_segments(group, ratio=2, indexed=False)
 
     def compact(self, *, ratio: int) -> None:
-        """Merge the segments of each group, and reclaim the space of many deleted records.
+        """Merge the segments of each group, and reclaim the space of deleted records.
 
-        A segment is a set of files with records of one group. A segment is rewritten without its deleted and
-        replaced records if they are more than a quarter of its records. In groups that are large enough,
-        segments with uncompressed keys are rewritten too, and the keys are compressed to codes. Damaged
-        segments are not changed. Changes that were made before are flushed first.
+        A segment is a set of files with records of one group. First, changes that were made before are
+        flushed. Then segments are rewritten without their deleted and replaced records if more than a quarter
+        of the records are deleted or replaced. In groups that are large enough, segments with uncompressed
+        keys are also rewritten, with keys compressed to codes. Finally the segments of each group are merged.
+        Damaged segments are not changed.
 
         Args:
             ratio: afterwards a segment of a group has at least this many times the records of the group's

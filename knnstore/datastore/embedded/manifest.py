@@ -99,8 +99,8 @@ class SegmentEntry:
     """File of the record ids."""
 
     digests: str
-    """Name of the file with the SHA-256 digest of each block of `keys`. The hash of this file is the
-    `sha256` of `keys`."""
+    """Name of the file with the SHA-256 digest of each block of the file of keys. The field `sha256` of
+    `keys` is the SHA-256 of all these digests."""
 
     dead: tuple[tuple[int, int], ...] = ()
     """Ranges [start, stop) of the numbers of dead rows.

@@ -322,12 +322,14 @@ def write_segment(
         OSError: the disk became full or failed.
         CorruptDatastoreError: a segment is damaged. The files that were written so far are not in use.
     """
+    # 1) Choose the formats of keys and ids, and check the space.
     group, rows = segments[0].group, sum(segment.live for segment in segments)
     dtype = np.dtype(np.uint8) if codec else _find_common_dtype(segments)
     packer = IdsPacker() if is_worth_packing(_iterate_live_ids(segments)) else None
     runs: int | None = None
     check_space(root, estimate_size(segments, dim), f"writing {rows:,} records")
     keys_name, ids_name, digests_name = file_names(name)
+    # 2) Write the files of keys, ids and digests, one batch of records at a time.
     first = last = -1
     with (
         FileWriter(root, keys_name) as keys_file,
@@ -345,6 +347,7 @@ def write_segment(
         digests_file.write(keys_file.digests)
         digests_file.finish()
     sync_directory(root / "segments")
+    # 3) Map the files into memory as the new segment.
     entry = SegmentEntry(
         name,
         group,
@@ -472,8 +475,8 @@ def mark_rows_dead(
         find_rows: function that returns the row numbers of a segment to mark, as ranges.
 
     Returns:
-        By group number, all segments of each group with newly dead rows: the new objects, and the unchanged
-        segments. Groups without newly dead rows are not in the result.
+        A dict from group number to all segments of the group: new objects for segments with newly dead rows,
+        and the unchanged segments. Groups without newly dead rows are not in the dict.
     """
     changed: dict[int, list[Segment]] = {}
     for group in group_numbers:

@@ -23,7 +23,8 @@ _NONE = -2  # a last position that no position follows
 def is_worth_packing(parts: Iterable[Ids]) -> bool:
     """Check whether a file of record ids is smaller if the ids are packed than if they are stored as int64.
 
-    A packed id takes two or three bytes; each run (a series of consecutive positions) takes 16 more.
+    A packed id takes two or three bytes, and each run (a series of consecutive positions) takes 16 bytes
+    more.
 
     Args:
         parts: arrays of ids, each ascending. All arrays together are the ids of one file.

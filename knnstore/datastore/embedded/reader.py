@@ -314,8 +314,8 @@ class SegmentReader:
 
         Args:
             groups: all segments of each group, by group number; not changed.
-            former: the last result of this method. A group with damaged segments, and with the same undamaged
-                segments as in `former`, gets the same tuple object as in `former`.
+            former: the last result of this method. If the undamaged segments of a group with damage are those
+                in `former`, the tuple object of `former` is used again.
         """
         sound = dict(groups)
         for group in self._list_damaged_groups():

@@ -49,7 +49,7 @@ class Lineage:
         return cls(**{**values, "domains": tuple(values["domains"])})
 
     def gone(self, snapshot: Snapshot) -> float:
-        """Return the share (0 to 1) of these documents that were removed or replaced since.
+        """Return the share (0 to 1) of the lineage's documents that were removed or replaced since.
 
         Args:
             snapshot: the documents of the store now.
@@ -62,7 +62,7 @@ class Lineage:
         return 1 - _count_documents_below(snapshot, self.domains, self.below) / self.documents
 
     def are_within(self, selection: Selection) -> bool:
-        """Check whether a selection (the documents that a query may use) contains all these documents.
+        """Check whether a selection (the documents of a query) contains all documents of the lineage.
 
         Only then may the query use weights that were fitted on these documents. The result is False for every
         selection with other conditions than domains.

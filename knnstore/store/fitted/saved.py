@@ -39,9 +39,9 @@ class SavedSettings:
     None if the user chose the values or a calibration fitted them."""
 
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """A dict for each trained component, by the component's name. A component is a source of predictions that
-    another package adds; it was trained on the stored documents. The dict contains the component's settings
-    under the component's name. The settings are used only if `query` contains them too."""
+    """Settings of each component that was trained on the stored documents, as ``{name: {name: settings}}``. A
+    component is a source of predictions that another package adds. The settings are kept here when `query` is
+    replaced; a component is used only if `query` contains its settings too."""
 
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
@@ -74,10 +74,10 @@ class SavedSettings:
             return frozenset((self.calibration or {}).get("held_out", ()))
 
     def drop_if_outdated(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
-        """Return these settings without the values that a removed document has influenced.
+        """Return these settings, or only their field `trained` if a removed document has influenced the rest.
 
         A document has influenced the settings if they were calibrated on its text, or derived from its keys.
-        Then the result has only `trained`. Otherwise the result is this same object.
+        If the settings are returned unchanged, the result is this same object.
 
         Args:
             snapshot: the documents that the store has now.
@@ -90,11 +90,11 @@ class SavedSettings:
         return type(self)(trained=self.trained)
 
     def files(self) -> dict[str, Lineage | None]:
-        """Return the names of the files of weights that these settings need.
+        """Return the names of the files of weights that these settings need, with the weights' lineage.
 
         Returns:
-            For each file name the lineage: the set of stored documents on which the weights were fitted. None
-            if the weights were not fitted on stored documents.
+            A dict from file name to lineage: the set of stored documents on which the weights were fitted, or
+            None if the weights were not fitted on stored documents.
         """
         with convert_damage_errors():
             parts = [
@@ -110,10 +110,10 @@ class SavedSettings:
             }
 
     def trained_components(self) -> dict[str, Mapping[str, Any]]:
-        """Return the settings of each component that was trained on stored documents, by component name.
+        """Return a dict from name to settings, for each component in `query` that was trained on documents.
 
-        A component is a source of predictions. Only components in `query` are returned. Their settings are in
-        the field ``others`` of `query`; earlier versions saved them directly in `query`.
+        A component is a source of predictions. Current versions save the settings of components in the field
+        ``others`` of `query`; earlier versions saved them directly in `query`. Both are returned.
         """
         with convert_damage_errors():
             components = {**self.query, **(self.query.get("others") or {})}
@@ -142,7 +142,7 @@ def convert_damage_errors() -> Iterator[None]:
 
 
 def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
-    """Return all saved settings, by the set of domains for which they are saved.
+    """Return a dict from set of domains to the settings that are saved for this set.
 
     A set is a sorted tuple of domain names; the empty tuple stands for the whole store. Raises CatalogError
     if saved settings are damaged.
@@ -154,8 +154,8 @@ def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings
 def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
     """Return the names of the files of weights that may still be used.
 
-    These are the file of the store's projection of keys, and each file that saved settings name, unless its
-    weights were fitted on a document that was removed since.
+    These are the file with the projection of the store's keys, if the store has one, and the files that saved
+    settings name. A file is left out if its weights were fitted on a document that was removed since.
 
     Args:
         catalog: catalog of the store.

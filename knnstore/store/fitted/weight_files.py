@@ -74,7 +74,7 @@ class Weights:
 
 
 def name_file(content: bytes) -> str:
-    """Return the name of the file of weights with a content: the content's SHA-256, then .safetensors."""
+    """Return the name under which the content of a file of weights is saved: ``<SHA-256>.safetensors``."""
     return f"{hashlib.sha256(content).hexdigest()}.safetensors"
 
 
@@ -158,9 +158,9 @@ def find_file_problem(folder: Path, name: str) -> str | None:
 
 
 def remove_unused_files(folder: Path, names_in_use: Iterable[str]) -> None:
-    """Delete the files of weights that are not used, and files of weights that a crash left half written.
+    """Delete the files of weights that are not used, and temporary files that a crash left.
 
-    Files with other kinds of names stay. If the folder is missing, nothing happens.
+    Files whose names are not those of weights stay. Does nothing if the folder is missing.
 
     Args:
         folder: folder of the files of weights.

@@ -2,13 +2,13 @@
 
 ::
 
-    HOME/knnstore.json    format, and the catalog's URL when it is not in the home
-    HOME/catalog.db       the catalog, when it is SQLite
-    HOME/keys/            the datastore, when it is embedded
-    HOME/weights/         what was fitted and is too large for SQL, as settings name it
-    HOME/writer.lock      held by the one process that writes
-    HOME/reserve          space to remove documents with once the disk is full
-    HOME/move.json        a move of the keys to another engine that is unfinished
+    HOME/knnstore.json    description file: format, and the catalog's URL if it is not in the home
+    HOME/catalog.db       the catalog, if it is SQLite
+    HOME/keys/            the datastore (vector keys), if it is embedded
+    HOME/weights/         files of fitted weights that saved settings name
+    HOME/writer.lock      lock of the one process that writes
+    HOME/reserve          reserved disk space, given back so that documents can be removed from a full disk
+    HOME/move.json        state of an unfinished move of the keys to another engine
 """
 
 import json
@@ -60,10 +60,10 @@ class Home:
 
     @property
     def has_catalog(self) -> bool:
-        """True if the URL of the catalog is that of the SQLite file ``catalog.db`` in the home.
+        """True if the catalog is the SQLite file ``catalog.db`` in the home (the folder of the store).
 
-        The home is the folder of the store. The file need not exist yet. False if the catalog is another
-        database, for example on a PostgreSQL server.
+        Only the URL is compared: the file need not exist yet. False if the catalog is another database, for
+        example on a PostgreSQL server.
         """
         return self.catalog_url == self._make_catalog_url(self.path, None)
 
@@ -117,20 +117,21 @@ class Home:
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
         """Read the description file of an existing home, and return the home.
 
-        The URL of the catalog is the first of:
+        The URL of the catalog is the first that is set:
 
         1. the argument `catalog`;
-        2. the environment variable KNNSTORE_CATALOG, or the content of the file that KNNSTORE_CATALOG_FILE
-           names, if the description file has a URL;
-        3. the URL in the description file; if it has none, the SQLite file in the home.
+        2. if the description file has a URL: the environment variable KNNSTORE_CATALOG, or the content of the
+           file that KNNSTORE_CATALOG_FILE names;
+        3. the URL in the description file, or else the URL of the SQLite file in the home.
 
-        The first two URLs may only add a password: they must name the same database as the third.
+        The URLs 1 and 2 must name the same database as URL 3; they may only add or change its password.
 
         Args:
             path: the folder.
             catalog: URL of the catalog; None uses the environment or the description file.
-            writing: True if the store will be opened for writing. Then more is checked, and the file that
-                reserves disk space is deleted if the disk is full.
+            writing: True if the store will be opened for writing. Then the files of the catalog must not have
+                a second name (hard link), and the file that reserves disk space is deleted if the disk is
+                full.
 
         Raises:
             StoreNotFoundError: if the folder has no description file.
@@ -186,11 +187,11 @@ class Home:
 
     @staticmethod
     def _check_same_database(url: URL, user_url: str) -> URL:
-        """Parse the URL that the user gave for the catalog, and return it.
+        """Parse the URL that the user gave for the catalog, check its database, and return it.
 
         Args:
-            url: URL of the catalog, by the description file.
-            user_url: URL from the user, which may only add or change the password.
+            url: URL of the catalog in the description file.
+            user_url: URL from the user, which may only add or change the password of `url`.
 
         Raises:
             ConfigError: if the two URLs differ in more than the password, or `user_url` is not valid.
@@ -205,10 +206,10 @@ class Home:
 
     @staticmethod
     def _make_catalog_url(folder: Path, catalog: str | None) -> URL:
-        """Parse the URL of a catalog, and return it.
+        """Parse the URL of a store's catalog, and return it.
 
         Args:
             folder: the home (the folder of the store).
-            catalog: the URL; None gives the URL of the SQLite file in the home.
+            catalog: the URL as text; None stands for the SQLite file in the home.
         """
         return sqlite_url(folder / "catalog.db") if catalog is None else parse_url(catalog)

@@ -1,8 +1,9 @@
 """The owner of keys: the claim that a store writes beside its keys, and how a store recognizes its claim.
 
-A claim is a line of text that names a store and the database of its catalog. If the folder of a store is
-copied, the copy has the same store id, so the store id alone proves nothing. The identifier of the catalog's
-database does: a copied file has another inode number, and a restored database has other numbers.
+A claim is a line of text that names a store and the database of its catalog. A copy of a store's folder has
+the same store id, so the store id alone does not identify the owner. The claim also has an identifier of the
+catalog's database, which differs in a copy: a copied file has another inode number, and a restored database
+has other numbers.
 """
 
 from dataclasses import dataclass
@@ -14,24 +15,24 @@ from knnstore.catalog import Catalog, identify_file
 
 
 class KeyOwner(Enum):
-    """To whom the keys at a location belong: to this store, to nobody, or to another store."""
+    """Owner of the keys at a location: this store, nobody, another copy of this store, or another store."""
 
     THIS_STORE = auto()
     """The keys belong to this store, which may write them. This includes keys that were copied together with
     the store's folder."""
     NOBODY = auto()
-    """No store has claimed the keys, and this store may claim them: they are in its folder, there are no
-    records, or the adapter cannot save claims."""
+    """No store has claimed the keys, and this store may claim them. They are in this store's folder or at a
+    URL, or there are no records, or the adapter cannot save claims."""
     OTHER_COPY = auto()
     """The keys belong to another copy of this store, for example to the original from which this store's
-    folder was copied. This is also the answer if the owner cannot be determined."""
+    folder was copied. Also the result if the owner cannot be determined."""
     OTHER_STORE = auto()
     """The keys belong to a store with another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A store as the owner of keys. Its text (`str`) is the claim that the store writes beside its keys."""
+    """A store as the owner of keys. ``str(owner)`` is the claim that the store writes beside its keys."""
 
     store_id: str
     """Id of the store, which copies of the store share."""
@@ -45,7 +46,7 @@ class Owner:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Self:
-        """Return an object that describes the store of a catalog as an owner of keys."""
+        """Return the owner that stands for the store of a catalog."""
         return cls(catalog.store_id, *catalog.database())
 
     @classmethod
@@ -61,10 +62,9 @@ class Owner:
     def has_written(self, claim: Self) -> bool:
         """Check whether this store has written a claim (a text beside keys that names their owner).
 
-        Returns True if store id and database identifier of the claim are those of this store. There is one
-        exception. The identifier of a SQLite file consists of inode numbers, which two file systems may give
-        to different files. So the result is False if the claim names another file that still exists and has
-        the identifier: then that file's store has written the claim.
+        The claim must have the store id and the database identifier of this store. Inode numbers of two file
+        systems may be equal by chance. So the result is also False if the claim names another SQLite file
+        that exists and has the same identifier: that file's store has written the claim.
 
         Args:
             claim: the claim that was found beside the keys.

@@ -72,15 +72,16 @@ class Place:
         return issubclass(self._adapter_class, SupportsOwner)
 
     def find_owner(self) -> KeyOwner:
-        """Determine to whom the keys at this place belong. Raises no error if they belong to another store.
+        """Return the owner of the keys at this place. If another store owns them, no error is raised.
 
-        The claim beside the keys decides; without a claim, the location and the number of records decide.
-        The section "The owner of the keys" in docs/architecture.md has all cases.
+        The claim (a text beside the keys that names their owner) decides. Without a claim, the location of
+        the keys and the number of records decide. The section "The owner of the keys" in
+        docs/architecture.md has all cases.
         """
         return self._compare_claim(self._read_claim())
 
     def check_owner(self, *, copied: bool = False) -> KeyOwner:
-        """Check that this store may use the keys at this place, and return to whom the keys belong.
+        """Check that this store may use the keys at this place, and return the owner of the keys.
 
         Args:
             copied: True accepts keys that belong to another copy of this store.
@@ -112,14 +113,14 @@ class Place:
             adapter.claim(self.location, str(self.owner), **self.engine.params)
 
     def check_may_take_over(self) -> None:
-        """Check that this store may become the owner of keys that belong to another copy of this store.
+        """Check that this store may take the keys over from another copy of this store.
 
-        Nothing is checked if the keys do not belong to another copy of this store, or if their location is a
-        URL.
+        Nothing is checked if the keys do not belong to another copy, or if their location is a URL.
 
         Raises:
-            NotOwnerError: if the keys are inside the folder of another store, which would still use the keys,
-                or if a file system is mounted inside the keys. The message names the folder.
+            NotOwnerError: if the keys are inside the folder of another store, because that store still uses
+                them; or if a file system is mounted inside the folder of the keys. The message names the
+                folder.
         """
         folder, claim = self.folder, self._read_claim()
         if folder is None or self._compare_claim(claim) is not KeyOwner.OTHER_COPY:
@@ -140,13 +141,20 @@ class Place:
             )
 
     def _compare_claim(self, claim: Owner | None) -> KeyOwner:
-        """Determine to whom the keys at this place belong.
+        """Return the owner of the keys at this place, by the claim beside the keys.
 
-        A claim is a line of text beside the keys that names the store that owns them. If the claim does not
-        decide, the location of the keys decides. Without a claim, it also matters whether there are records.
+        The first rule that applies decides:
+
+        1. a claim of a store with another id: the other store;
+        2. a claim that this store has written: this store;
+        3. keys physically inside this store's folder: this store, or nobody without a claim;
+        4. any other claim: another copy of this store;
+        5. no claim, and the location is a URL, or the adapter cannot save claims, or no records exist:
+           nobody;
+        6. no claim, and records exist or the keys are damaged: another copy of this store.
 
         Args:
-            claim: the claim beside the keys; None if there is no claim.
+            claim: the claim (a text that names the owner of the keys); None if there is no claim.
         """
         if claim is not None and claim.store_id != self.owner.store_id:
             return KeyOwner.OTHER_STORE
@@ -171,7 +179,7 @@ class Place:
 
         Args:
             claim: the claim beside the keys, for the message; None if there is no claim.
-            key_owner: to whom the keys belong.
+            key_owner: owner of the keys.
             copied: True accepts keys of another copy of this store.
 
         Raises:
@@ -200,9 +208,9 @@ class Place:
         return key_owner
 
     def _check_not_shared(self) -> None:
-        """Check that no file of the keys has a second name (a hard link), by which another store may use it.
+        """Check that no file of the keys has a second name (a hard link): another store may use that name.
 
-        If this store has claimed the keys, or if the location is a URL, nothing is checked.
+        Nothing is checked if this store has claimed the keys, or if the location is a URL.
 
         Raises:
             NotOwnerError: if a file has a second name. The message names the file.
@@ -240,8 +248,10 @@ class Place:
             mode: "r" opens an existing datastore for reading, "a" opens for writing or creates, "x" creates.
 
         Raises:
-            ConfigError: if the adapter keeps nothing after the process ends, or links lead out of the folder.
-            NotOwnerError: if mode is "a" and a file has a second name (hard link).
+            ConfigError: if the adapter keeps keys only in memory, or links lead out of the folder of the
+                keys.
+            NotOwnerError: if mode is "a", and a file of keys that this store has not claimed has a second
+                name (hard link).
             DatastoreNotFoundError: if mode is "r" and there is no datastore.
         """
         self._check_folder()
@@ -277,7 +287,7 @@ class Place:
 
         Args:
             records: number of records that will be added.
-            operation: name of the operation, as the subject of a sentence in the error message.
+            operation: name of the operation, with which a sentence of the error message begins.
 
         Raises:
             DiskFullError: if there is too little space.
@@ -310,10 +320,11 @@ class Place:
             return False
 
     def erase(self) -> str | None:
-        """Erase the datastore at this place if it belongs to this store.
+        """Erase the datastore at this place, unless it may belong to another store.
 
-        Without a claim (an owner's name beside the keys), an empty datastore is erased too. If the adapter
-        cannot save claims, the datastore is erased: the caller must know that it belongs to this store.
+        A claim (a text beside the keys) names the owner. A datastore without a claim is erased only if it has
+        no records. If the adapter cannot save claims, the owner is not checked, so the caller must know that
+        the datastore belongs to this store.
 
         Returns:
             A message for the user with the reason why the datastore was not erased; None if it was erased.
@@ -332,7 +343,7 @@ class Place:
         return None
 
     def _check_folder(self) -> None:
-        """Raise ConfigError if the path of the keys' folder is impossible, or a link leads out of the folder.
+        """Raise ConfigError if the path of the keys' folder is not a valid path, or a link leads out of it.
 
         A missing folder, and a URL, are accepted.
         """
@@ -348,5 +359,5 @@ class Place:
 
 
 def exists_and_is_not_empty(path: Path) -> bool:
-    """Check whether a path is a file or a folder with content. False for an empty folder or no path."""
+    """Return True for a file or a folder with content, and False for a missing path or an empty folder."""
     return path.exists() and (not path.is_dir() or any(path.iterdir()))

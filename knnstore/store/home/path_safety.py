@@ -54,13 +54,14 @@ _ALLOWED_OPTIONS = {
 def check_files(home: Path) -> None:
     """Check that no file of a home (the folder of a store) leads out of the home. Missing files are accepted.
 
+    The files that the store itself creates are checked, also all files in the folder ``weights``.
+
     Args:
         home: the folder.
 
     Raises:
-        ConfigError: a path is not a regular file (but a folder, a pipe or a device), cannot be read, or is a
-            link that leads out of the home or nowhere. The same holds for the folder ``weights``, and for all
-            files in it. The message names the path.
+        ConfigError: a path is a link that leads out of the home or nowhere; it is a folder, a pipe or a
+            device in place of a regular file; or it cannot be read. The message names the path.
     """
     for name in _FILES:
         _check_path(home / name, home, folders=False)
@@ -72,8 +73,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
 
     Args:
         folder: folder to check; a missing folder is accepted. The folder itself may be a link.
-        home: folder of a store. If it is given, `folder` must not be a link that leads out of it. None does
-            not check this.
+        home: folder of a store, which `folder` must not leave; None lets `folder` be a link to any place.
 
     Raises:
         ConfigError: the folder contains a pipe, a device, or a link that leads out of the folder or nowhere;
@@ -99,8 +99,8 @@ def is_physically_inside(folder: Path, home: Path) -> bool:
     """Check whether a folder is physically inside a home, so that copying the home copies the folder.
 
     The result is False for a link that leads out of the home, and for a folder on another device. It is also
-    False if a mount point lies between the home and the folder, is the folder, or lies in the folder, because
-    a bind mount shows files that may belong to another store.
+    False if a file system is mounted in the folder, at the folder, or between the home and the folder: a bind
+    mount shows files that may belong to another store.
 
     Args:
         folder: folder to check, which need not exist.
@@ -180,7 +180,7 @@ def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
 
 
 def find_hard_link(folder: Path) -> Path | None:
-    """Return the path of a file below a folder that has several names (hard links); None if no file has.
+    """Return the path of a file below a folder that has several hard links; None if each file has only one.
 
     Symbolic links are not followed.
     """
@@ -196,7 +196,7 @@ def find_hard_link(folder: Path) -> Path | None:
 
 
 def check_catalog_is_single(home: Path, url: URL) -> None:
-    """Check that the SQLite file of a catalog has no second name (a hard link) that another store may use.
+    """Check that the SQLite file of a catalog has no second name (a hard link): another store may use it.
 
     A catalog on a server, and a missing file, are accepted.
 
@@ -228,11 +228,11 @@ def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
     Args:
         path: path to check; links are followed.
         within: folder that the path must not leave.
-        folders: True if the path may be a folder; False if it must be a file.
+        folders: True accepts a regular file or a folder; False accepts only a regular file.
 
     Raises:
-        ConfigError: the path is a link that leads out of `within` or nowhere, a pipe or a device, or a folder
-            although `folders` is False.
+        ConfigError: the path is a link that leads out of `within` or nowhere; it is of a kind that is not
+            accepted, such as a pipe; or it cannot be read.
     """
     try:
         status = path.stat()
@@ -263,8 +263,9 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
         writing: True if the store is opened for writing.
 
     Raises:
-        ConfigError: the catalog is a file outside the home that would be written, or the URL has options that
-            name files, or its server is not in PGHOST although PGPASSWORD or PGPASSWORD_FILE is set.
+        ConfigError: the catalog is a SQLite file outside the home and `writing` is True; the URL has an
+            option that is not allowed, see `_ALLOWED_OPTIONS`; or a password for a server is set in the
+            environment (PGPASSWORD or PGPASSWORD_FILE), and PGHOST does not name the URL's server.
     """
     meant = f"if that is meant, set {CATALOG_VARIABLE} to this URL"
     if url.get_backend_name() == "sqlite":

@@ -8,10 +8,10 @@
     4 rename    the folder gets the name of the home                           <- the store exists
 
 A crash before step 4 leaves no home (the folder of a store). The next call removes the files that the crash
-left in the unfinished folder. It recognizes by creation.json what the crash left outside: a datastore by its
-location, where it must still be empty, and the catalog by the store id in its row. Everything else outside
-belongs to somebody else, and is refused. If several processes create the same home, one process locks the
-unfinished folder, and the other processes fail.
+left in the unfinished folder. By creation.json it also recognizes a datastore and a catalog that the crash
+left outside the folder: the datastore by its location and because it is empty, the catalog by its store id.
+Any other datastore or catalog at these places belongs to somebody else, so an error is raised. If several
+processes create the same home, one process locks the unfinished folder, and the other processes fail.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ LOCK = "creation.lock"
 _LOCK_ATTEMPTS = 1000
 """Largest number of attempts to create and lock the folder, while other processes create and remove it."""
 CREATION_FILE = "creation.json"
-"""Name of the file with the state of an interrupted creation; it stays until a creation is complete."""
+"""Name of the file with the state of an unfinished creation; it stays until the creation is complete."""
 
 
 @contextmanager
@@ -48,8 +48,9 @@ def lock_new_folder(folder: Path) -> Iterator[None]:
     """Create the temporary folder of a new store, and hold its lock in the ``with`` block.
 
     Files that an interrupted creation left in the folder are deleted, except `CREATION_FILE`. In the block,
-    the caller fills the folder and renames it. If the block raises an error, the content of the folder
-    except `CREATION_FILE` is deleted, and so are the folder and its new parents if they are empty then.
+    the caller fills the folder and renames it. If the block raises an error, all files in the folder except
+    `CREATION_FILE` are deleted. The folder and the parents that were created are deleted too if they are
+    empty.
 
     Args:
         folder: path of the temporary folder.
@@ -84,8 +85,7 @@ def _create_and_lock(folder: Path) -> int:
 
     Raises:
         LockedError: if another process holds the lock.
-        ConfigError: if the folder cannot be created, or has other files than those that the creation of a
-            store leaves behind if it is interrupted.
+        ConfigError: if the folder cannot be created, or has files that are not from an interrupted creation.
     """
     for _ in range(_LOCK_ATTEMPTS):
         _create_folder(folder)
@@ -134,7 +134,7 @@ def _clear_unfinished(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """State of the creation of a store, saved when a datastore or catalog outside the folder is created."""
+    """State of the creation of a store, saved before a datastore or catalog outside the folder is created."""
 
     store_id: str
     """Id of the new store, which its catalog has too."""
@@ -171,6 +171,8 @@ def make_store(
 ) -> Home:
     """Create a store with an empty datastore and a catalog, completely or not at all.
 
+    If an earlier call was interrupted, this call finishes the creation; see the docstring of the module.
+
     Args:
         path: folder of the new store.
         identity: model and parameters of the store. `projection` is replaced by the name of the file with the
@@ -194,32 +196,33 @@ def make_store(
         raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
     if projection is not None:
         identity = replace(identity, projection=projection.name)
-    folder = path.resolve()  # a relative one may be the folder that is replaced
+    folder = path.resolve()  # a relative path may name the folder that is replaced
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
     outside = _locate_outside(home, engine, folder)
     with medium_errors(unfinished), lock_new_folder(unfinished):
+        # 1) Check that the places are free, unless an interrupted creation has begun to use them.
         _check_absent(folder)
         creation = Creation.read(unfinished)
         has_begun = outside in creation.datastores
         place = Place(home, identity, engine, Owner(creation.store_id))
-        key_owner = (
-            place.find_owner()
-        )  # or the error that this engine keeps nothing there, before anything is made
+        key_owner = place.find_owner()  # raises an error if the engine keeps nothing, before anything is made
         if catalog is not None:
             _check_catalog_is_free(home, creation.store_id)
         if outside is not None and not has_begun:
             place.check_free()
             creation = replace(creation, datastores=(*creation.datastores, outside))
+        # 2) Note what will be created outside of the folder.
         if catalog is not None or outside is not None:
             creation.write(unfinished)
         if has_begun and key_owner is KeyOwner.OTHER_STORE:
             raise place.make_taken_error()
+        # 3) Create the datastore, then the catalog.
         try:
             opening = place.open("a" if has_begun else "x")
         except BaseException:
             if not (has_begun or place.folder is None or place.folder.exists()):
-                (unfinished / CREATION_FILE).unlink(missing_ok=True)  # there is nothing outside to know again
+                (unfinished / CREATION_FILE).unlink(missing_ok=True)  # nothing was created outside
             raise
         with opening as datastore:
             if datastore.count():
@@ -230,6 +233,7 @@ def make_store(
                 Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id)
             ) as new:
                 replace(place, owner=Owner.of(new)).claim(copied=has_begun)
+        # 4) Rename the folder: now the store exists.
         home.write()
         os.rename(unfinished, folder)
     sync_directory(folder.parent)

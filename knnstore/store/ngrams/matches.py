@@ -18,7 +18,7 @@ from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_text
 _PLACES_AT_ONCE = 1 << 13
 """Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
 _KEPT_ENDS = 256
-"""Number of ends of texts whose ranges are kept, so that the next step of each text extends them."""
+"""Number of ends of texts whose ranges are cached, so that the next step of generation only extends them."""
 
 Range = tuple[int, int]
 """Start and stop of a range of the suffix array."""
@@ -39,21 +39,21 @@ class Suffixes(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """Kneser-Ney distributions of the next token in q contexts, as a list of e entries plus a common rest.
+    """Kneser-Ney distributions of the next token after q contexts, as one sparse list of e entries.
 
-    The probability of a token in a context is the sum of its entries, plus `rest` times its unigram
-    probability.
+    The probability of a token after a context is the sum of the token's entries for this context, plus `rest`
+    times the token's unigram probability.
     """
 
     rows: Places
     """Index of the context of each entry, ascending, shape (e,)."""
     tokens: Places
-    """Token id of each entry, shape (e,). A token may have several entries in a context; their probabilities
-    add up."""
+    """Token id of each entry, shape (e,). A token may have several entries for one context, one for each
+    suffix length."""
     probs: NDArray[np.float32]
     """Probability of each entry, shape (e,)."""
     rest: NDArray[np.float32]
-    """Weight of the distribution `NGramCounts.unigrams` in each context, shape (q,)."""
+    """Weight of the unigram distribution (`NGramCounts.unigrams`) for each context, shape (q,)."""
     suffixes: Suffixes
     """The longest suffix of each context that the store has with a token after it."""
 
@@ -73,13 +73,16 @@ class Occurrence(NamedTuple):
 
 
 class _ContextLevels(NamedTuple):
-    """The last symbols of q contexts, for l lengths: from the longest suffix down to a single symbol.
+    """Counts and Kneser-Ney weights of the suffixes of q contexts, for l suffix lengths.
 
-    Column j of the arrays belongs to the suffix with lengths[j] symbols.
+    A suffix is a series of a context's last symbols. Column j of the arrays belongs to the suffixes with
+    lengths[j] symbols: the longest suffix comes first, the last symbol alone comes last. The Kneser-Ney
+    probability mixes the levels: at each level, the distribution after the suffix is added to a factor times
+    the distribution of the next shorter suffix.
     """
 
     lengths: Places
-    """Number of symbols of the suffix, descending, shape (l,)."""
+    """Number of symbols of the suffixes, descending, shape (l,)."""
     is_stored: NDArray[np.bool_]
     """True if the store has the suffix with a token after it, shape (q, l)."""
     ranges: Places
@@ -87,31 +90,31 @@ class _ContextLevels(NamedTuple):
     successors: Places
     """Number of different tokens that follow the suffix in the store, shape (q, l)."""
     total: Places
-    """Sum of the counts of all tokens that follow the suffix, shape (q, l); 1 if `is_stored` is False."""
+    """Sum of the counts of all tokens that follow the suffix, shape (q, l); 1 where `is_stored` is False."""
     discounts: NDArray[np.float64]
     """Kneser-Ney discount for each length, shape (l,)."""
     shorter_weights: NDArray[np.float64]
-    """Weight that the mixture gives to all shorter suffixes together, when it reaches this suffix, shape
-    (q, l); 1 if `is_stored` is False."""
+    """Factor of the distribution of the next shorter suffix, shape (q, l); 1 where `is_stored` is False."""
 
     @property
     def total_weights(self) -> NDArray[np.float64]:
-        """Weight that the mixture gives to each suffix and all shorter suffixes together, shape (q, l)."""
+        """Weight of each level in the whole mixture, shape (q, l).
+
+        It is the product of the factors `shorter_weights` of all longer suffixes; 1 for the longest suffix.
+        """
         return np.concatenate(
             [np.ones_like(self.shorter_weights[:, :1]), self.shorter_weights[:, :-1]], 1
         ).cumprod(1)
 
 
 class Matches:
-    """Some texts, with the places of all their n-grams in the stored text.
+    """Some texts, with the ranges of the suffix array where the stored text has their n-grams.
 
-    The class method `of` looks up texts. Their symbols (tokens plus 1, and starts of documents) are joined to
-    one array. A *context* is a text up to some symbol; it is given as the index of this last symbol in the
-    joined array. `firsts` has the indices of the texts' first tokens. The argument `order` of the methods is
-    the length of the longest n-grams that are used, 2 to `DEPTH`, the predicted token included.
-
-    The class method `of_ends` looks up only the ends of texts, for the next step of each text that is
-    generated.
+    `of` looks up whole texts. `of_ends` looks up only the last symbols of texts, for the next step of
+    generation. The symbols of all texts (token ids plus 1, and starts of documents) are joined to one array.
+    A *context* is a text up to one of its symbols; the methods receive it as the index of this symbol in the
+    joined array. Their argument `order` is the length of the longest n-grams that are used, 2 to `DEPTH`,
+    the predicted token included.
 
     Args:
         counts: n-gram counts of the stored text.
@@ -123,7 +126,10 @@ class Matches:
         self._counts = counts
         self._symbols = symbols
         self.firsts = firsts
-        """Index of each text's first token in the joined symbols, shape (texts,)."""
+        """Index of each text's first token in the joined symbols, shape (texts,).
+
+        In a result of `of_ends`, it is the index of each end's last symbol.
+        """
         self._ranges = np.zeros((2, DEPTH, len(symbols)), np.int64)  # by length - 1 and first symbol
 
     @classmethod
@@ -138,7 +144,7 @@ class Matches:
         Args:
             counts: n-gram counts of the stored text.
             texts: token ids of each text, shapes (n_i,).
-            begins: for each text, True if it begins a document; None means that all texts do.
+            begins: for each text, True if it is the beginning of a document; None means that all texts are.
         """
         matches = cls(counts, *lay_out_texts(texts, counts.start, begins))
         symbols = len(matches._symbols)
@@ -150,9 +156,8 @@ class Matches:
     def of_ends(cls, counts: NGramCounts, ends: Sequence[Sequence[int]], begins: Sequence[bool]) -> Self:
         """Look up the n-grams that end with the last token of each text, and return the result.
 
-        If an end was looked up before without its last token, as in the last step of a text that is
-        generated, its n-grams are only extended by this token. The attribute `firsts` has the index of each
-        end's last symbol in place of its first.
+        During generation, the previous step has looked up the same text without its last token. These n-grams
+        are cached, and only extended by the last token.
 
         Args:
             counts: n-gram counts of the stored text.
@@ -169,7 +174,7 @@ class Matches:
         for symbols, last in zip(symbols_of_ends, lasts.tolist(), strict=True):
             end = tuple(symbols[1 - DEPTH :])
             ranges = matches._find_ranges_of_end(end)
-            if len(end) > 1:  # the next step of a long text begins with these
+            if len(end) > 1:  # the next step of a long text drops its first symbol, and extends the others
                 counts.ranges_of_ends[end[1:]] = ranges[:-1]
             lengths = np.arange(len(ranges))
             matches._ranges[:, lengths, last - lengths] = np.transpose(ranges)
@@ -226,7 +231,7 @@ class Matches:
         return Distribution(rows, tokens, probs.astype(np.float32), rest, self._select_longest(levels))
 
     def suffixes(self, indices: Places, order: int) -> Suffixes:
-        """Find for each context the longest series of its last symbols that the store has with a next token.
+        """Find for each context its longest suffix (last symbols) that the store has with a token after it.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).
@@ -236,18 +241,18 @@ class Matches:
         return self._select_longest(self._compute_levels(indices, order))
 
     def occurrences(self, indices: Places, order: int, most: int) -> list[list[Occurrence]]:
-        """Find places in the store where a context's last symbols are followed by the context's next token.
+        """Find places in the store where the last symbols of a context and its next token occur together.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,); a token must follow
                 it.
             order: length of the longest n-grams that are used, 2 to `DEPTH`.
-            most: for each number of matching symbols, largest number of places that are added to the result.
+            most: largest number of places to add for each number of matching symbols.
 
         Returns:
             For each context a list of places, longest matches first; empty if no place was found. If no place
-            is left out, the shares of the places add up to the token's Kneser-Ney probability without the
-            part of the unigrams.
+            is left out because of `most`, the shares add up to the Kneser-Ney probability of the next token
+            without its unigram part.
         """
         text = self._counts.text
         places_by_context: list[dict[int, tuple[int, float]]] = [{} for _ in indices]
@@ -263,7 +268,7 @@ class Matches:
             columns = (array.tolist() for array in (rows, starts[rows], counts, shares))
             for row, start, count, each in zip(*columns, strict=True):
                 places = places_by_context[row]
-                for place, (matched, share) in places.items():  # they have this shorter end as well
+                for place, (matched, share) in places.items():  # longer matches also match this length
                     places[place] = matched, share + each
                 listed = text.order[start : start + min(count, most + len(places))] + length
                 for place in [place for place in listed.tolist() if place not in places][:most]:
@@ -283,7 +288,7 @@ class Matches:
         ]
 
     def _compute_levels(self, indices: Places, order: int) -> _ContextLevels:
-        """Compute counts and Kneser-Ney weights of the contexts' suffixes of order - 1 symbols down to one.
+        """Compute counts and Kneser-Ney weights of all suffixes of the contexts with 1 to order - 1 symbols.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).
@@ -317,7 +322,7 @@ class Matches:
         return Suffixes(*(np.where(is_found, values, 0) for values in (lengths, counts, successors)))
 
     def _extend_ranges(self, indices: Places, levels: _ContextLevels) -> Places:
-        """Return the suffix-array range of each suffix extended by the symbol that follows it in its text.
+        """Return the suffix-array range of each suffix together with the symbol that follows it in its text.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).
@@ -345,7 +350,7 @@ class Matches:
         return np.where(lengths == order, stops - starts, continued)
 
     def _find_ranges(self, indices: Places) -> None:
-        """Find the suffix-array ranges of all n-grams that begin at some symbols; store them in `_ranges`.
+        """Find the suffix-array ranges of all n-grams that begin at given symbols; store them in `_ranges`.
 
         Each n-gram is extended by one symbol at a time, until the stored text does not contain it.
 
@@ -406,7 +411,8 @@ class Matches:
     def _find_ranges_of_end(self, symbols: tuple[int, ...]) -> list[Range]:
         """Return the suffix-array range of the last symbol, of the last two symbols, and so on.
 
-        Plain Python is faster here than numpy for one text. The result is kept with the counts.
+        The ranges are cached in `NGramCounts.ranges_of_ends`. For one text, plain Python is faster than
+        numpy.
 
         Args:
             symbols: the last symbols of a text, 1 to `DEPTH` - 1.

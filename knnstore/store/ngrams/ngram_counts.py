@@ -68,8 +68,9 @@ class NGramCounts:
         """For each length from 2 to `DEPTH` - 1: one bit for each place of the suffix array, set at the first
         occurrence of each n-gram together with its preceding symbol."""
         last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
-        # Of one length after another, so that all are looked for at once.
-        self._last = np.concatenate([len(text.order) * at + of for at, of in enumerate(last)])
+        self._last = np.concatenate([len(text.order) * at + places for at, places in enumerate(last)])
+        """For each length from 1 to `DEPTH` - 1: indices of the suffix array whose n-gram ends a document.
+        The size of the suffix array times (length - 1) is added, so that one search finds all lengths."""
         first = text.symbols[text.order]
         self._bounds = np.searchsorted(first, np.arange(self.start + 3, dtype=first.dtype)).astype(np.int64)
         before = np.concatenate([[0], np.cumsum(singles)])
@@ -99,7 +100,7 @@ class NGramCounts:
             Start and stop of each range, int64, each in the shape of `symbols`; start equals stop for a
             symbol that does not occur.
         """
-        known_symbols = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
+        known_symbols = np.minimum(symbols, self.start + 1)  # larger numbers are no symbols, and do not occur
         return self._bounds[known_symbols], self._bounds[known_symbols + 1]
 
     def count_followed(self, lengths: Places | int, ranges: Places) -> Places:
@@ -132,7 +133,7 @@ class NGramCounts:
     def continued(self, lengths: Places | int, ranges: Places) -> Places:
         """Return the continuation counts of n-grams: the number of different symbols that precede them.
 
-        At the start of a document, each occurrence counts.
+        An n-gram at the start of a document has no preceding symbol; there each occurrence counts.
 
         Args:
             lengths: number of symbols of each n-gram, 2 to `DEPTH` - 1, shape (...) or one number for all
@@ -167,15 +168,18 @@ class _Flags(NamedTuple):
     """
 
     new: Flags
-    """True if the index is the first one with this n-gram."""
+    """True if the index is the first index with this n-gram."""
     continued: Flags
-    """True if the index is counted in the n-gram's continuation count: once for each preceding symbol."""
+    """True if the index adds 1 to the n-gram's continuation count: it is the first index with this n-gram and
+    this preceding symbol, or the n-gram begins a document."""
     whole: Flags
     """True if the n-gram does not go beyond the end of its document."""
 
 
 def _compute_flags(text: SortedText, start: int) -> Iterator[_Flags]:
-    """Yield flags of all n-grams of length 1, then of length 2, and so on up to `DEPTH`.
+    """Yield a `_Flags` for the n-grams of length 1, then of length 2, and so on up to `DEPTH`.
+
+    For length `DEPTH`, `continued` is all False, because the longest n-grams need only plain counts.
 
     Args:
         text: the documents with their suffix array.
@@ -193,7 +197,7 @@ def _compute_flags(text: SortedText, start: int) -> Iterator[_Flags]:
         differs[1:] |= symbol[1:] != symbol[:-1]
         new = differs & whole
         if shorter is not None:
-            # An n-gram and the symbol before it are one symbol more, which begins a place before.
+            # An n-gram with its preceding symbol is an n-gram of the next length, one place earlier.
             by_place = np.zeros(len(symbols), bool)
             by_place[order] = new
             new_there, whole_there = shorter

@@ -21,15 +21,18 @@ class Draft(NamedTuple):
     tokens: NDArray[np.int64]
     """Tokens from the place on, int64, at most the requested number; empty if no place was found."""
     shares: NDArray[np.float64]
-    """For each token of `tokens`, the share of the places with the same preceding tokens that continue with
-    this token, same shape; 0 if only one place is left, and after the first `DEPTH` tokens."""
+    """How often stored documents agree with each token of `tokens`, 0 to 1, same shape.
+
+    Of the places with the text's last tokens and all earlier tokens of the draft, the share that continue
+    with this token. 0 from where only one place is left, and after the first `DEPTH` tokens.
+    """
 
 
 def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
     """Find the last tokens of a text in stored documents, and return the tokens that follow there.
 
-    The longest match is used, of at most `DEPTH` - 1 tokens, and its most frequent continuation. Of hundreds
-    of places only a sample is counted.
+    As many last tokens as possible are matched, at most `DEPTH` - 1. If they occur at several places, the
+    most frequent continuation is returned; if there are many places, only a sample of them is counted.
 
     Args:
         text: the stored documents with their suffix array.
@@ -42,7 +45,7 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
     """
     end = tokens[-_MAX_SUFFIX:].astype(np.uint32) + np.uint32(1)
     length, longest, places = least - 1, len(end), np.zeros(0, np.int64)
-    while length < longest:  # where a longer end is, there are the shorter ones
+    while length < longest:  # bisection: a text that contains a longer end also contains the shorter ends
         middle = (length + longest + 1) // 2
         found_places = _find_places_after(text, end[-middle:])
         if len(found_places):
@@ -92,18 +95,18 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
 
 
 def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[float]]:
-    """Choose among places of stored documents a place whose continuation is most frequent.
+    """Choose the place in stored documents whose continuation is most frequent among several places.
 
-    A symbol is a token or the start of a document. Symbol by symbol, only the places with the most frequent
-    next symbol are kept.
+    The continuation of a place is the series of symbols from the place on. In each of at most `DEPTH` steps,
+    the most frequent next symbol is chosen, and only the places with this symbol are kept. The steps end when
+    one place is left, or when the documents end.
 
     Args:
         text: the stored documents with their suffix array.
         places: indices into `text.symbols`, at least one.
 
     Returns:
-        A place that is left at the end; and for each of its next symbols the share of the remaining places
-        that have this symbol, until one place is left, at most `DEPTH` shares.
+        The first place that is left; and for each step the share of the places that were kept, 0 to 1.
     """
     shares = []
     for ahead in range(DEPTH):

@@ -72,11 +72,11 @@ class SortedText:
 
     @classmethod
     def of(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
-        """Concatenate documents, with a start and an end symbol around each, and sort all suffixes.
+        """Join documents to one array of symbols, with a start and an end symbol around each, and sort it.
 
         Args:
-            texts: token ids of each document, below start - 1, shapes (n_i,). The text with both symbols of
-                each document must have fewer than `MOST` symbols.
+            texts: token ids of each document, below start - 1, shapes (n_i,). All documents together, with
+                their start and end symbols, must have fewer than `MOST` symbols.
             positions: position in the store of each document's first token, shape (texts,).
             start: integer that is put before each document's first token; it must be larger than all token
                 ids plus one.
@@ -120,10 +120,11 @@ class SortedText:
 
 
 def _sort_places(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
-    """Build the suffix array of the joined symbols of documents without the indices of `END`.
+    """Build the suffix array of documents: sort all indices of the joined symbols, except those of `END`.
 
     Indices are sorted first by as many symbols as fit into a 64-bit number, then by pairs of ranks (prefix
-    doubling). Symbols after an `END` decide only between indices that are equal up to the `END`.
+    doubling). If two indices have equal symbols up to an `END`, the symbols after the `END` decide their
+    order.
 
     Args:
         symbols: the symbols of all documents, as `lay_out_texts` returns them.

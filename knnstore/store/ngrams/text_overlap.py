@@ -50,7 +50,7 @@ RUN = 32
 Different articles of a newspaper often share runs of 16 tokens, and rarely runs of 32 tokens.
 """
 KNOWN = 0.5
-"""A text counts as stored if at least this share of its symbols is in runs that stored documents contain.
+"""A text counts as stored if stored documents contain at least this share of its symbols, in whole runs.
 
 Two documents count as the same text if at least this share of the shorter document is in the other document.
 """
@@ -69,10 +69,12 @@ class Overlap(NamedTuple):
     """Share of the text's symbols (tokens or letters) that are in runs of stored documents, 0 to 1; only 0 or
     1 for a text shorter than a run."""
     documents: frozenset[str]
-    """SHA-256 of each stored document that counts as the same text. A document counts if at least half
-    (`KNOWN`) of the shorter one of text and document is shared. A document that shares less, such as a usual
-    heading, is left out. But if all documents that share less contain together at least half of the text,
-    they are included too."""
+    """SHA-256 of each stored document that counts as the same text.
+
+    A document counts if at least half (`KNOWN`) of the shorter one of text and document is shared. Documents
+    that share less, for example only a usual heading, are left out. They are included if together they
+    contain at least half of the text.
+    """
 
 
 class SharedTexts(NamedTuple):
@@ -86,7 +88,7 @@ class SharedTexts(NamedTuple):
 
 
 class Runs:
-    """Index of some texts, to find which parts of the texts other documents contain.
+    """Index of some texts, to find which parts of these texts a document contains.
 
     Texts are compared by runs: series of `run` symbols (tokens or letters). A text that is shorter than a run
     is found only if a document contains all of it.
@@ -122,10 +124,10 @@ class Runs:
             text: symbols of the document, shape (n,).
 
         Returns:
-            Indices of texts, in two sets. `same` has the texts that count as the same text as the document:
-            at least half of the shorter one of text and document is in shared runs. `others` has other texts
-            that share a run with the document. If the text or the document is shorter than a run, the text is
-            in `same` if the longer one contains all of the shorter one, else in neither set.
+            Two sets of indices of texts. A text is in `same` if at least half of the shorter of text and
+            document is in shared runs. A text is in `others` if it shares a run with the document, but less
+            than half. If text or document is shorter than a run, the text is in `same` if the longer contains
+            the whole shorter one, else in no set.
         """
         numbers, shared = self._parts_of_short.count_shared(text)
         same = set(numbers[shared >= np.minimum(self._lengths[numbers], len(text))].tolist())
@@ -145,8 +147,10 @@ class Runs:
     def shares(self, *, elsewhere: bool = False) -> list[float]:
         """Return for each indexed text the share of its symbols that the compared documents contain, 0 to 1.
 
+        Compared documents are those that were passed to `compare_document`.
+
         Args:
-            elsewhere: True counts only documents that do not count as the same text as the indexed text.
+            elsewhere: True ignores documents that count as the same text as the indexed text.
         """
         shares = self._whole.astype(float) * (not elsewhere)
         numbers, covered = self._long.count_covered(
@@ -157,10 +161,10 @@ class Runs:
 
 
 class _RunIndex:
-    """Hash index of the places where the runs of some texts begin.
+    """Hash index of the runs of some texts.
 
-    A run is a series of `run` symbols. Places are numbered from 0: first the places of the first text, then
-    the places of the second text, and so on.
+    A run is a series of `run` symbols. The runs are numbered from 0: first all runs of the first text, then
+    all runs of the second text, and so on. This number is the *place* of a run.
 
     Args:
         texts: symbols of each text, shapes (n_i,).
@@ -185,7 +189,7 @@ class _RunIndex:
         """
         hashes = hash_runs(text, self._run) if self.size else np.zeros(0, np.uint64)
         hashes = hashes[self._maybe[hashes % _FILTER_SIZE]] if len(hashes) else hashes
-        if not len(hashes):  # most are of none, and searching takes the longest
+        if not len(hashes):  # most documents share no run, and the search takes the longest
             return np.zeros(0, np.int64)
         indices = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
         is_there = np.zeros(len(self._hashes), bool)
@@ -219,8 +223,8 @@ class _RunIndex:
             text: symbols of the other text, shape (n,).
 
         Returns:
-            The indices of these indexed texts, ascending, and the number of symbols of each of these texts
-            that are in shared runs.
+            The indices of the texts that share a run, ascending; and for each of them the number of its
+            symbols that are in shared runs.
         """
         return self.count_covered(self.find_places(text))
 
@@ -238,7 +242,7 @@ def hash_runs(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
     count = len(tokens)
     if count < run:
         return np.zeros(0, np.uint64)
-    powers, inverses = (of[:count] for of in _compute_powers(1 << count.bit_length()))
+    powers, inverses = (array[:count] for array in _compute_powers(1 << count.bit_length()))
     sums = np.zeros(count + 1, np.uint64)
     np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers, out=sums[1:])
     return (sums[run:] - sums[:-run]) * inverses[: count - run + 1]

@@ -67,9 +67,10 @@ def transfer(
 ) -> Transferred:
     """Copy all records of one datastore to another, build the target's indexes, and check the target.
 
-    Records that the target has already from an interrupted transfer are not copied again. Records that only
-    the target has are deleted. Afterwards every record of the target is compared with the source. A search of
-    the target for some sampled keys is compared with an exact search in numpy.
+    Records that the target already has, from an interrupted transfer, are not copied again. Records that only
+    the target has are deleted. Afterwards every record of the target is compared with the source. Finally the
+    recall is measured: the target is searched for some sampled keys, and the result is compared with an exact
+    search in numpy.
 
     Args:
         source: the datastore to copy.
@@ -107,7 +108,7 @@ def transfer(
 def _copy_missing(
     batches: Iterable[Batch], total: int, target: Datastore, progress: Progress
 ) -> tuple[Keys, int]:
-    """Add to the target the records that it lacks, delete records that the source lacks, and flush it.
+    """Add missing records to the target, delete its records that the source lacks, and flush the target.
 
     Args:
         batches: all records of the source in batches (ids, keys, groups), by ascending id.
@@ -198,7 +199,7 @@ def _compare_records(
     queries: Keys,
     progress: Progress,
 ) -> "_NearestDistances":
-    """Compare all records of a copy with their source, and find the nearest records of some queries exactly.
+    """Compare all records of a copy with their source, and find the nearest records of queries exactly.
 
     Args:
         batches: records of the source in batches (ids, keys, groups), by ascending id.
@@ -209,7 +210,8 @@ def _compare_records(
         progress: object that shows the progress to the user.
 
     Returns:
-        The distances of each query to its nearest records.
+        The smallest distances of each query to the records. If the copy has codes, these are distances to the
+        decoded keys of the copy, else to the keys of the source.
 
     Raises:
         DatastoreError: if the copy has other records than the source.
@@ -232,8 +234,8 @@ def _align_batches(
 ) -> Generator[tuple[Batch | None, Batch | None]]:
     """Read two streams of batches in parallel, and yield pairs of batches with equal numbers of records.
 
-    The batches of the two streams may have different sizes; they are cut. If one stream has fewer records,
-    the last pair has None in place of its batch.
+    If the batches of the two streams have different sizes, the larger batch is cut. If one stream has fewer
+    records than the other, the last pair has None in place of its batch.
 
     Args:
         one: batches (ids, keys, groups) of the first stream.
@@ -291,8 +293,9 @@ def _are_equal(ours: Batch, theirs: Batch, capabilities: Capabilities) -> bool:
 def _are_codes_plausible(keys: Keys, coded: Keys) -> bool:
     """Check whether keys that were compressed and decoded are near enough to the original keys.
 
-    The squared distance to the original keys may be at most half of the keys' squared distance to their mean.
-    Keys of other records would be farther away.
+    The summed squared distance to the original keys may be at most half of the original keys' summed squared
+    distance to their mean, plus a hundredth of their summed squares. Keys of other records would be farther
+    away.
 
     Args:
         keys: original keys, float32, shape (n, dim).

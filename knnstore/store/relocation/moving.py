@@ -53,7 +53,7 @@ class MovePlan:
     target: Engine
     """The engine to which the keys are copied."""
     made: bool = False
-    """True if this move has created the target, so that all records in it belong to this store."""
+    """True if this move has created the target datastore, so that all records in it belong to this store."""
 
     @classmethod
     def read(cls, home: Home, store_id: str) -> Self | None:
@@ -106,8 +106,8 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
     """Choose a location at which the same vector engine can make a copy of the store's keys.
 
     If the location of the keys is a URL, the location stays, and the adapter chooses parameters that name
-    another place on the same server. Otherwise the result has a new location: a folder that does not exist
-    yet. But if an interrupted move has already begun such a copy, the target of this move is returned.
+    another place on the same server. Otherwise the new location is a folder that does not exist yet. If an
+    interrupted move has already begun such a copy, its target is returned.
 
     Args:
         home: folder of the store; relative locations are inside it.

@@ -92,11 +92,9 @@ class Relocation:
             return f"{error}; the next writer tries again"
 
     def finish_or_warn(self) -> None:
-        """Erase the old keys after a move that was interrupted after all keys had been copied.
+        """Erase the old keys that a move has left after its switch; log a warning if they cannot be erased.
 
-        If the old keys cannot be erased, log a warning. The store already uses the new keys.
-
-        The writer calls this method when it opens a store.
+        The writer calls this method when it opens a store. Does nothing if no move has left old keys.
         """
         MovePlan.remove_temporary_file(self._home)
         reason = self.finish()
@@ -104,10 +102,10 @@ class Relocation:
             _logger.warning("what is left of a move stays: %s", reason)
 
     def abandon(self) -> Engine | None:
-        """Give up a move of the keys to another engine, if the store does not use the new engine yet.
+        """Give up an unfinished move of the keys, if the store does not use the new engine yet.
 
-        The copy of the keys in the new engine is erased, and the move is forgotten. If the copy cannot be
-        erased, a warning is logged.
+        The copy of the keys in the new engine is erased, and the saved state of the move is deleted. If the
+        copy cannot be erased, a warning is logged.
 
         Returns:
             The target engine of the move; None if there is no such move.
@@ -122,7 +120,7 @@ class Relocation:
         return plan.target
 
     def erase_leftovers(self, progress: Progress) -> list[str]:
-        """Erase what an unfinished move has left: its copy, or the old keys if the move has switched.
+        """Erase the keys that an unfinished move has left: the copy, or the old keys after its switch.
 
         Args:
             progress: object that shows a message to the user.
@@ -180,9 +178,10 @@ class Relocation:
         )
 
     def _copy_and_switch(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Transferred:
-        """Copy all records to another engine, compare the copy, and let the catalog name the copy.
+        """Copy all records to another engine, compare the copy, and switch the store to the copy.
 
-        The old keys are not erased.
+        The old keys are not erased. After an error, the store still uses the old keys, and the copy stays so
+        that the next call can continue.
 
         Args:
             writer: writer of the catalog.
@@ -199,6 +198,7 @@ class Relocation:
             writer.move(target, target_checksums.get_checksums())
             failpoint("move.switched")
 
+        # 1) Copy the records, and compare the copy.
         source = self._current.datastore
         check_undamaged(self._catalog, source, _UNCHANGED)
         snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
@@ -216,6 +216,7 @@ class Relocation:
                     on_source_batch=source_checksums.add,
                     on_target_batch=target_checksums.add,
                 )
+            # 2) Check that the source has not lost or altered anything.
             altered = source_checksums.find_differing(stored)
             if altered:
                 raise CorruptDatastoreError(
@@ -227,6 +228,7 @@ class Relocation:
                 raise DatastoreError(
                     f"{lost_records:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"
                 )
+            # 3) Switch the catalog and the open datastore to the copy.
             old = self._current.switch(target, copy, commit)
         except BaseException:
             with suppress(KnnstoreError):  # what is durable already serves the next try
@@ -238,9 +240,9 @@ class Relocation:
     def _open_target(self, target: Engine, records: int, progress: Progress) -> Datastore:
         """Open the datastore to which a move copies the records, for writing.
 
-        The datastore is created, unless it was created by an interrupted move to the same target. This store
-        is saved as its owner, and the state of the move is saved. The copy of another unfinished move is
-        erased.
+        The datastore is created, unless an interrupted move to the same target has created it. This store
+        claims it, and saves the state of the move in its folder. The copy of another unfinished move is
+        erased first.
 
         Args:
             target: the engine for the copy: adapter, location and parameters.
@@ -287,9 +289,9 @@ class Relocation:
         return datastore
 
     def _check_place_is_free(self, place: Place) -> None:
-        """Raise DatastoreExistsError if a place for a copy of the keys has a datastore or any files.
+        """Raise DatastoreExistsError if a copy of the keys cannot be made at a place.
 
-        A place inside the folder of the present keys is refused too.
+        The place must have no files, and must not be inside the folder of the present keys.
         """
         folder, old, problem = place.folder, self._current.place(self._current.engine).folder, None
         if folder is not None and old is not None and folder.is_relative_to(old):
@@ -301,9 +303,9 @@ class Relocation:
         place.check_free()
 
     def _abandon_other_move(self, plan: MovePlan, progress: Progress) -> None:
-        """Erase what an unfinished move has left, before a move to another target begins.
+        """Erase the keys that an unfinished move has left, before a move to another target begins.
 
-        If it cannot be erased, the user gets a message, and no error is raised.
+        If the keys cannot be erased, the user gets a message, and no error is raised.
 
         Args:
             plan: state of the unfinished move.
@@ -320,16 +322,17 @@ class Relocation:
             progress.say(f"remove what is left at {self._get_leftover(plan)} yourself: {problem}")
 
     def _erase_leftover(self, plan: MovePlan) -> str | None:
-        """Erase what a move has left: its copy, or the old keys if the move has switched. Forget the move.
+        """Erase the copy of a move, or the old keys if the store already uses the copy.
 
-        A copy that the move did not create, and that has records, is not erased.
+        A copy is not erased if it has records and the move did not create it. The saved state of the move is
+        deleted in any case.
 
         Args:
-            plan: saved state of the move, which is deleted.
+            plan: saved state of the move.
 
         Returns:
             The reason why the keys could not be erased; None if they were erased, or if the move did not
-            create the copy.
+            create them.
         """
         leftover = self._get_leftover(plan)
         is_ours = plan.made or plan.target == self._current.engine or leftover.is_empty()

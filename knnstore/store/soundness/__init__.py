@@ -1,4 +1,4 @@
-"""Damage of keys: damaged parts (files) that an engine leaves out, and keys that differ from their checksums.
+"""Damage of keys: damaged parts (files) of an engine, and keys that differ from their checksums.
 
 The functions find the documents to which lost records and altered keys belong.
 """

@@ -105,7 +105,7 @@ class Checksums:
             self._sums[positions[first:last] - start] = compute_key_crcs(keys[first:last], precision)
 
     def get_checksums(self) -> dict[int, str]:
-        """Return the checksum of each document with added records, by primary key of the document."""
+        """Return a dict from primary key to checksum, for each document whose records were added."""
         self._finish_document()
         return self._checksums
 
@@ -123,7 +123,7 @@ class Checksums:
         ]
 
     def _finish_document(self) -> None:
-        """Compute the checksum of the document whose records were added last, if there is one."""
+        """Compute the checksum of the document whose records were added last; do nothing without records."""
         if self._document >= 0:
             row = int(self._snapshot.rows[self._document])
             self._checksums[row] = checksum(self._sums, self._precisions[row])

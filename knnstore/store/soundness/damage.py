@@ -52,10 +52,10 @@ def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
 
 
 def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
-    """Delete each known damaged part (such as a file) of a datastore, unless a live document needs the part.
+    """Delete damaged parts of a datastore that hold no record of a live document.
 
-    A live document is completely stored and not removed. It needs a damaged part if it has lost records
-    because of the damage.
+    A part is, for example, a file. A live document is completely stored and not removed. Only parts that are
+    known to be damaged are deleted. If a live document has lost records in a damaged part, the part stays.
 
     Args:
         catalog: catalog of the store.
