@@ -70,7 +70,8 @@ def make_plan(
 
     Raises:
         InputError: a name is not valid, or a document cannot be used and `on_bad` is None.
-        PlanError: the folder has a plan of another store, or an uncommitted plan of other documents.
+        PlanError: the folder has a plan of another store, or an uncommitted plan of other documents or for
+            another domain.
         ConfigError: the store keeps no keys.
         FingerprintMismatchError: the store was made with another tokenizer, or for other languages.
         ReadOnlyError: the store was opened for reading.
@@ -84,6 +85,11 @@ def make_plan(
     check_name(domain, "the domain's name")
     names = distinct_names(tags, "tag")
     earlier = _find_earlier_plan(store, folder)
+    if earlier is not None and earlier.domain != domain:
+        raise PlanError(
+            f"{folder.path} has a plan for the domain {earlier.domain!r}, not {domain!r}: commit it with "
+            f"`knnstore commit`, drop it with `knnstore plan {folder.path} --drop`, or choose another folder"
+        )
     prefix = prefix_of(tokenizer) if decoder_prefix is None else decoder_prefix
     shown.start(f"planning for {domain}")
     with ShardWriter(folder, store.id, 0 if prefix else 1) as writer:

@@ -495,6 +495,8 @@ def test_other_documents_other_models_and_bad_input_are_refused(workshop: Worksh
     workshop.plan()
     with pytest.raises(PlanError, match="other documents"):
         workshop.plan(DOCUMENTS[1:])
+    with pytest.raises(PlanError, match="a plan for the domain 'news', not 'law'"):
+        workshop.plan(domain="law")
     with pytest.raises(ConfigError, match="between 0 and 1"):
         encode_shards(workshop.folder, worker=2, workers=2)
     stranger = shutil.copytree(Workshop.model, tmp_path / "stranger")
