@@ -186,8 +186,9 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         orphans, uploaded = orphans[~of_lease], int(of_lease.sum())
         if not lease.is_committed and not Path(lease.folder, PLAN_FILES).is_dir():
             problems.append(
-                f"the folder {lease.folder} of a plan is not found here ({lease.stop - lease.start:,} reserved "
-                f"positions, {uploaded:,} uploaded records): if no other machine has it, "
+                f"the folder {lease.folder} of a plan is not found here "
+                f"({lease.stop - lease.start:,} reserved positions, {uploaded:,} uploaded records): "
+                f"if no other machine has it, "
                 f"`knnstore plan {lease.folder} --drop` gives the plan up"
             )
     if len(orphans):  # a writer may have added or removed documents since
