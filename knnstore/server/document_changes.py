@@ -139,7 +139,8 @@ class _TurnEncoder:
     Args:
         encoder: the encoder to wrap.
         engine: the engine whose thread runs the model.
-        count_source: function that is called with the number of tokens of the sources that the model reads.
+        count_source: function that is called after each batch of pairs (encoder-decoder models only). Its
+            argument is the number of tokens of the sources in the batch.
     """
 
     def __init__(self, encoder: Encoder, engine: Engine, count_source: Callable[[int], None]) -> None:

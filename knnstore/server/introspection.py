@@ -253,7 +253,7 @@ def _tokenize_source(serving: Serving, source: str | None) -> list[int]:
 
 
 def _to_array(source: Sequence[int]) -> NDArray[np.uint32] | None:
-    """Return the tokens of a source as an array; None for no tokens, as for a causal model."""
+    """Return the token ids of a source as an array; None if there are none (a causal model has no source)."""
     return np.array(source, np.uint32) if source else None
 
 

@@ -166,8 +166,9 @@ IGNORED_IN_INFILL = (
     "top_k",
     "min_p",
 )
-"""Names of fields that editors send to ``/infill`` with each request, and that are dropped. They are hints
-for the sampler and the prompt cache of llama.cpp, or further files, which the store has."""
+"""Names of fields of ``/infill`` that are ignored, because editors send them with each request. Most of them
+are hints for the sampler and the prompt cache of llama.cpp. `input_extra` has further files of the project;
+here such files are documents of the store."""
 _MAX_INFILLED = 128
 """Largest number of tokens that ``/infill`` generates if the request has no limit."""
 UNSUPPORTED_CHAT = {
@@ -489,8 +490,8 @@ class CompletionRequest(GenerationRequest):
         """Return the request if it has no suffix, or a suffix that fits its other fields.
 
         Raises:
-            PydanticCustomError: if there is a suffix, and there are several prompts, or the prompt is token
-                ids or is to be repeated.
+            PydanticCustomError: if a request with a suffix has several prompts, has token ids as the prompt,
+                or wants the prompt repeated (`echo`).
         """
         if self.suffix and self.echo:
             raise field_error("echo", "a prompt with a suffix is not repeated")
@@ -533,7 +534,11 @@ class InfillRequest(Body):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Return the request if it asks for no sources, else raise `PydanticCustomError`."""
+        """Return the request unchanged.
+
+        Raises:
+            PydanticCustomError: if the request asks for sources (stored records that support a token).
+        """
         if self.knn is not None and self.knn.sources:
             raise field_error("knn.sources", "this answer has no place for them: use /v1/completions")
         return self
@@ -547,11 +552,12 @@ class InfillRequest(Body):
         return {name: value for name, value in given.items() if name not in IGNORED_IN_INFILL}
 
     def to_completion(self, model: str, window: int) -> CompletionRequest:
-        """Return the request as one for ``/v1/completions``, without the text after the cursor.
+        """Convert this request to the body of ``/v1/completions``, without the text after the cursor.
 
         Args:
-            model: name of the model, with domains, if the request names none.
-            window: number of tokens of the model's window.
+            model: default name of the model, with domains; used if this request names no model.
+            window: number of tokens of the model's window. If this request has no limit of tokens, the limit
+                is half of the window, at most `_MAX_INFILLED`.
         """
         fields = {
             "model": self.model or model,
@@ -577,12 +583,13 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, given: Any) -> Any:
-        """Return the given part unchanged if its type is "text", or if it has no type that is a string.
+        """Refuse a part of another type than "text", for example an image; return other values unchanged.
 
-        The check comes before the checks of the other fields, whose errors would be less clear.
+        This check runs before pydantic checks the other fields, because those errors would be less clear. A
+        missing type, or a type that is not a string, is left to pydantic.
 
         Raises:
-            PydanticCustomError: if the type is another string.
+            PydanticCustomError: if the type is a string other than "text".
         """
         if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
             raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
@@ -693,7 +700,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
-        """Return the request if it asks for most probable tokens only together with log-probabilities.
+        """Return the request unchanged.
 
         Raises:
             PydanticCustomError: if `top_logprobs` is set without `logprobs`.

@@ -19,7 +19,8 @@ from knnstore.server.protocol import Retrieval
 from knnstore.store import KNNStore, Selection
 
 _MAX_CACHED = 256
-"""Largest number of scopes whose settings are cached; each revision of the store counts anew."""
+"""Largest number of cached settings. One scope has one entry for each revision of the store at which it was
+resolved."""
 _MAX_WARM_UP_DOMAINS = 8
 """Largest number of domains that the server warms up."""
 

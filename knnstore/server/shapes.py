@@ -105,7 +105,7 @@ class Texts:
             written: scores of the generated tokens.
         """
         shift = len(self.get_prefix(index))
-        offsets = [*(one.offset for one in prompt), *(one.offset + shift for one in written)]
+        offsets = [*(score.offset for score in prompt), *(score.offset + shift for score in written)]
         return {
             "index": index,
             "text": text,
@@ -142,24 +142,24 @@ class Texts:
             offsets: number of characters before each token.
         """
         return {
-            "tokens": [self._token_name(one.token, one.text) for one in scores],
-            "token_logprobs": [one.log_prob for one in scores],
-            "top_logprobs": [self._name_top_tokens(one) for one in scores],
+            "tokens": [self._token_name(score.token, score.text) for score in scores],
+            "token_logprobs": [score.log_prob for score in scores],
+            "top_logprobs": [self._name_top_tokens(score) for score in scores],
             "text_offset": offsets,
         }
 
     def _name_top_tokens(self, score: TokenScore) -> dict[str, float] | None:
         """Return the log-probabilities of the most probable tokens by name; None if the score lists none.
 
-        The token of the text has the same name as in the list `tokens`. If two tokens have the same name, the
-        less probable token is named by its id (``token_id:N``), but never the token of the text.
+        If two tokens have the same name, the less probable token is named by its id (``token_id:N``). The
+        generated token itself always keeps its name, the same as in the list `tokens`.
         """
         names = {score.token: self._token_name(score.token, score.text)}
-        for one in score.top:
-            if one.token not in names:
-                name = self._token_name(one.token, one.name)
-                names[one.token] = f"token_id:{one.token}" if name in names.values() else name
-        return {names[one.token]: one.log_prob for one in score.top} or None
+        for top_token in score.top:
+            if top_token.token not in names:
+                name = self._token_name(top_token.token, top_token.name)
+                names[top_token.token] = f"token_id:{top_token.token}" if name in names.values() else name
+        return {names[top_token.token]: top_token.log_prob for top_token in score.top} or None
 
     def _token_name(self, token: int, text: str) -> str:
         """Return the name of a token in the log-probabilities: its text, or ``token_id:N`` with `by_id`."""
@@ -224,15 +224,15 @@ class Messages:
         return {
             "content": [
                 {
-                    **_log_prob_fields(one.text, one.data, one.log_prob),
+                    **_log_prob_fields(score.text, score.data, score.log_prob),
                     "top_logprobs": [
-                        _log_prob_fields(one.text, one.data, other.log_prob)
-                        if other.token == one.token
-                        else _log_prob_fields(other.name, other.data, other.log_prob)
-                        for other in one.top
+                        _log_prob_fields(score.text, score.data, top_token.log_prob)
+                        if top_token.token == score.token
+                        else _log_prob_fields(top_token.name, top_token.data, top_token.log_prob)
+                        for top_token in score.top
                     ],
                 }
-                for one in scores
+                for score in scores
             ],
             "refusal": None,
         }

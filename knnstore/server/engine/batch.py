@@ -86,9 +86,9 @@ class Batch:
 
     @torch.inference_mode()
     def remove_rows(self, finished: Sequence[Row]) -> None:
-        """Remove texts from the batch.
+        """Remove texts from the batch. The order of the other texts may change.
 
-        Each removed text's index goes to the text that is last at this moment.
+        The last text of the batch moves to the index of the removed text.
 
         Args:
             finished: the texts to remove; all of them must be in the batch. An empty sequence changes

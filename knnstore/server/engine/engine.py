@@ -56,8 +56,8 @@ class Engine:
             them to score prompts, and leaves out the components for scoring when it generates text.
         max_rows: largest number of texts that are decoded at once.
         max_waiting: largest number of waiting tasks and unfinished jobs together.
-        observe: function that is called in the engine's thread with the counts of each decoding step, and
-            with the counts of each turn without a step that started a text or ran a job.
+        observe: function that is called in the engine's thread after each decoding step, with its counts. It
+            is also called after a turn that had no step but started a text or ran a part of a job.
 
     Raises:
         ConfigError: if the model's cache cannot be padded, so that several texts cannot share a batch.
@@ -205,10 +205,10 @@ class Engine:
         self._inbox.put(lambda: None)
 
     def run_extra_step(self) -> None:
-        """Run one turn of the engine (prefill and decoding steps) while a long job is still running.
+        """Run one turn of the engine (prefill and decoding steps) in the middle of a long job.
 
-        The job calls this method, in the engine's thread. The method first calls the callbacks that other
-        threads have put into the inbox. If the engine is stopping, nothing else is done.
+        Only the job itself may call this method, in the engine's thread. New tasks from other threads are
+        accepted first. If the engine is stopping, no turn is run.
         """
         if self._process_inbox(wait=False):
             self._run_turn()
@@ -303,12 +303,13 @@ class Engine:
             self._count_done()
 
     def _run_turn(self) -> None:
-        """Run one turn: let the model read prompts, then run a decoding step of the running texts.
+        """Run one turn: remove cancelled tasks, prefill prompts, and decode one token of the running texts.
 
-        Cancelled tasks are removed first. There are two steps: one of the light batch (texts that retrieve
-        few neighbors) and one of the next heavy batch (texts that retrieve many). A batch without texts has
-        no step. Calls `observe` after each step, or once for a turn without a step that started a text or ran
-        other work.
+        The turn has a step for the light batch (texts that retrieve few neighbors) and a step for the next
+        heavy batch (texts that retrieve many). A batch without texts has no step.
+
+        Calls `observe` after each step. Also calls it for a turn that had no step but started a text or ran a
+        part of a job.
         """
         # 1) Remove cancelled tasks.
         self._drop_cancelled_tasks()
@@ -428,16 +429,15 @@ class Engine:
         Texts that have ended leave the batch. Draft tokens (guesses of the next tokens) can give a single
         text several tokens at once. Calls `observe` at the end.
 
-        If the forward pass fails, the method finds out whose retrieval is broken. For this it groups the
-        texts by scope (`Task.knn`: the documents and settings of retrieval), and repeats the pass for each
-        scope with retrieval switched off for the texts of all other scopes. The texts of each scope that
-        fails in this test get the error and leave the batch. If no scope fails in this test, all texts get
-        the error and leave. No text gets a token in a failed step; the remaining texts are tried again in the
-        next step.
+        If the forward pass fails, no text gets a token. Each scope (`Task.knn`: the documents and settings of
+        retrieval) is tested alone, to find the scope whose retrieval is broken: see `_scope_fails`. The texts
+        of the failing scopes get the error and leave the batch, or all texts if no scope fails alone. The
+        remaining texts are tried again in the next step.
         """
         started = time.perf_counter()
         rows = batch.rows
         done, taken, drafted = list[Row](), 0, 0
+        # 1) Predict. If this fails, end the texts whose retrieval is broken.
         try:
             step = self._predict_with_retries(batch)
         except Exception as error:
@@ -445,10 +445,12 @@ class Engine:
             failing = {scope for scope in {row.task.knn for row in rows} if self._scope_fails(batch, scope)}
             done = [row for row in rows if row.task.knn in failing] or rows
             self._fail_tickets([self._tickets[row] for row in done], error)
+        # 2) Otherwise choose the tokens, and keep their keys and values.
         else:
             done, taken = self._choose_tokens(rows, step)
             batch.keep_tokens(step, taken)
             drafted = len(step.draft_tokens)
+        # 3) Remove the texts that ended, and report the step.
         seconds = (time.perf_counter() - started) / max(taken, 1)
         observed = Observed(
             len(rows),
@@ -465,8 +467,9 @@ class Engine:
     def _choose_tokens(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
         """Choose and send the next token of each text.
 
-        If a single text has draft tokens (guesses of its next tokens), the step has predicted several tokens.
-        They are all chosen, as long as the last chosen token equals its guess.
+        With draft tokens (guesses of the next tokens of a single text), the step has predicted the token
+        after each guess too. Choosing goes on while the chosen token equals the guess, and ends after the
+        first token that differs.
 
         Args:
             rows: the texts of the batch.
@@ -530,14 +533,14 @@ class Engine:
         raise AssertionError
 
     def _resolve_for_generation(self, scope: Hashable) -> KNNSettings:
-        """Return the settings of a scope (`Task.knn`) for generated tokens, at the store's revision now."""
+        """Return the settings of a scope (`Task.knn`) for generation, at the store's newest revision."""
         return self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION)
 
     def _scope_fails(self, batch: Batch, scope: Hashable) -> bool:
-        """Check whether the forward pass fails because of one scope (documents and settings of retrieval).
+        """Check whether the forward pass fails if only the texts of one scope retrieve.
 
-        The pass runs once more. Only the texts of this scope search the store; all other texts of the batch
-        use λ = 0. The predictions of the pass are not used.
+        Runs the pass once more: all texts of other scopes use λ = 0, so that they do not search the store.
+        The predictions of the pass are not used.
 
         Args:
             batch: the texts.

@@ -170,10 +170,11 @@ class PairBatch(Batch):
 
 
 def make_generation_rules(lm: Any, prompt: Prompt, max_tokens: int) -> LogitsProcessorList:
-    """Return the logits processors that `generate` uses with the model's generation configuration.
+    """Return the logits processors that transformers' `generate` would use for this model and prompt.
 
-    Examples are tokens that are never generated, and a shortest length. Sampling and beams are left out, and
-    so is a forced last token: a text that is cut must not look complete.
+    They are made from the model's generation configuration. For example, they forbid tokens that are never
+    generated, or enforce a minimum length. Rules for sampling and beam search are left out. A forced last
+    token is left out too, because a text that was cut at `max_tokens` must not look complete.
 
     Args:
         lm: the encoder-decoder model.

@@ -30,7 +30,7 @@ Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each attention layer, as pairs of tensors of shape (b, heads, t, width): b texts, t
 tokens."""
 
-_VALUES = 1 << 25
+_MAX_CHUNK_LOG_PROBS = 1 << 25
 """Largest number of log-probabilities (tokens × vocabulary) of a chunk that is scored. They take 128 MiB."""
 
 
@@ -117,7 +117,8 @@ class Prefill:
             is 0.
         """
         if self.is_scored:
-            max_tokens = min(max_tokens, max(1, _VALUES // self._lm.store.identity.vocab_size))
+            most_scored = _MAX_CHUNK_LOG_PROBS // self._lm.store.identity.vocab_size
+            max_tokens = min(max_tokens, max(1, most_scored))
         end = self._read + min(max_tokens, self.tokens_left)
         generating = self._lm.resolve_settings(settings, Purpose.GENERATION)
         settings = settings if self.is_scored else generating

@@ -65,7 +65,7 @@ class Prompt:
 class Constraint(Protocol):
     """Decides which tokens may come next in one text, so that the text becomes JSON of a schema.
 
-    Has a state.
+    It keeps a state: `advance` must be called with each token that is appended to the text.
     """
 
     schema: Mapping[str, Any]
@@ -162,8 +162,8 @@ class Piece:
     """New text that follows the text of the earlier pieces. Empty if nothing can be sent yet, because a stop
     string may still cut off the newest text."""
     tokens: tuple[TokenScore, ...] = ()
-    """The generated tokens whose whole text is contained in this piece and the earlier pieces. If `is_prompt`
-    is True, the shown tokens of the prompt."""
+    """Tokens of this piece: the generated tokens whose text is complete with this piece. If `is_prompt` is
+    True, the tokens of the prompt, without hidden tokens."""
     finish: Finish | None = None
     """Reason why the text has ended, "stop" or "length"; None if more pieces of the text follow."""
     is_prompt: bool = False
@@ -307,10 +307,11 @@ class Row:
     def _append_pieces(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
         """Append the text of tokens to the answer, and hold their scores until the text is sent.
 
-        The text of the prompt's last tokens, if it was not complete, is joined with that of the first token.
+        If the prompt ended inside a character (`Prompt.unfinished`), the text of its last tokens is put
+        before the text of the first generated token.
 
         Args:
-            pieces: the tokens with their texts, which later tokens cannot change.
+            pieces: the tokens with their texts. The texts are final: no later token changes them.
 
         Returns:
             The text that can be sent to the client, and True if a stop string was found. The sendable text
