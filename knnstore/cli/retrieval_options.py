@@ -145,7 +145,7 @@ class Query:
             )
         if None in (self.k, self.temperature, self.lam):
             self._print_calibration(store, settings)
-        if not _count_retrievable(store, settings):
+        if not _can_retrieve(store, settings):
             why = explain_empty_selection(store, settings.selection)
             alone = "" if settings.cache else ", the model is alone"
             print_message(f"warning: nothing is retrieved{alone}: {why}")
@@ -294,13 +294,12 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
     return f"no document selected has the tag {tags}" if tags else "no document is stored"
 
 
-def _count_retrievable(store: "KNNStore", settings: "KNNSettings") -> int:
-    """Return a number that is 0 if the selection has nothing for the settings to retrieve.
+def _can_retrieve(store: "KNNStore", settings: "KNNSettings") -> bool:
+    """Check whether the selected documents have anything that the settings could retrieve.
 
-    Returns:
-        The number of selected records if the settings search keys and the store has keys. Otherwise the
-        number of tokens of the selected documents if the settings use n-grams. In all other cases 1.
+    Settings that search keys need a record; settings with only n-grams need a token. Settings that use
+    neither give True.
     """
     if settings.retrieves and not store.is_keyless:
-        return store.record_count(settings.selection)
-    return sum(store.lengths(settings.selection).values()) if settings.ngrams else 1
+        return store.record_count(settings.selection) > 0
+    return not settings.ngrams or any(store.lengths(settings.selection).values())

@@ -49,7 +49,7 @@ def init(
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="Causal language model that the store is made for, which may be a GGUF file, or "
+            help="Model that the store is made for: a causal language model, which may be a GGUF file, or an "
             "encoder-decoder model. With --key none, any model that generates text.",
         ),
     ],
@@ -71,10 +71,11 @@ def init(
         str,
         typer.Option(
             metavar="PLACE",
-            help="Where the keys are taken: ffn_input or attention_input of the last layer (@2: of layer 2), "
-            "final_hidden, each also with _before_norm behind the name; or a module's path. auto is "
-            "ffn_input, or final_hidden in a model without such a part. none keeps no keys: adding takes no "
-            "pass of the model, and n-grams are all that is retrieved.",
+            help="Where in the model the keys are taken: ffn_input or attention_input of the last layer, "
+            "final_hidden, or the path of a module. ffn_input@2 is that of layer 2; ffn_input_before_norm is "
+            "taken before the layer norm. auto is ffn_input, or final_hidden if the model has no ffn_input. "
+            "With none the store has no keys: adding documents does not run the model, and only n-grams "
+            "are retrieved.",
         ),
     ] = "auto",
     states: Annotated[
@@ -316,17 +317,21 @@ def _add_planned(
     *,
     as_json: bool,
 ) -> None:
-    """Make a plan for documents; with `workers`, encode and commit it too.
+    """Divide documents into shards (make a plan); with `workers`, also encode and commit them here.
 
     Args:
         domain: domain of the documents.
         tags: tags of every document.
         documents: the documents.
-        plan: folder of the plan; None with `workers`, which use a folder in the store's.
+        plan: folder of the plan. None with `workers`: the plan is then in the folder ``plan`` of the store,
+            and is deleted after the commit.
         shard_tokens: number of tokens of a shard; None for the default.
-        workers: number of processes; None only makes the plan.
+        workers: number of processes that compute keys; None only makes the plan.
         runtime: options of the model, and folder of the store.
         as_json: True prints the result as JSON.
+
+    Raises:
+        ConfigError: if both `plan` and `workers` are given.
     """
     if plan is not None and workers is not None:
         raise ConfigError("choose one of --plan and --workers")
@@ -503,7 +508,7 @@ def sync(
 
 
 def _drop_left_out_names(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a result without the field `left_out`; `Documents.report` prints its names."""
+    """Return a copy of a result without the field `left_out`, whose names `Documents.report` prints."""
     return {name: value for name, value in result.items() if name != "left_out"}
 
 

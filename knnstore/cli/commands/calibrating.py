@@ -107,8 +107,9 @@ def calibrate(
     text. To compute it, each half of the documents is predicted with the candidate that is best on the other
     half.
 
-    The commands generate and serve do not use a cache, because generated text repeats itself with it. With
-    --repetition, the model continues beginnings of the documents, to find other such components.
+    The commands generate and serve do not use a cache, because with a cache generated text repeats itself.
+    Other components can have this effect too. With --repetition, the model continues beginnings of the
+    documents, to find such components.
 
     Examples:
       knnstore calibrate dev.jsonl
@@ -242,28 +243,34 @@ def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
 
 
 def _get_shown_settings(candidate: "Candidate") -> "KNNSettings":
-    """Return settings with the values that the table shows, without fitting a network for them."""
+    """Return settings of a candidate with the values that the table shows.
+
+    These are the settings fitted to all documents, or, if a network chooses the temperature, those of one
+    half. So no network is fitted only for the table.
+    """
     settings = candidate.by_half[0]
     return settings if settings.chooses_temperature else candidate.settings
 
 
-def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool) -> str:
+def _format_candidates(rows: Sequence[Mapping[str, Any]], is_best_saved: bool, is_current_kept: bool) -> str:
     """Format a table of the model alone, the current settings and the best candidates, with a legend.
 
-    A candidate is a set of settings that was fitted. A star marks the settings that are saved now: the
-    current settings if `kept`, else the best candidate if `saved`, else none.
+    A candidate is a set of settings that was fitted. A star marks the settings that are saved now.
 
     Args:
         rows: the rows of `_build_rows`.
-        saved: True if the best candidate was saved.
-        kept: True if the current settings stay.
+        is_best_saved: True if the best candidate was saved; it gets the star.
+        is_current_kept: True if the current settings stay; they get the star. If both arguments are False,
+            nothing is saved and no row has a star.
     """
     reference_rows = [row for row in rows if row["mixer"] in _REFERENCE_ROWS]
     candidate_rows = sorted(
         (row for row in rows if row["mixer"] not in _REFERENCE_ROWS), key=lambda row: float(row["ppl"])
     )
     limit = len(candidate_rows) if LOG.verbose else _MAX_SHOWN
-    star = len(reference_rows) - kept if saved or kept else -1  # the first candidate, or the current settings
+    star = -1
+    if is_best_saved or is_current_kept:  # the row after the reference rows, or the last of them
+        star = len(reference_rows) - is_current_kept
     printed_rows = [
         {**row, "mixer": f"{'*' if position == star else ' '} {row['mixer']}"}
         for position, row in enumerate([*reference_rows, *candidate_rows[:limit]])
@@ -276,6 +283,8 @@ def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: boo
 
 def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
     """Print the settings that are saved for exactly these domains, else those saved for the whole store.
+
+    Prints that nothing is saved, if neither exists.
 
     Args:
         home: folder of the store.

@@ -36,7 +36,8 @@ _HELD_OUT_EVERY = 14
 _PROMPT = "Returns the sum of the array elements along"
 _NEW_TOKENS = 20
 _LAMBDA_OF_TEXT = 0.8
-"""Weight of retrieval for generation. The model has hardly seen text of this kind, so the store gets more."""
+"""Weight of retrieval for generation. It is high, because the small model has hardly seen text of this
+kind."""
 
 
 class Corpus(NamedTuple):
@@ -77,7 +78,7 @@ def demo(
         ngrams_lm = knnstore.create(Path(folder) / "ngrams.knn", name, key=None, **options)
         lm = knnstore.create(Path(folder) / "keys.knn", name, **options)
         with ngrams_lm.store, lm.store:
-            result = demonstrate(ngrams_lm, lm, [reference(), library()], bar)
+            result = demonstrate(ngrams_lm, lm, [build_reference_corpus(), build_library_corpus()], bar)
     print_result(result, _format_demo(result), as_json=as_json)
     if not as_json:
         print_message(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
@@ -180,15 +181,15 @@ def _find_default_model() -> str:
     return str(folder)
 
 
-def reference() -> Corpus:
+def build_reference_corpus() -> Corpus:
     """Return Python's language reference as a corpus; each topic of `help()` is a document."""
     from pydoc_data.topics import topics
 
     return _split_corpus(REFERENCE, sorted(topics.items()))
 
 
-def library() -> Corpus:
-    """Return docstrings of numpy's functions and classes as a corpus, sampled evenly by name."""
+def build_library_corpus() -> Corpus:
+    """Return docstrings of numpy's functions and classes as a corpus; every n-th one in order of name."""
     documented: dict[str, str] = {}
     for name in _MODULES:
         module = import_module(name)
@@ -215,11 +216,11 @@ def _split_corpus(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
 
 
 def _remove_repeated_paragraphs(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of id and text, with one line for each paragraph, without repeated paragraphs.
+    """Yield the pairs of id and text, without paragraphs that an earlier text contains.
 
-    A paragraph stays only in the first text that contains it, so that no held-out paragraph is stored. The
-    lines of a paragraph are joined, which removes the indentation; words of only ruling characters (``---``)
-    are removed. Texts that are short afterwards are left out.
+    So no paragraph of a held-out text is in a stored text too. Each paragraph becomes one line without
+    indentation. Words of only ruling characters (``---``) are removed. A text that has fewer than
+    `_MIN_CHARACTERS` characters afterwards is left out.
     """
     seen: set[str] = set()
     for id, text in texts:

@@ -219,8 +219,8 @@ def key_add(
 
     The right predict allows to generate and score text, read to see documents and the sources of predictions,
     write to add and remove documents, admin all of these and the metrics. --domain hides all other domains
-    from the key. Running servers accept the key at once. A request beyond --requests or --tokens is refused,
-    and told when to try again; each server counts on its own.
+    from the key. Running servers accept the key at once. A request beyond --requests or --tokens is refused;
+    the answer says when to try again. Each server counts on its own.
 
     Examples:
       knnstore key add --right predict --domain letters --expires 90d
