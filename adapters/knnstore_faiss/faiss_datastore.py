@@ -79,7 +79,7 @@ has 4-bit product codes."""
 _CODES_PER_NEIGHBOR = 8
 """Number of records to visit for each of the k neighbors."""
 _MIN_PROBES = 8
-"""Number of lists that are visited in addition to the lists for these records."""
+"""Number of lists that a search visits in addition to the lists that have 8 · k records on average."""
 _SMALLEST_INDEXED = 1 << 13
 """Number of records from which a segment of a large group has an index."""
 _RERANKED = 6
@@ -95,7 +95,8 @@ _LITTLE_SPACE = 1 << 20
 _FEW_ROWS = 4096
 """Largest number of matching records that are all compared with a query, without the index."""
 _TABLES = 1 << 31
-"""Largest size in bytes of the tables that FAISS computes for a product quantizer, besides its file."""
+"""Largest size in bytes of the tables that FAISS computes for a product quantizer when it loads an index. The
+tables are not in the index file."""
 
 _REMOVED = {"exact_distances": True, "neighbors": "auto"}
 """Default values of parameters of earlier versions, by name. Old stores may have them; they are ignored."""
@@ -162,8 +163,9 @@ class Policy:
     def choose_factory(self, rows: int, group_rows: int, dim: int) -> str | None:
         """Choose the index of a segment (a set of files with records of one group).
 
-        In a large group, also segments of 8,192 records have indexes. Such a segment has few of the neighbors
-        of a query, so a search with an index compares the query with few of its records.
+        In a large group, segments of at least `_SMALLEST_INDEXED` records have an index. A small segment of a
+        large group has only few of a query's neighbors, so comparing the query with all of its records would
+        be wasteful.
 
         Args:
             rows: number of records of the segment, deleted records included.

@@ -55,14 +55,15 @@ _SMALL_SHARE = 8
 _ROWS_AT_ONCE = 1 << 16
 """Number of keys that are converted in one step."""
 _ROWS_PER_CANDIDATE = 160
-"""Number of keys that exact search compares with a query in the time that a graph search takes for one
-candidate (measured)."""
+"""Measured time of a graph search for one candidate: as long as comparing a query with this number of
+keys."""
 _QUERIES_PER_READING = 14
-"""Number of queries that are compared with keys in the time that reading the keys takes (measured)."""
+"""Measured time of reading a key from its file: as long as comparing the key with this number of queries."""
 _OVER_FETCHED = 1.05
-"""With a filter, this many times the nodes are fetched that have k matching records on average."""
+"""With a filter, the number of fetched nodes is this factor times the number of nodes that have k matching
+records on average, plus `_MIN_OVER_FETCHED`."""
 _MIN_OVER_FETCHED = 32
-"""With a filter, number of nodes that are fetched in addition."""
+"""Number of nodes that a search with a filter fetches in addition; see `_OVER_FETCHED`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +220,9 @@ class Members:
     def _expand_nodes(
         self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
     ) -> Neighbors:
-        """Convert the nodes that a graph search has found to the k nearest rows of the segment.
+        """Replace each found node by its allowed rows, and return the first k rows of each query.
 
-        A node may have no allowed row, one row or several rows.
+        This is the slow path of `nearest`, for nodes that have no allowed row or several rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
