@@ -165,6 +165,7 @@ def init(
         import knnstore
         from knnstore.lm import KeylessText, is_causal, load_text_parts
     with Bar() as bar:
+        # 1) Create the store; with --key none for an encoder-decoder model, without loading the model.
         if source_field is not None:
             samples.expect_pairs(is_paired=not is_causal(load_text_parts(model).config))
         if key == _NO_KEYS and not is_causal(load_text_parts(model).config):
@@ -202,6 +203,7 @@ def init(
                 dtype=runtime.dtype,
                 progress=bar,
             ).store
+    # 2) Describe the new store.
     with new_store:
         store_info = new_store.info()
         if new_store.is_keyless:
@@ -338,6 +340,7 @@ def _add_planned(
     from knnstore.store import KNNStore
 
     with Bar() as bar:
+        # 1) Make the plan. It has only the documents that must be encoded.
         with KNNStore.open(runtime.home, "a") as store:
             model = resolve_model_location(store, runtime.model_at)
             with show_activity("loading the tokenizer"):
@@ -369,6 +372,7 @@ def _add_planned(
         if made is not None:
             result |= {"added": made.added, "replaced": made.replaced, "tokens": made.tokens}
             result["shards"] = len(made.shards)
+        # 2) With workers: encode the shards, and commit the plan.
         if workers is not None and folder.exists:  # also if an earlier commit was interrupted at its end
             if made is not None:
                 encode_shards_in_processes(
@@ -424,12 +428,14 @@ def sync(
     import knnstore
 
     with Bar() as bar:
+        # 1) Compare the files with the stored documents.
         with knnstore.open(runtime.home) as store:
             documents.expect_pairs(is_paired=store.identity.is_paired)
             unread = documents.find_unchanged(store, domain, tags or ())
             difference = store.difference(domain, documents.read_documents(bar, unread), tags or (), unread)
             is_settled = not store.has_unsettled_documents()
         documents.report()
+        # 2) Plan the changes. A removed document whose content an added document has was moved.
         unchanged = [*difference.unchanged, *unread]
         is_empty = not difference.added + difference.replaced + difference.described and not unchanged
         if is_empty and documents.tree is None:
@@ -462,6 +468,7 @@ def sync(
                 f"warning: nothing is removed: {documents.skipped_without_id:,} rows cannot be read, and "
                 f"any of {len(difference.removed):,} documents may be theirs"
             )
+        # 3) With --dry-run print the plan and stop; otherwise let the user confirm a large removal.
         if dry_run:
             lines = [f"{name} {id}" for name, ids in plan.items() for id in _shorten_ids(ids)]
             differ = [f"{count:,} {name}" for name, count in result.items() if name in plan and count]
@@ -475,6 +482,7 @@ def sync(
                 f"{len(removed_ids):,} of {len(removed_ids) + len(remaining_ids):,} documents of {domain} go",
                 yes,
             )
+        # 4) Rename moved documents, add new and changed documents, and remove the others.
         if moved:
             with knnstore.open(runtime.home, "a") as store:
                 store.rename(domain, moved)

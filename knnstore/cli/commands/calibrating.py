@@ -118,11 +118,13 @@ def calibrate(
       knnstore calibrate --show
       knnstore calibrate --domain news --reset
     """
+    # 1) --show and --reset need no model.
     if show or reset:
         if documents.files or stored_tokens or show == reset:
             raise typer.BadParameter("give --show or --reset alone")
         (_drop_saved if reset else _show_saved)(runtime.home, domains, as_json)
         return
+    # 2) Fit the candidates, and save the best.
     documents.check_files()
     store_token_count = stored_tokens or (0 if documents.files else STORED_TOKENS)
     kind: Kind | None = "causal" if repetition else None
@@ -144,6 +146,7 @@ def calibrate(
             f"{fitted.in_store:,} of the documents are in the store: once one of them is removed or "
             "replaced, these settings go; of other text expect higher perplexities"
         )
+    # 3) Print the table of candidates.
     from knnstore.lm import settings_to_dict
 
     documents.report()
@@ -170,6 +173,7 @@ def calibrate(
             f"{fitted.comparison.chosen_probes} cells are visited, the fewest within 0.5 % of the lowest "
             f"perplexity that keys, n-grams and cache have together ({perplexities})"
         )
+    # 4) Say what was saved, or why nothing was saved.
     if fitted.kept and fitted.comparison.current is not None:
         print_message(
             "the settings in force stay, perplexity "
@@ -296,6 +300,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     """
     import knnstore
 
+    # 1) Find the saved settings: of these domains, else of the whole store.
     with knnstore.open(home) as store:
         scope_domains = tuple(domains or ())
         store.record_count(knnstore.Selection(domains=scope_domains or None))  # raises for an unknown domain
@@ -310,6 +315,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     if saved is None:
         print_result({"settings": None}, "nothing is saved: the defaults are used", as_json=as_json)
         return
+    # 2) Leave out the fields that mean nothing to a reader, or have no effect.
     hidden = ("stored", "held_out", "text_hash")
     calibration = {name: value for name, value in (saved.calibration or {}).items() if name not in hidden}
     where = ", ".join(scope) or "the whole store"

@@ -97,6 +97,7 @@ def generate(
     with runtime.open_model("r", domains=selected.domains, kind="causal") as lm:
         from knnstore.lm import Purpose, resolve
 
+        # 1) Resolve the settings, and warn if the store would not be used.
         settings = query.resolve_settings(lm.store, selected.make_selection())
         generating = resolve(lm.store, settings, Purpose.GENERATION)
         prompt = read_text(prompt)
@@ -106,6 +107,7 @@ def generate(
                 "warning: the model generates alone, because text repeats itself more with the store "
                 f"(knnstore calibrate --show); {weight} 0.5 uses the store"
             )
+        # 2) Generate; the text is printed while it grows, unless with beams or --json.
         shown = PromptAndContinuation(lm.reader, prompt)
         continuation = lm.generate_text(
             prompt,
@@ -122,6 +124,7 @@ def generate(
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
         if not as_json:
             shown.print_rest(continuation)
+        # 3) Explain which documents the text comes from.
         if explain:
             explained = lm.explain(continuation, generating, neighbors=_NEIGHBORS_CREDITED, after=prompt)
             result["sources"] = credit_documents(explained)
