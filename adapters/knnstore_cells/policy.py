@@ -33,8 +33,8 @@ class Policy:
         memory: MiB of keys that stay in memory between searches, decoded keys and codes together.
         codes: how the keys of a large group are stored: ``none`` for half precision; ``int8``, ``pq32``,
             ``pq64`` and so on for codes (compressed keys); ``auto`` chooses by the number of components.
-        coded_from: number of records from which a group is large; 0 takes the number of keys to which a codec
-            is fitted.
+        coded_from: smallest number of records of a large group; 0 means the number of keys that a codec (the
+            compressor) is fitted to.
         device: torch device in whose memory all keys are kept for searches, in their stored form. ``none``
             reads keys from their files when needed, for the CPU; ``auto`` uses a GPU if one has enough free
             memory, else ``none``.

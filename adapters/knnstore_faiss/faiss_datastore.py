@@ -275,9 +275,11 @@ faiss.cvar.distance_compute_blas_threshold = 1
 def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
     """Find the k nearest rows of a matrix of keys for each query exactly, on all CPU cores.
 
+    The same vector, such as the mean key, may have been subtracted from queries and keys.
+
     Args:
-        queries: query vectors, from which the mean key may be subtracted, float32, shape (q, dim).
-        keys: keys, from which the same vector is subtracted, float32, shape (n, dim).
+        queries: query vectors, float32, shape (q, dim).
+        keys: keys, float32, shape (n, dim).
         k: number of rows to find for each query, >= 1.
         metric: metric of the distances.
         norms: squared norm of each key, shape (n,).

@@ -233,7 +233,8 @@ class ServerPoints:
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
-            upload: see `upsert`.
+            upload: name of the upload, which is stored with each record; existing records then stay
+                unchanged. None replaces existing records.
         """
         common = {} if upload is None else {UPLOAD: upload}
         batch = models.Batch(

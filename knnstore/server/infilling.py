@@ -1,9 +1,8 @@
 """Prompts that ask a model to fill in the middle of a text, between a prefix and a suffix.
 
-A model can do this if it was trained on documents that were cut into three parts and put together again in
-the order prefix, suffix, middle (or suffix, prefix, middle), with a special token before each part. See
-Bavarian et al. 2022, https://arxiv.org/abs/2207.14255. `Infilling.find` recognizes the special tokens in the
-tokenizer's vocabulary.
+A model can do this if it was trained on documents whose parts were reordered: first prefix and suffix, then
+the middle, with a special token before each part. See Bavarian et al. 2022, https://arxiv.org/abs/2207.14255.
+`Infilling.find` recognizes the special tokens in the tokenizer's vocabulary.
 """
 
 from dataclasses import dataclass

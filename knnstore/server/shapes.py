@@ -28,7 +28,7 @@ class Shape(Protocol):
         """
 
     def make_choice(
-        self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
+        self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
 
@@ -36,7 +36,7 @@ class Shape(Protocol):
             index: index of the text in the answer.
             text: the text, which begins with `get_prefix(index)`.
             prompt: scores of the prompt's tokens; empty if they are not shown.
-            written: scores of the generated tokens.
+            generated: scores of the generated tokens.
         """
 
     def make_chunk(
@@ -44,7 +44,7 @@ class Shape(Protocol):
         index: int,
         text: str,
         prompt: Sequence[TokenScore],
-        written: Sequence[TokenScore],
+        generated: Sequence[TokenScore],
         *,
         first: bool,
     ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Shape(Protocol):
             index: index of the text in the answer.
             text: the new text.
             prompt: scores of the prompt's tokens in this event; empty if there are none.
-            written: scores of the generated tokens in this event.
+            generated: scores of the generated tokens in this event.
             first: True for the first event of the text.
         """
 
@@ -91,7 +91,7 @@ class Texts:
         return self.echoed[index // self.copies] if self.echoed else ""
 
     def make_choice(
-        self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
+        self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
 
@@ -102,14 +102,14 @@ class Texts:
             index: index of the text in the answer.
             text: the text, which begins with `get_prefix(index)`.
             prompt: scores of the prompt's tokens; empty if they are not shown.
-            written: scores of the generated tokens.
+            generated: scores of the generated tokens.
         """
         shift = len(self.get_prefix(index))
-        offsets = [*(score.offset for score in prompt), *(score.offset + shift for score in written)]
+        offsets = [*(score.offset for score in prompt), *(score.offset + shift for score in generated)]
         return {
             "index": index,
             "text": text,
-            "logprobs": self._make_logprobs([*prompt, *written], offsets) if self.with_log_probs else None,
+            "logprobs": self._make_logprobs([*prompt, *generated], offsets) if self.with_log_probs else None,
         }
 
     def make_chunk(
@@ -117,7 +117,7 @@ class Texts:
         index: int,
         text: str,
         prompt: Sequence[TokenScore],
-        written: Sequence[TokenScore],
+        generated: Sequence[TokenScore],
         *,
         first: bool,
     ) -> dict[str, Any]:
@@ -129,10 +129,10 @@ class Texts:
             index: index of the text in the answer.
             text: the new text.
             prompt: scores of the prompt's tokens in this event; empty if there are none.
-            written: scores of the generated tokens in this event.
+            generated: scores of the generated tokens in this event.
             first: True for the first event of the text; it changes nothing here.
         """
-        return self.make_choice(index, text, prompt, written)
+        return self.make_choice(index, text, prompt, generated)
 
     def _make_logprobs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
         """Return the field ``logprobs`` of a completion: lists with one item for each token.
@@ -182,7 +182,7 @@ class Messages:
         return ""
 
     def make_choice(
-        self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
+        self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the JSON object of the assistant's message for the field ``choices``, without finish reason.
 
@@ -190,17 +190,17 @@ class Messages:
             index: index of the message in the answer.
             text: the text of the message.
             prompt: not used, because an answer does not show its conversation.
-            written: scores of the generated tokens, shown only if the answer has log-probabilities.
+            generated: scores of the generated tokens, shown only if the answer has log-probabilities.
         """
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._make_logprobs(written)}
+        return {"index": index, "message": message, "logprobs": self._make_logprobs(generated)}
 
     def make_chunk(
         self,
         index: int,
         text: str,
         prompt: Sequence[TokenScore],
-        written: Sequence[TokenScore],
+        generated: Sequence[TokenScore],
         *,
         first: bool,
     ) -> dict[str, Any]:
@@ -210,12 +210,12 @@ class Messages:
             index: index of the message in the answer.
             text: the new text of the message.
             prompt: not used, because an answer does not show its conversation.
-            written: scores of the generated tokens in this event, shown only if the answer has
+            generated: scores of the generated tokens in this event, shown only if the answer has
                 log-probabilities.
             first: True for the first event of the message; only this event names the role.
         """
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": self._make_logprobs(written)}
+        return {"index": index, "delta": delta, "logprobs": self._make_logprobs(generated)}
 
     def _make_logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         """Return the field ``logprobs`` of a message, one object for each token; None if not requested."""

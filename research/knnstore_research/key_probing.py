@@ -1,9 +1,9 @@
 """Comparing places in the model where keys are captured, and numbers of states in a key, on a sample of text.
 
 Two thirds of the documents are stored in memory, and the rest is held out. One pass of the model computes the
-keys at all places. Then, for each place, the nearest stored keys of every held-out token are searched
-exhaustively, and k, T and λ are fitted on one half of the held-out documents and judged on the other half, as
-`calibrate` does. No store is created.
+keys at all places. Then the nearest stored keys of every held-out token are found for each place, by
+exhaustive search. k, T and λ are fitted on one half of the held-out documents and evaluated on the other
+half, as `calibrate` does. No store is created.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

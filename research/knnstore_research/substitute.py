@@ -102,7 +102,7 @@ class SubstituteHead:
         return self._columns[tokens.to(self._columns.device)]
 
     def token_log_probs(self, keys: Tensor) -> Tensor:
-        """Compute the log-probability of every token that has rows, by the substitute.
+        """Compute the substitute's log-probability of every token that has rows.
 
         Args:
             keys: query vectors, float32, shape (m, d), on any device.
@@ -117,7 +117,7 @@ class SubstituteHead:
         return log_probs
 
     def log_probs(self, keys: Tensor) -> Tensor:
-        """Compute the log-probability of every token of the vocabulary, by the substitute.
+        """Compute the substitute's log-probability of every token of the vocabulary.
 
         Args:
             keys: query vectors, float32, shape (m, d), on any device.

@@ -249,8 +249,8 @@ def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
 def _get_shown_settings(candidate: "Candidate") -> "KNNSettings":
     """Return settings of a candidate with the values that the table shows.
 
-    These are the settings fitted to all documents, or, if a network chooses the temperature, those of one
-    half. So no network is fitted only for the table.
+    These are the settings that were fitted to all documents. If a network chooses the temperature, the
+    settings of one half of the documents are returned, so that no network is fitted only for the table.
     """
     settings = candidate.by_half[0]
     return settings if settings.chooses_temperature else candidate.settings

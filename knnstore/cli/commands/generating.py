@@ -249,10 +249,10 @@ def explain(
 ) -> None:
     """Show the probability of each token of a text, and its sources in the store.
 
-    Below each token are its nearest neighbors: their share of the retrieved probability, their distance
-    (squared for l2, the negated inner product for ip), their document and position, and the text around
-    them with the retrieved token in brackets. --ngrams also lists places where this token follows the same
-    tokens, with the number of these tokens.
+    Below each token are its nearest neighbors. Each line shows the neighbor's share of the retrieved
+    probability, its distance (squared for l2, the negated inner product for ip), its document and position,
+    and the text around it with the retrieved token in brackets. With --ngrams, the command also lists places
+    in the stored text where this token follows the same previous tokens, and the number of these tokens.
 
     Examples:
       knnstore explain "The harbour was quiet" --neighbors 2

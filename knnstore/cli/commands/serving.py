@@ -221,10 +221,12 @@ def key_add(
 ) -> None:
     """Make an API key for the servers of this store, and print it. It cannot be shown again.
 
-    The right predict allows to generate and score text, read to see documents and the sources of predictions,
-    write to add and remove documents, admin all of these and the metrics. --domain hides all other domains
-    from the key. Running servers accept the key at once. A request beyond --requests or --tokens is refused;
-    the answer says when to try again. Each server counts on its own.
+    The right "predict" is needed to generate and score text, "read" to see documents and the sources of
+    predictions, and "write" to add and remove documents. The right "admin" includes these three, and is
+    needed to see the metrics. --domain hides all other domains from the key.
+
+    Running servers accept the key at once. A request beyond --requests or --tokens is refused; the answer
+    says when to try again. Each server counts on its own.
 
     Examples:
       knnstore key add --right predict --domain letters --expires 90d

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from knnstore.lm import KNNLM, ForwardPass, KNNSettings, Purpose, likelihoods
 from knnstore.server.engine.pairs import PairPrefill, read_sources_together
-from knnstore.server.engine.prompts import Prefill, Remembered, prefill_together
+from knnstore.server.engine.prompts import Prefill, PromptState, prefill_together
 from knnstore.server.engine.rows import Task
 from knnstore.server.engine.tickets import Ticket
 
@@ -227,7 +227,7 @@ class Admission:
         lm: KNNLM,
         settings_of: Callable[[Hashable], KNNSettings],
         receive: Callable[[], object],
-        begin: Callable[[Ticket, int, Remembered], None],
+        begin: Callable[[Ticket, int, PromptState], None],
         fail: Callable[[Ticket, Exception], None],
         admitted: Callable[[], None],
     ) -> None:
@@ -462,14 +462,14 @@ class Admission:
             try:
                 while waiting.prompts and not waiting.prompts[0].prefill.tokens_left:
                     prompt = waiting.prompts[0]
-                    remembered = prompt.prefill.get_state()
+                    prompt_state = prompt.prefill.get_state()
                     while (
                         prompt.started < task.copies
                         and (room > 0 or not task.max_tokens)
                         and not waiting.ticket.is_behind
                     ):
                         self._start_text(
-                            waiting.ticket, prompt.number * task.copies + prompt.started, remembered
+                            waiting.ticket, prompt.number * task.copies + prompt.started, prompt_state
                         )
                         prompt.started += 1
                         room -= bool(task.max_tokens)

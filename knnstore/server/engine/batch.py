@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from knnstore.lm import KNNLM, Drafts, KNNSettings
-from knnstore.server.engine.kv_cache import Memory
-from knnstore.server.engine.prompts import Remembered
+from knnstore.server.engine.kv_cache import BatchCache
+from knnstore.server.engine.prompts import PromptState
 from knnstore.server.engine.rows import Row
 
 
@@ -65,7 +65,7 @@ class Batch:
         self.rows: list[Row] = []
         """The texts, in the order of the batch."""
         self._lm = lm
-        self._memory = Memory()
+        self._kv_cache = BatchCache()
         self._row_drafts: _RowDrafts | None = None
 
     def fits(self, row: Row) -> bool:
@@ -73,15 +73,15 @@ class Batch:
         return True
 
     @torch.inference_mode()
-    def add_row(self, row: Row, remembered: Remembered) -> None:
+    def add_row(self, row: Row, prompt_state: PromptState) -> None:
         """Add a text to the batch, with the KV cache of its tokens.
 
         Args:
             row: the text. Its last token is not in the KV cache yet, because the next step reads it.
-            remembered: the model's state after all tokens of the text except the last one. The state is
+            prompt_state: the model's state after all tokens of the text except the last one. The state is
                 copied.
         """
-        self._memory.add_row(remembered.layers, remembered.text.fork())
+        self._kv_cache.add_row(prompt_state.layers, prompt_state.text.fork())
         self.rows.append(row)
 
     @torch.inference_mode()
@@ -96,7 +96,7 @@ class Batch:
         """
         for row in list(finished):  # a copy: `finished` may be `self.rows`
             index = self.rows.index(row)
-            self._memory.remove_row(index)
+            self._kv_cache.remove_row(index)
             self.rows[index] = self.rows[-1]
             self.rows.pop()
         if not self.rows:
@@ -119,9 +119,9 @@ class Batch:
         draft_tokens = [] if self._row_drafts is None else self._row_drafts.propose_tokens()
         count, device = 1 + len(draft_tokens), self._lm.base.device
         with torch.inference_mode():
-            cache = self._memory.begin_step(count)
-            lengths = torch.tensor(self._memory.lengths, device=device)
-            columns = torch.arange(max(self._memory.lengths) + count, device=device)
+            cache = self._kv_cache.begin_step(count)
+            lengths = torch.tensor(self._kv_cache.lengths, device=device)
+            columns = torch.arange(max(self._kv_cache.lengths) + count, device=device)
             output = self._lm(
                 input_ids=torch.tensor([[row.tokens[-1], *draft_tokens] for row in self.rows], device=device),
                 attention_mask=(columns >= lengths.amax() - lengths[:, None]).long(),
@@ -140,7 +140,7 @@ class Batch:
             taken: number of tokens that were chosen for each text from this step, at least 1. The first
                 `taken` tokens that the step read stay in the KV cache; the later tokens are dropped.
         """
-        self._memory.keep_tokens(taken)
+        self._kv_cache.keep_tokens(taken)
         if self._row_drafts is not None:
             self._row_drafts.drafts.learn(len(step.draft_tokens), taken - 1)
 

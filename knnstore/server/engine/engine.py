@@ -18,7 +18,7 @@ from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.pairs import PairBatch, make_generation_rules
-from knnstore.server.engine.prompts import Remembered, has_attention_only
+from knnstore.server.engine.prompts import PromptState, has_attention_only
 from knnstore.server.engine.rows import Piece, Row, TokenScore, build_prompt_scores, find_end_tokens
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
@@ -355,7 +355,7 @@ class Engine:
         self._remove_rows([row for row in self.rows if self._tickets[row].cancelled])
         self._admission.drop_cancelled()
 
-    def _start_text(self, ticket: Ticket, index: int, remembered: Remembered) -> None:
+    def _start_text(self, ticket: Ticket, index: int, prompt_state: PromptState) -> None:
         """Start a text whose prompt was read: send its first results, and add the text to a batch.
 
         Sends the prompt's scores if they are requested, then chooses and sends the first generated token. If
@@ -365,7 +365,7 @@ class Engine:
         Args:
             ticket: the task with the callback of its client.
             index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
-            remembered: state of the model after the prompt.
+            prompt_state: state of the model after the prompt.
         """
         task = ticket.task
         prompt = task.prompts[index // task.copies]
@@ -374,22 +374,22 @@ class Engine:
             if self._last_scored[:2] != scored_prompt:  # all copies of a prompt share its scores
                 self._last_scored = (
                     *scored_prompt,
-                    build_prompt_scores(prompt, remembered.scores, task.top, self._texts),
+                    build_prompt_scores(prompt, prompt_state.scores, task.top, self._texts),
                 )
             ticket.tell(Piece(index, tokens=self._last_scored[2], is_prompt=True))
         if not task.max_tokens:
             ticket.tell(Piece(index, finish="length"))
             return
-        assert remembered.next is not None
+        assert prompt_state.next is not None
         rules = make_generation_rules(self._lm, prompt, task.max_tokens) if prompt.source else None
         row = Row(task, index, self._texts, self._ends, rules)
         # The prefill has predicted the first token: no step is needed for it.
-        piece = row.choose_token(remembered.next, int(remembered.next.argmax()))
+        piece = row.choose_token(prompt_state.next, int(prompt_state.next.argmax()))
         self._first_tokens += 1
         ticket.tell(piece)
         if piece.finish:
             return
-        self._choose_batch(row).add_row(row, remembered)
+        self._choose_batch(row).add_row(row, prompt_state)
         self._tickets[row] = ticket
 
     def _choose_batch(self, row: Row) -> Batch:

@@ -15,7 +15,7 @@ _FREE_COLUMNS = 64
 """Number of free columns that are added at once. A step may not add more tokens to a text than this."""
 
 
-class Memory:
+class BatchCache:
     """The KV cache of a batch of texts, with the `TextState` of each text.
 
     Row i of the tensors belongs to the i-th text. A `TextState` holds the text's tokens and the vectors that

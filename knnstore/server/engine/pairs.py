@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from knnstore.lm import KNNLM, KNNSettings, Purpose, SourceBatch, TextStateLayer
 from knnstore.server.engine.batch import Batch, Step
-from knnstore.server.engine.prompts import EncodedSource, Prefill, Remembered, extract_layers
+from knnstore.server.engine.prompts import EncodedSource, Prefill, PromptState, extract_layers
 from knnstore.server.engine.rows import Prompt, Row
 
 
@@ -116,11 +116,11 @@ class PairBatch(Batch):
         """Check whether a text has as many tokens as the texts of the batch."""
         return not self.rows or len(row.tokens) == len(self.rows[0].tokens)
 
-    def add_row(self, row: Row, remembered: Remembered) -> None:
+    def add_row(self, row: Row, prompt_state: PromptState) -> None:
         """Add a text to the batch, with the KV cache of its tokens and its source."""
-        assert remembered.source is not None
-        super().add_row(row, remembered)
-        self._sources[row] = remembered.source
+        assert prompt_state.source is not None
+        super().add_row(row, prompt_state)
+        self._sources[row] = prompt_state.source
 
     def remove_rows(self, finished: Sequence[Row]) -> None:
         """Remove texts from the batch."""
@@ -141,7 +141,7 @@ class PairBatch(Batch):
                 decoder_input_ids=torch.tensor(
                     [row.tokens[-1:] for row in self.rows], device=self._lm.base.device
                 ),
-                cache=EncoderDecoderCache(self._memory.begin_step(1), DynamicCache(sources.layers)),
+                cache=EncoderDecoderCache(self._kv_cache.begin_step(1), DynamicCache(sources.layers)),
                 use_cache=True,
                 knn=settings,
             )

@@ -1,6 +1,6 @@
 """Prefill of prompts: the model reads a prompt's tokens and fills the KV cache, before tokens are generated.
 
-`Prefill` reads one prompt, in chunks. `Remembered` is the state of the model after a prefill.
+`Prefill` reads one prompt, in chunks. `PromptState` is the state of the model after a prefill.
 `prefill_together` reads several whole prompts in one forward pass.
 """
 
@@ -44,7 +44,7 @@ class EncodedSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remembered:
+class PromptState:
     """State of the model after a prompt, from which the continuations of the prompt are started."""
 
     layers: Layers
@@ -150,9 +150,9 @@ class Prefill:
         """
         return not (self._read or self.is_scored) and self._is_continued
 
-    def get_state(self) -> Remembered:
+    def get_state(self) -> PromptState:
         """Return the state of the model after the tokens read so far, with the scores of these tokens."""
-        return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next, self._source)
+        return PromptState(self._layers, self._read, self._text, tuple(self.scores), self._next, self._source)
 
 
 def prefill_together(lm: KNNLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]) -> None:
