@@ -1,4 +1,4 @@
-"""The FAISS adapter: files of records, of which large ones are searched with inverted files.
+"""The FAISS adapter: records in files (segments). Large segments are searched with inverted files.
 
 A segment is an immutable set of files with records of one group, which is a numbered set of records such as a
 domain. An inverted file is an index that divides keys into lists of near keys; a search visits some lists.

@@ -1,4 +1,4 @@
-"""The hnswlib adapter: files of records, of which large ones are searched with graphs.
+"""The hnswlib adapter: records in files (segments). Large segments are searched with graphs.
 
 A segment is an immutable set of files with records of one group, which is a numbered set of records such as a
 domain. Row i of a segment is its i-th record. A graph (HNSW) links each key to near keys; equal keys share

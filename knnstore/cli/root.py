@@ -158,7 +158,7 @@ def _root(
     """Give any Hugging Face language model a memory that you can edit.
 
     Make a store for a model with `init`, add documents to a domain with `add`; then `eval`,
-    `generate` and `explain` use them. Nothing is trained, and what is removed is gone.
+    `generate` and `explain` use them. Nothing is trained, and a removed document is gone.
     """
     LOG.reset()
     LOG.apply_options(verbose, log_format)

@@ -96,7 +96,7 @@ class _GenerationPlan:
     score_prompt: bool = False
     """True if the tokens of the prompts get log-probabilities too."""
     ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a text, beside the model's end tokens."""
+    """Ids of tokens that end a text, in addition to the model's end tokens."""
 
 
 def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
@@ -348,7 +348,7 @@ class _Answer:
         self._shape = plan.shape
         self._task = task
         self._quota = quota
-        self._prompt_tokens = sum(prompt.given for prompt in plan.prompts)
+        self._prompt_tokens = sum(prompt.client_tokens for prompt in plan.prompts)
         quota.check_and_spend(self._prompt_tokens)
         self._pieces = serving.submit_task(task)
         self._generated: defaultdict[int, list[int]] = defaultdict(list)

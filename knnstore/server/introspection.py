@@ -384,8 +384,8 @@ def _encode_json(value: object) -> bytes:
 def _describe_settings(settings: KNNSettings) -> dict[str, Any]:
     """Return the retrieval settings in force that a request can change, for the field ``knn`` of an answer.
 
-    A mixer is the rule that chooses λ (the weight of what was retrieved) for each token. `lam` is None if λ
-    is not a fixed number. If a gate (a small network) chooses the weights, `mixer` is "gate"; otherwise it is
+    A mixer is the rule that chooses λ (the weight of retrieval) for each token. `lam` is None if λ is not a
+    fixed number. If a gate (a small network) chooses the weights, `mixer` is "gate"; otherwise it is
     the name of the mixer.
     """
     mixer, gate = settings.mixer, settings.gate

@@ -116,9 +116,9 @@ def _is_zero_for_all_tokens(bias: Any) -> bool:
 
 
 def _make_defaults_test(**defaults: str) -> Callable[[Any], bool]:
-    """Return a function that checks whether a JSON value is an object with only the given fields and values.
+    """Return a function that checks whether a JSON value is an object with defaults only.
 
-    Fields may be missing in the object, but other fields or values make the result False.
+    Fields may be missing in the object. A field or a value that is not in `defaults` makes the result False.
     """
     return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
 
@@ -265,7 +265,7 @@ class Body(BaseModel):
 
 
 class Retrieval(Body):
-    """Field ``knn`` of a request: from which documents it retrieves, and with which settings.
+    """Field ``knn`` of a request: the documents to retrieve from, and the settings of retrieval.
 
     A missing field means the setting that is saved in the store.
     """

@@ -360,15 +360,17 @@ class Serving:
         """
         return self.call_with_tokenizer(lambda tokenizer: self.chat_template.encode(tokenizer, text))
 
-    def add_token_texts(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
+    def add_token_texts(
+        self, prompt: Prompt, text_or_ids: str | Sequence[int], *, is_continued: bool
+    ) -> Prompt:
         """Return a copy of a prompt with the text of each token that the answer shows.
 
         The texts are needed for an answer that repeats the prompt.
 
         Args:
             prompt: the tokenized prompt.
-            given: the prompt as in the request: text, or token ids. If it is text, the texts of its tokens
-                add up to this text.
+            text_or_ids: the prompt as in the request: text, or token ids. If it is text, the texts of the
+                tokens add up to this text.
             is_continued: True if tokens are generated after the prompt. Token ids may end inside a character;
                 then the tokens of this character get their text together with the first generated tokens.
         """
@@ -376,8 +378,8 @@ class Serving:
 
         def split_into_texts(_: Any) -> tuple[list[str], int]:
             """Return the text of each shown token, and the number of last tokens without complete text."""
-            if isinstance(given, str):
-                return split_text(self._token_texts, given, shown), 0
+            if isinstance(text_or_ids, str):
+                return split_text(self._token_texts, text_or_ids, shown), 0
             last = shown[-1]
             is_incomplete = "\ufffd" in self._token_texts.decode([last])
             if not (is_continued and (is_incomplete or self._token_texts.is_fallback_byte(last))):

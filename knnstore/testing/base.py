@@ -106,7 +106,7 @@ def round_to_half(array: NDArray[Any]) -> Keys:
 
 
 def make_records(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
-    """Make n random records like those of a corpus: documents of 50 tokens in four groups.
+    """Make n random records that resemble a corpus: documents of 50 tokens in four groups.
 
     The positions of successive documents have gaps between them. Keys are normally distributed, and exact in
     half precision.

@@ -27,7 +27,7 @@ def fit_one_weight(without: Tensor, only: Tensor) -> float:
 
 
 def mix_log_probs(below: Tensor, above: Tensor, lam: float) -> Tensor:
-    """Mix two distributions with the weights 1 - λ and λ, given and returned as log-probabilities.
+    """Return log((1 - λ) exp(below) + λ exp(above)): the mixture of two distributions.
 
     Args:
         below: log-probabilities with the weight 1 - λ, float32, any shape.

@@ -60,7 +60,7 @@ class Clusters:
         self._members = np.split(order, np.cumsum(np.bincount(self._labels, minlength=count))[:-1])
 
     def around(self, rows: Rows) -> Rows:
-        """Return the row numbers of all records in the clusters of given records, cluster by cluster.
+        """Return the row numbers of all records that share a cluster with a record of `rows`.
 
         The clusters are in the order of `rows`. Whole clusters are left out so that at most `_MOST_MEMBERS`
         rows are returned, but the first cluster is always returned. No rows give no rows.

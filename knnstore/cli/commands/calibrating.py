@@ -286,9 +286,9 @@ def _format_candidates(rows: Sequence[Mapping[str, Any]], is_best_saved: bool, i
 
 
 def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
-    """Print the settings that are saved for exactly these domains, else those saved for the whole store.
+    """Print the settings that are saved for exactly these domains, else the settings of the whole store.
 
-    Prints that nothing is saved, if neither exists.
+    If neither are saved, prints that nothing is saved.
 
     Args:
         home: folder of the store.

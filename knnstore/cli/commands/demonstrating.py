@@ -30,7 +30,8 @@ LIBRARY = "library-docs"
 _MODULES = ("numpy", "numpy.linalg", "numpy.fft", "numpy.random")
 _LIBRARY_DOCUMENTS = 66
 _MIN_CHARACTERS, _MAX_CHARACTERS = 500, 4_000
-"""Length of a document in characters. Shorter documents are left out and longer ones cut, to save time."""
+"""Length of a document in characters. A shorter document is left out, and a longer document is cut, to save
+time."""
 _HELD_OUT_EVERY = 14
 """Every 14th document is held out."""
 _PROMPT = "Returns the sum of the array elements along"

@@ -1,9 +1,9 @@
 """The texts that are decoded together, as one left-padded batch. Each step adds a token to every text.
 
-A text joins after its prefill, with the KV cache of its prompt and its first token. So each text, new or old,
-gives the model one token in a step. Shorter texts are padded on the left and masked there. If the batch has
-only one text, the step also reads draft tokens (guesses of the next tokens; speculative decoding). Each draft
-token that equals the chosen token saves one step.
+A text joins after its prefill, with the KV cache of its prompt and its first generated token. So a step reads
+exactly one token of each text, new or old. Shorter texts are padded on the left and masked there. If the
+batch has only one text, the step also reads draft tokens (guesses of the next tokens; speculative decoding).
+Each draft token that equals the chosen token saves one step.
 """
 
 from collections.abc import Sequence

@@ -414,7 +414,7 @@ class Engine:
         """Return the approximate number of neighbors that a text of a scope retrieves for each new token.
 
         Args:
-            scope: the text's `Task.knn`: which documents it retrieves from, and with which settings.
+            scope: the text's `Task.knn`: the documents to retrieve from, and the settings.
         """
         return count_neighbors(self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION))
 

@@ -23,11 +23,11 @@ from knnstore.server.engine.rows import Prompt, Row
 
 
 class PairPrefill(Prefill):
-    """The prefill of a source and of the tokens with which the decoder begins, always in one forward pass.
+    """The prefill of a source and of the decoder's first tokens, always in one forward pass.
 
     Args:
         lm: the encoder-decoder model, with its store.
-        prompt: the prompt; its tokens are those with which the decoder begins.
+        prompt: the prompt, with the source. `prompt.tokens` are the decoder's first tokens.
     """
 
     is_read_whole = True

@@ -57,8 +57,8 @@ class Prompt:
     which its decoder begins every text, and all of them are hidden. Empty for a causal model."""
 
     @property
-    def given(self) -> int:
-        """Number of tokens that the client has given."""
+    def client_tokens(self) -> int:
+        """Number of tokens that the client sent: without hidden tokens, and for a source, of the source."""
         return len(self.source) or len(self.tokens) - self.hidden
 
 
@@ -94,9 +94,9 @@ class Task:
     prompts: tuple[Prompt, ...]
     """The prompts; at least one."""
     knn: Hashable
-    """Key of the retrieval settings: which documents the task retrieves from, and with which overrides. The
+    """Scope of retrieval: the documents to retrieve from, and the settings that the request overrides. The
     server uses a `Scope` here. The engine only passes this value to its function `settings_of`, which returns
-    the settings; texts with equal values share one search."""
+    the settings. Texts with equal values share one search."""
     max_tokens: int = 16
     """Largest number of tokens to generate for each text; 0 generates nothing."""
     copies: int = 1
@@ -114,7 +114,7 @@ class Task:
     """Constraint of the generated tokens, in its initial state; each text gets a copy. None allows all
     tokens."""
     ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a text, beside the model's end tokens."""
+    """Ids of tokens that end a text, in addition to the model's end tokens."""
 
 
 class TopToken(NamedTuple):
