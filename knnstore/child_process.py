@@ -15,7 +15,7 @@ def run_with_parent(module: str, function: str, *arguments: Any) -> None:
 
     Use this as the target of a `multiprocessing.Process`. A thread ends this process when the parent ends,
     because a parent that is killed cannot end its children. The thread starts before the import, which takes
-    seconds for torch. With a function of the module itself as the target, the import would come first.
+    seconds for torch. (If a function of the module were the target, the import would come first.)
 
     Args:
         module: name of the module.

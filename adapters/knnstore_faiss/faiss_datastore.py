@@ -328,9 +328,8 @@ def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
 def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
     """Train an inverted file on a sample of a segment's keys, add all keys, and write it to a file.
 
-    An inverted file is an index that divides keys into lists of near keys. A search of the index gives the
-    numbers of records in the segment (0 for the first record). These numbers do not change when records are
-    deleted.
+    An inverted file is an index that divides keys into lists of near keys. A search of this index returns row
+    numbers: row i is the i-th record of the segment, also after records were deleted.
 
     Args:
         segment: the segment, which is a set of files with records of one group.

@@ -400,7 +400,8 @@ class GrpcPoints(ServerPoints):
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
-            upload: see `upsert`.
+            upload: name of the upload, which is stored with each record; existing records then stay
+                unchanged. None replaces existing records.
         """
         common = {} if upload is None else {UPLOAD: grpc.Value(string_value=upload)}
         rows = zip(

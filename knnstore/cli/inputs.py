@@ -114,9 +114,10 @@ class Documents:
 
     @property
     def fields(self) -> Fields:
-        """Names of the fields of a row that hold its text, its id and, if the option was given, its source.
+        """Names of the fields of a row that hold its text, its id, and its source.
 
-        Without the option, a model that reads sources takes them from the metadata.
+        Without ``--source-field`` there is no field for the source; a model that reads sources then takes
+        them from the metadata.
 
         Raises:
             ConfigError: text and source have the same field.

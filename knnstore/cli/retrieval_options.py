@@ -250,7 +250,8 @@ class Query:
 class ScoringQuery(Query):
     """Options for retrieval settings of commands that do not sample.
 
-    They also accept ``--temperature``, the older name of ``--knn-temperature``, which is not ambiguous here.
+    They also accept ``--temperature``, the older name of ``--knn-temperature``: without sampling, this name
+    has only one meaning.
     """
 
     temperature: Annotated[
@@ -270,9 +271,11 @@ def print_if_empty(store: "KNNStore", selection: "Selection") -> None:
 def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
     """Return the reason why a selection has no documents, as text for a message.
 
-    With a condition on metadata, the reason is that no document meets the condition; fields of the condition
-    that no document has are named. Otherwise it is that no document has one of the tags, or, without tags,
-    that no document is stored. (A domain without documents does not exist.)
+    The first of these reasons that fits is returned:
+
+    - No document meets the condition on metadata. Fields of the condition that no document has are named.
+    - No document has one of the tags.
+    - No document is stored. (A domain without documents does not exist.)
 
     Args:
         store: the store.
@@ -297,8 +300,8 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
 def _can_retrieve(store: "KNNStore", settings: "KNNSettings") -> bool:
     """Check whether the selected documents have anything that the settings could retrieve.
 
-    Settings that search keys need a record; settings with only n-grams need a token. Settings that use
-    neither give True.
+    Settings that search keys need a record, and settings with only n-grams need a token. For settings that
+    use neither keys nor n-grams, the result is True.
     """
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection) > 0

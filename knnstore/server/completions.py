@@ -590,8 +590,8 @@ def _answer_too_large_error(serving: Serving) -> ApiError:
 def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan, who: Access) -> Task:
     """Return the task of a request for the engine, and fill the caches for its retrieval.
 
-    The caches are filled here because the engine's thread, which all requests share, should not have to do
-    it.
+    The caches are filled here, so that the engine's thread, which all requests share, does not have to fill
+    them.
 
     Args:
         serving: the server's state, with the model.

@@ -91,7 +91,7 @@ class Unsupported:
     def accepts(self, value: Any) -> bool:
         """Check whether a JSON value of the field is neutral, so that it is accepted.
 
-        The booleans differ from the numbers 0 and 1.
+        False and True do not count as equal to 0 and 1.
         """
         if value is None or (_is_empty(value) and not self.is_empty_refused):
             return True
@@ -319,7 +319,7 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        """Return the response format if it has a schema for the type "json_schema", and none for other types.
+        """Check that there is a schema if the type is "json_schema", and none otherwise. Returns this object.
 
         Raises:
             PydanticCustomError: if a schema is missing or superfluous.
@@ -351,7 +351,7 @@ class GenerationRequest(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Return the request if it is consistent.
+        """Check the stop strings and the stream options, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if a stop string in a list is empty, or the usage is requested without a
@@ -472,7 +472,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_number_of_texts(self) -> Self:
-        """Return the request if it does not ask for too many texts.
+        """Check the number of texts, prompts × n, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if `best_of` differs from `n`, or prompts × n are more than `MOST_TEXTS`.
@@ -487,7 +487,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_suffix(self) -> Self:
-        """Return the request if it has no suffix, or a suffix that fits its other fields.
+        """Check that the suffix fits the other fields, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if a request with a suffix has several prompts, has token ids as the prompt,
@@ -534,7 +534,7 @@ class InfillRequest(Body):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Return the request unchanged.
+        """Check that no sources are requested, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if the request asks for sources (stored records that support a token).
@@ -650,9 +650,9 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_fields(cls, given: Any) -> Any:
-        """Return an assistant's message without the fields of `IGNORED_IN_MESSAGE`.
+        """Return a copy of an assistant's message without the fields of `IGNORED_IN_MESSAGE`.
 
-        Other values stay unchanged.
+        Messages of other roles, and values that are not objects, are returned unchanged.
         """
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
@@ -660,7 +660,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        """Return the message if its content, tool calls and reasoning fit its role.
+        """Check that content, tool calls and reasoning fit the role, and return the message unchanged.
 
         Only the role "assistant" may have tool calls and reasoning; every other role needs content.
 
@@ -700,7 +700,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
-        """Return the request unchanged.
+        """Check that `top_logprobs` is set only together with `logprobs`, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if `top_logprobs` is set without `logprobs`.

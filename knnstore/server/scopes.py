@@ -184,7 +184,7 @@ class Scopes:
         return self._cache_settings(key, self._resolve_uncached(scope)) if cached is None else cached
 
     def build_options(self, scope: Hashable) -> RequestOptions:
-        """Return the options that ask another server with the same store, such as vLLM, for a scope.
+        """Convert a scope to request options for another server with the same store, such as vLLM.
 
         Domains of the scope that no longer exist are left out; if none is left, the options switch retrieval
         off.

@@ -184,9 +184,9 @@ def _merge_pairs(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Choose which pairs of records are merged, the nearest pairs first.
 
-    A pair is left out if one of its records was removed by an earlier merge. The result is that of merging
-    one pair after another. In fact all pairs of records that are nearest to each other are merged in one
-    step, because these merges do not depend on each other.
+    A pair is left out if one of its records was removed by an earlier merge. The result is the same as if one
+    pair were merged after another, by ascending distance. For speed, each round merges all pairs whose two
+    records are each other's nearest; these merges do not affect each other.
 
     Args:
         pairs: pairs of records, nearest first, shape (m, 2).

@@ -77,9 +77,9 @@ def evaluate(
 
     The documents should not be in the store. Prints the perplexity of the model alone and of the mixture, by
     token, word and byte. "helped" is the share of tokens to which retrieval gives a higher probability than
-    the model. With a continuous cache or n-grams, it also prints the perplexities with the store, the cache
-    and the n-grams alone. --json has all values: base_ppl, knn_ppl, store_ppl, cache_ppl, ngram_ppl,
-    by_frequency, by_distance and more.
+    the model. With a continuous cache or n-grams, it also prints the perplexity with only the store, with
+    only the cache, and with only the n-grams. --json has all values: base_ppl, knn_ppl, store_ppl, cache_ppl,
+    ngram_ppl, by_frequency, by_distance and more.
 
     Examples:
       knnstore eval held-out.jsonl
@@ -263,6 +263,6 @@ def check_writable(file: Path) -> None:
         raise ConfigError(f"{file} cannot be written: {folder} is not there, or cannot be written")
 
 
-def convert_intervals(found: "Evaluation") -> dict[str, dict[str, float]]:
+def convert_intervals(evaluation: "Evaluation") -> dict[str, dict[str, float]]:
     """Return the confidence intervals of an evaluation as dicts, by name (``base``, ``knn``, ``change``)."""
-    return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}
+    return {name: interval._asdict() for name, interval in evaluation.intervals._asdict().items()}

@@ -45,8 +45,8 @@ class _RowDrafts(NamedTuple):
     def propose_tokens(self) -> list[int]:
         """Return guesses of the text's next tokens (draft tokens), as token ids; empty if there are none.
 
-        The list has at most one token less than the text may still get (`Row.tokens_left`), because the step
-        also predicts the token after the last draft token.
+        The list has at most `Row.tokens_left` - 1 tokens, because the step also predicts the token after the
+        last draft token.
         """
         tokens: list[int] = self.drafts.propose(np.array(self.row.tokens), self.row.tokens_left - 1).tolist()
         return tokens
