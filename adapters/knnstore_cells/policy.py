@@ -72,14 +72,15 @@ class Policy:
         return policy
 
     def coding_for(self, dim: int) -> Coding | None:
-        """Return the rules by which the keys of large groups (sets of records) are compressed to codes.
+        """Return how the keys of large groups (sets of records) are compressed to codes.
 
         Args:
             dim: number of components of a key.
 
         Returns:
-            The kind of codes, and the numbers of records from which keys are compressed. None if no key is
-            compressed: all keys stay in half precision.
+            The kind of codes, and two numbers of records from which a group's keys are compressed: one for
+            when its files are rewritten, and a larger one for when records are added. None if all keys stay
+            in half precision.
         """
         kind = self.codes
         if kind == "auto":

@@ -142,10 +142,10 @@ def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
 
     The result for a key without an earlier equal key is the key's own index.
 
-    Equal keys share one node of a graph. Of 300 equal keys, hnswlib would link each key to 32 others and to
-    nothing else. A search that reaches these keys would not leave them, and a search that starts elsewhere
-    would not find them: with 50 equal keys among 20 000 keys of a language model, recall@64 was 0.83. Text
-    that repeats itself has hundreds of equal keys.
+    Equal keys share one node of a graph. With a node for each key, hnswlib would link each of 300 equal keys
+    to 32 of the others and to nothing else. A search that reaches these keys would not leave them, and a
+    search that starts elsewhere would not find them. With 50 equal keys among 20 000 keys of a language
+    model, recall@64 was 0.83. Text that repeats itself has hundreds of equal keys.
 
     Args:
         keys: float16 or float32, shape (n, dim).

@@ -116,9 +116,10 @@ def _is_zero_for_all_tokens(bias: Any) -> bool:
 
 
 def _make_defaults_test(**defaults: str) -> Callable[[Any], bool]:
-    """Return a function that checks whether a JSON value is an object with defaults only.
+    """Return a function that checks whether a JSON value is an object whose fields all have default values.
 
-    Fields may be missing in the object. A field or a value that is not in `defaults` makes the result False.
+    Fields may be missing in the object. Other fields make the result False. For example, with the default
+    ``type="text"`` the objects ``{}`` and ``{"type": "text"}`` give True.
     """
     return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
 

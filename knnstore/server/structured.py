@@ -37,7 +37,7 @@ _SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 class JsonConstraint:
-    """Constraint that keeps one text JSON of one schema: it forbids tokens that cannot come next.
+    """Constraint for one text: forbids the tokens after which the text could not become JSON of the schema.
 
     Args:
         matcher: llguidance's state of the text. This object takes it over and changes it.
@@ -325,7 +325,7 @@ def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dic
 def _shorten_error(reason: str) -> str:
     """Return the first and the last line of an error, joined in one line.
 
-    The lines between them draw the wrong pattern of a schema.
+    The lines between them show a wrong regular expression of the schema.
     """
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"

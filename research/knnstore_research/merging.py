@@ -80,7 +80,7 @@ def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
 
 
 def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDArray[np.float32]:
-    """Compute the model's log-probability of the token of every stored record of the selected documents.
+    """Compute the model's log-probability of each record's token, for all records of the selected documents.
 
     Args:
         store: the store.

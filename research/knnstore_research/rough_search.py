@@ -51,7 +51,7 @@ class RoughIndex:
         distances to the decoded keys."""
 
     def find_rows(self, queries: Keys, k: int) -> Rows:
-        """Find about the k nearest keys of each query, by the distances to the decoded keys.
+        """Find approximately the k nearest keys of each query, by the distances to the decoded keys.
 
         Args:
             queries: query vectors, float32, shape (q, d).

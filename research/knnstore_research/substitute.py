@@ -79,7 +79,7 @@ _MADE_FOR = ("model_fingerprint", "key", "projection", "dim", "vocab_size")
 
 
 class SubstituteHead:
-    """The trained output layer of a substitute: n weight vectors ("rows") for each token that has any.
+    """The trained output layer of a substitute: n weight vectors ("rows") for each of s tokens.
 
     Args:
         rows: n rows (vectors) of each of s tokens, float32, shape (n, s, d).
@@ -217,7 +217,7 @@ def load_head(
 
 
 def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
-    """Check that no document that a substitute was trained on was removed or replaced.
+    """Raise an error if a training document of the substitute was removed or replaced.
 
     Raises:
         OutdatedWeightsError: a document was removed or replaced.
@@ -231,7 +231,7 @@ def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
 
 
 def _select_made_for(identity: Identity) -> dict[str, Any]:
-    """Return the fields of a store's identity, by name, for which rows of a substitute are trained."""
+    """Return the fields of a store's identity, by name, that must stay equal for the rows to be usable."""
     return {name: getattr(identity, name) for name in _MADE_FOR}
 
 

@@ -97,8 +97,9 @@ def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar
         bar: the progress bar.
 
     Returns:
-        A dict: the perplexities by state and domain, a flag that removing the second domain restored the
-        perplexities exactly, speeds, and a generated continuation with its sources.
+        A dict for `_format_demo`: the perplexities in each state of the store, by domain; ``restored``, True
+        if removing the second domain restored the perplexities exactly; speeds; and a generated continuation
+        with its sources.
     """
     first, second = corpora
     states: list[dict[str, Any]] = []
@@ -108,16 +109,15 @@ def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar
         """Evaluate both domains and record the state. Returns the perplexities with the store by domain."""
         results = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
         if not states:
-            states.append(
-                {"state": "the model alone"} | {name: one.base_ppl for name, one in results.items()}
-            )
-        perplexities = {name: one.knn_ppl for name, one in results.items()}
+            base = {domain: evaluation.base_ppl for domain, evaluation in results.items()}
+            states.append({"state": "the model alone"} | base)
+        perplexities = {domain: evaluation.knn_ppl for domain, evaluation in results.items()}
         states.append({"state": state} | perplexities)
         evaluations.extend(results.values())
         return perplexities
 
     # 1) Store both domains as n-grams, which takes no pass of the model.
-    counted = [ngrams_lm.add(one.stored, domain=one.domain, progress=bar) for one in corpora]
+    counted = [ngrams_lm.add(corpus.stored, domain=corpus.domain, progress=bar) for corpus in corpora]
     measure("with n-grams of both domains", ngrams_lm)
     # 2) Store keys too, of one domain after the other.
     added = [lm.add(first.stored, domain=first.domain, progress=bar)]
@@ -132,16 +132,18 @@ def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar
     # 4) Remove the second domain: the perplexities must be the same as before it.
     lm.store.remove_domain(second.domain)
     after = measure(f"after removing {second.domain}")
+    stored_tokens = sum(addition.tokens for addition in added)
+    scored_tokens = sum(evaluation.tokens for evaluation in evaluations)
+    scoring_seconds = sum(evaluation.tokens / evaluation.tokens_per_s for evaluation in evaluations)
     return {
         "perplexity": states,
         "restored": after == before,
         "probes": lm.knn.probes,
         "temperature": lm.knn.temperature,
-        "ngram_seconds": sum(one.seconds for one in counted),
-        "stored_tokens": sum(one.tokens for one in added),
-        "stored_tokens_per_s": sum(one.tokens for one in added) / sum(one.seconds for one in added),
-        "scored_tokens_per_s": sum(one.tokens for one in evaluations)
-        / sum(one.tokens / one.tokens_per_s for one in evaluations),
+        "ngram_seconds": sum(addition.seconds for addition in counted),
+        "stored_tokens": stored_tokens,
+        "stored_tokens_per_s": stored_tokens / sum(addition.seconds for addition in added),
+        "scored_tokens_per_s": scored_tokens / scoring_seconds,
         "prompt": _PROMPT,
         "continuation_of_the_model_alone": model_continuation,
         "continuation": continuation,

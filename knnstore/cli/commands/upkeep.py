@@ -248,7 +248,7 @@ def move(
 def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Build indexes and reclaim the space of removed records.
 
-    `add` does this by itself. It is useful after many documents were removed.
+    `add` also does this. The command is useful after many documents were removed.
 
     Examples:
       knnstore optimize

@@ -129,7 +129,7 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _WaitingTask:
-    """A task some of whose texts have not been started, with the progress of its prompts."""
+    """A task that still has texts to start, with the progress of its prompts."""
 
     ticket: Ticket
     """The task with the callback of its client."""

@@ -145,7 +145,7 @@ class Batch:
             self._row_drafts.drafts.learn(len(step.draft_tokens), taken - 1)
 
     def _get_row_drafts(self, row: Row, settings: KNNSettings) -> _RowDrafts | None:
-        """Return the draft model of a text: it guesses next tokens. None if the settings use no n-grams.
+        """Return the draft model of a text, which guesses its next tokens; None if no n-grams are used.
 
         The draft model of the previous step is returned again if it belongs to the same text and the store
         has not changed since. Otherwise a new one is made. Without n-grams there is no draft model, because

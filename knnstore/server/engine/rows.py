@@ -58,7 +58,7 @@ class Prompt:
 
     @property
     def client_tokens(self) -> int:
-        """Number of tokens that the client sent: without hidden tokens, and for a source, of the source."""
+        """Number of tokens that the client sent: of the source, or of the prompt without hidden tokens."""
         return len(self.source) or len(self.tokens) - self.hidden
 
 
@@ -343,7 +343,7 @@ class Row:
 
 
 def _cut_score(score: TokenScore, length: int) -> TokenScore:
-    """Return a token's score whose text is cut at the end of the whole text.
+    """Return a copy of a token's score, without the characters after the end of the whole text.
 
     Args:
         score: the score of the token.
