@@ -456,7 +456,7 @@ class InvertedIndex:
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Neighbors:
-        """Find the k nearest records of each query in the lists of the inverted file that are nearest to it.
+        """Find the k nearest records of each query in the nearest lists of the inverted file.
 
         The index chooses the nearest candidates by its own distances. Then the exact distances of the
         candidates are computed, and the k nearest candidates are returned.

@@ -72,7 +72,9 @@ def measure_size_curve(
 
 
 def _choose_parts(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
-    """Choose growing parts of the selected documents: each contains the former one and is about twice as large.
+    """Choose growing parts of the selected documents; each part contains the part before.
+
+    Each part has about twice as many tokens as the part before.
 
     Returns:
         The selection and the number of documents of each part, from a 64th of the tokens to all; empty if no

@@ -587,7 +587,7 @@ class _Judge:
         self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
 
     def loss(self, head: SubstituteHead) -> float:
-        """Return the mean negative log-probability, by the rows, of the held-out tokens that have rows."""
+        """Return the mean of -log p of the held-out tokens that have rows, where p is the substitute's."""
         found = head.gold_log_probs(self.keys, self.gold)
         return float(-found[found.isfinite()].double().mean())
 
