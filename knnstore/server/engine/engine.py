@@ -430,9 +430,9 @@ class Engine:
         text several tokens at once. Calls `observe` at the end.
 
         If the forward pass fails, no text gets a token. Each scope (`Task.knn`: the documents and settings of
-        retrieval) is tested alone, to find the scope whose retrieval is broken: see `_scope_fails`. The texts
-        of the failing scopes get the error and leave the batch, or all texts if no scope fails alone. The
-        remaining texts are tried again in the next step.
+        retrieval) is then tested alone, to find out whose retrieval is broken: see `_scope_fails`. The texts
+        of each failing scope get the error and leave the batch; the other texts are tried again in the next
+        step. If no scope fails alone, all texts get the error and leave.
         """
         started = time.perf_counter()
         rows = batch.rows
