@@ -105,7 +105,9 @@ class Scopes:
         )
 
     def name_visible(self, access: Access) -> str:
-        """Return the model's name with all domains that a client may see; reads the store.
+        """Return the model's name with all domains that a client may see, such as ``MODEL+DOMAIN+DOMAIN``.
+
+        Reads the names of the domains from the store.
 
         Args:
             access: the permissions of the client.
