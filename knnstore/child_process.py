@@ -11,11 +11,11 @@ from typing import Any
 
 
 def run_with_parent(module: str, function: str, *arguments: Any) -> None:
-    """Import a module in this child process, and call a function of it; end this process with its parent.
+    """Import a module in this child process, and call one of its functions; end together with the parent.
 
-    The parent is watched from before the import, which takes seconds for torch. This is the target of a
-    `multiprocessing.Process`: with a function of the module itself as the target, the process would import
-    the module first. A parent that is killed cannot end its children.
+    Use this as the target of a `multiprocessing.Process`. A thread ends this process when the parent ends,
+    because a parent that is killed cannot end its children. The thread starts before the import, which takes
+    seconds for torch. (If a function of the module were the target, the import would come first.)
 
     Args:
         module: name of the module.

@@ -95,7 +95,7 @@ class DatastoreNotFoundError(DatastoreError, FileNotFoundError):
 
 
 class NotOwnerError(DatastoreError):
-    """The keys belong to another store, or to the store of which this store is a copy."""
+    """The keys belong to another store, for example to the original of this store, which is a copy."""
 
 
 class RecordNotFoundError(DatastoreError, LookupError):
@@ -190,4 +190,4 @@ class ModelOutputError(KnnstoreError, ArithmeticError):
 
 
 class FingerprintMismatchError(KnnstoreError):
-    """The model, tokenizer or key location differs from those for which the store was created."""
+    """The model, tokenizer or key location is not the one that the store was created for."""

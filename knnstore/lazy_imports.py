@@ -8,8 +8,8 @@ find them. At run time `attach_lazy_imports` reads the same lines and imports a 
     else:
         __getattr__, __dir__ = attach_lazy_imports(__name__)
 
-So a module that needs one name of a package does not load the modules of the others: the arithmetic of the
-mixture needs `Selection` of `knnstore.store`, and loads no SQL.
+So a module that needs one name of a package loads only the module of this name. For example, the arithmetic
+of the mixture imports `Selection` from `knnstore.store`, and this loads no SQL.
 """
 
 import ast

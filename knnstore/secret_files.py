@@ -60,7 +60,7 @@ def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str 
 
 
 def find_secret_variable(name: str, environment: Mapping[str, str]) -> str | None:
-    """Return which variable gives a secret, NAME or NAME_FILE; None if neither is set.
+    """Return the name of the variable that gives a secret, NAME or NAME_FILE; None if neither is set.
 
     A variable with an empty value counts as not set. No file is read.
 

@@ -70,10 +70,10 @@ def _iterate_limits() -> Iterator[float]:
 
 
 def _iterate_groups() -> Iterator[Path]:
-    """Yield the folders of the control groups of this process that may limit CPU time, and of their parents.
+    """Yield the folders of this process's control groups that may limit CPU time, and their parent folders.
 
-    In a container the path that the system names may be the path outside of it. So the folder at the top is
-    always yielded; it is the container's own.
+    The last parent is always the folder at the top. In a container this is the folder of the container, and
+    the other folders may not exist, because the system can name their path outside of the container.
     """
     try:
         lines = _MEMBERSHIP.read_text(errors="replace").splitlines()

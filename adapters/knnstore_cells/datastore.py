@@ -224,7 +224,7 @@ class CellsDatastore(EmbeddedDatastore):
         """Rewrite all files that contain deleted or replaced records, without these records.
 
         The other records stay in their cells (clusters of near keys). If a cell has no record left, its
-        center is replaced by the center of another cell, because it may be the key of a deleted record.
+        center is replaced by the center of another cell: the old center can be a copy of a deleted key.
         """
         with self._remember_cells() as former:
             for group, arranged in former.items():

@@ -51,9 +51,9 @@ class SegmentCells:
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
     def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Return for each of several cells (clusters of near keys) the numbers of its rows, ascending, int64.
+        """Return the row numbers of several cells (clusters of near keys): one array for each cell.
 
-        Rows of deleted records are included.
+        The row numbers of a cell are ascending, int64, and include the rows of deleted records.
 
         Args:
             cells: numbers of the cells, without duplicates.

@@ -178,10 +178,10 @@ def _move_centers(keys: Tensor, centers: Tensor, generator: torch.Generator) -> 
 
 
 def _count_parts(cells: int) -> int:
-    """Return the number of parts into which cells are divided, a power of two near the root of their number.
+    """Return into how many parts cells are divided: a power of two near the square root of `cells`.
 
     Args:
-        cells: number of cells (clusters of near keys).
+        cells: number of cells (clusters of near keys), >= 1.
     """
     return 1 << (cells.bit_length() // 2)
 

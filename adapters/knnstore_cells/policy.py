@@ -33,8 +33,8 @@ class Policy:
         memory: MiB of keys that stay in memory between searches, decoded keys and codes together.
         codes: how the keys of a large group are stored: ``none`` for half precision; ``int8``, ``pq32``,
             ``pq64`` and so on for codes (compressed keys); ``auto`` chooses by the number of components.
-        coded_from: number of records from which a group is large; 0 takes the number of keys to which a codec
-            is fitted.
+        coded_from: smallest number of records of a large group; 0 means the number of keys that a codec (the
+            compressor) is fitted to.
         device: torch device in whose memory all keys are kept for searches, in their stored form. ``none``
             reads keys from their files when needed, for the CPU; ``auto`` uses a GPU if one has enough free
             memory, else ``none``.
@@ -72,14 +72,15 @@ class Policy:
         return policy
 
     def coding_for(self, dim: int) -> Coding | None:
-        """Return the rules by which the keys of large groups (sets of records) are compressed to codes.
+        """Return how the keys of large groups (sets of records) are compressed to codes.
 
         Args:
             dim: number of components of a key.
 
         Returns:
-            The kind of codes, and the numbers of records from which keys are compressed. None if no key is
-            compressed: all keys stay in half precision.
+            The kind of codes, and two numbers of records from which a group's keys are compressed: one for
+            when its files are rewritten, and a larger one for when records are added. None if all keys stay
+            in half precision.
         """
         kind = self.codes
         if kind == "auto":

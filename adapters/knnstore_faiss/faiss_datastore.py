@@ -1,4 +1,4 @@
-"""The FAISS adapter: files of records, of which large ones are searched with inverted files.
+"""The FAISS adapter: records in files (segments). Large segments are searched with inverted files.
 
 A segment is an immutable set of files with records of one group, which is a numbered set of records such as a
 domain. An inverted file is an index that divides keys into lists of near keys; a search visits some lists.
@@ -79,7 +79,7 @@ has 4-bit product codes."""
 _CODES_PER_NEIGHBOR = 8
 """Number of records to visit for each of the k neighbors."""
 _MIN_PROBES = 8
-"""Number of lists that are visited in addition to the lists for these records."""
+"""Number of lists that a search visits in addition to the lists that have 8 · k records on average."""
 _SMALLEST_INDEXED = 1 << 13
 """Number of records from which a segment of a large group has an index."""
 _RERANKED = 6
@@ -95,7 +95,8 @@ _LITTLE_SPACE = 1 << 20
 _FEW_ROWS = 4096
 """Largest number of matching records that are all compared with a query, without the index."""
 _TABLES = 1 << 31
-"""Largest size in bytes of the tables that FAISS computes for a product quantizer, besides its file."""
+"""Largest size in bytes of the tables that FAISS computes for a product quantizer when it loads an index. The
+tables are not in the index file."""
 
 _REMOVED = {"exact_distances": True, "neighbors": "auto"}
 """Default values of parameters of earlier versions, by name. Old stores may have them; they are ignored."""
@@ -162,8 +163,9 @@ class Policy:
     def choose_factory(self, rows: int, group_rows: int, dim: int) -> str | None:
         """Choose the index of a segment (a set of files with records of one group).
 
-        In a large group, also segments of 8,192 records have indexes. Such a segment has few of the neighbors
-        of a query, so a search with an index compares the query with few of its records.
+        In a large group, segments of at least `_SMALLEST_INDEXED` records have an index. A small segment of a
+        large group has only few of a query's neighbors, so comparing the query with all of its records would
+        be wasteful.
 
         Args:
             rows: number of records of the segment, deleted records included.
@@ -273,9 +275,11 @@ faiss.cvar.distance_compute_blas_threshold = 1
 def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
     """Find the k nearest rows of a matrix of keys for each query exactly, on all CPU cores.
 
+    The same vector, such as the mean key, may have been subtracted from queries and keys.
+
     Args:
-        queries: query vectors, from which the mean key may be subtracted, float32, shape (q, dim).
-        keys: keys, from which the same vector is subtracted, float32, shape (n, dim).
+        queries: query vectors, float32, shape (q, dim).
+        keys: keys, float32, shape (n, dim).
         k: number of rows to find for each query, >= 1.
         metric: metric of the distances.
         norms: squared norm of each key, shape (n,).
@@ -324,9 +328,8 @@ def _convert_hits(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
 def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
     """Train an inverted file on a sample of a segment's keys, add all keys, and write it to a file.
 
-    An inverted file is an index that divides keys into lists of near keys. A search of the index gives the
-    numbers of records in the segment (0 for the first record). These numbers do not change when records are
-    deleted.
+    An inverted file is an index that divides keys into lists of near keys. A search of this index returns row
+    numbers: row i is the i-th record of the segment, also after records were deleted.
 
     Args:
         segment: the segment, which is a set of files with records of one group.
@@ -453,7 +456,7 @@ class InvertedIndex:
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Neighbors:
-        """Find the k nearest records of each query in the lists of the inverted file that are nearest to it.
+        """Find the k nearest records of each query in the nearest lists of the inverted file.
 
         The index chooses the nearest candidates by its own distances. Then the exact distances of the
         candidates are computed, and the k nearest candidates are returned.

@@ -1,4 +1,4 @@
-"""The hnswlib adapter: files of records, of which large ones are searched with graphs.
+"""The hnswlib adapter: records in files (segments). Large segments are searched with graphs.
 
 A segment is an immutable set of files with records of one group, which is a numbered set of records such as a
 domain. Row i of a segment is its i-th record. A graph (HNSW) links each key to near keys; equal keys share
@@ -55,14 +55,15 @@ _SMALL_SHARE = 8
 _ROWS_AT_ONCE = 1 << 16
 """Number of keys that are converted in one step."""
 _ROWS_PER_CANDIDATE = 160
-"""Number of keys that exact search compares with a query in the time that a graph search takes for one
-candidate (measured)."""
+"""Measured time of a graph search for one candidate: as long as comparing a query with this number of
+keys."""
 _QUERIES_PER_READING = 14
-"""Number of queries that are compared with keys in the time that reading the keys takes (measured)."""
+"""Measured time of reading a key from its file: as long as comparing the key with this number of queries."""
 _OVER_FETCHED = 1.05
-"""With a filter, this many times the nodes are fetched that have k matching records on average."""
+"""With a filter, the number of fetched nodes is this factor times the number of nodes that have k matching
+records on average, plus `_MIN_OVER_FETCHED`."""
 _MIN_OVER_FETCHED = 32
-"""With a filter, number of nodes that are fetched in addition."""
+"""Number of nodes that a search with a filter fetches in addition; see `_OVER_FETCHED`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,10 @@ def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
 
     The result for a key without an earlier equal key is the key's own index.
 
-    Equal keys share one node of a graph. Of 300 equal keys, hnswlib would link each key to 32 others and to
-    nothing else. A search that reaches these keys would not leave them, and a search that starts elsewhere
-    would not find them: with 50 equal keys among 20 000 keys of a language model, recall@64 was 0.83. Text
-    that repeats itself has hundreds of equal keys.
+    Equal keys share one node of a graph. With a node for each key, hnswlib would link each of 300 equal keys
+    to 32 of the others and to nothing else. A search that reaches these keys would not leave them, and a
+    search that starts elsewhere would not find them. With 50 equal keys among 20 000 keys of a language
+    model, recall@64 was 0.83. Text that repeats itself has hundreds of equal keys.
 
     Args:
         keys: float16 or float32, shape (n, dim).
@@ -219,9 +220,9 @@ class Members:
     def _expand_nodes(
         self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
     ) -> Neighbors:
-        """Convert the nodes that a graph search has found to the k nearest rows of the segment.
+        """Replace each found node by its allowed rows, and return the first k rows of each query.
 
-        A node may have no allowed row, one row or several rows.
+        This is the slow path of `nearest`, for nodes that have no allowed row or several rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).

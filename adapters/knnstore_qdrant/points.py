@@ -41,7 +41,7 @@ _LARGEST = 65504.0
 _PROBE_SECONDS = 2.0
 """Largest time in seconds to find out whether the server answers over gRPC."""
 _NEVER = models.Filter(must=[models.FieldCondition(key=POSITION, range=models.Range(lt=0))])
-"""A filter that no point matches. As the condition for updating points, it lets a request insert only."""
+"""A filter that no point matches. A request with this update filter inserts new points and updates none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ def condition_from_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -
 def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]) -> Condition:
     """Convert ranges of record ids to a condition with ranges of positions and single ids.
 
-    A record id encodes a position (the number of a token in the store) and a token. Positions of which a
-    range contains all record ids become ranges of positions. At its ends, a range may contain only some
-    record ids of a position. If there are at most 10,000 of these ids, the condition lists them. Otherwise
-    `read_ids` reads which of these ids exist, and the condition lists the existing ids.
+    A record id encodes a position (the number of a token in the store) and a token. If a range contains all
+    ids of a position, the condition has the position. At its two ends, a range may contain only some ids of a
+    position; the condition lists these ids. If they are more than `_LISTED_IDS`, the condition lists only
+    those of stored points, which `read_ids` reads.
 
     Args:
         ranges: the ranges; no ranges give a condition that selects nothing.
@@ -174,8 +174,8 @@ class ServerPoints:
     exact_keys: bool
     """True if vectors are stored as float32; False if they are stored as float16."""
     takes_uploads: bool
-    """True if the server can insert points without replacing others: from version 1.16 on, which is also the
-    first one that keeps metadata of collections."""
+    """True if the server can insert points without replacing existing points (version 1.16 or later).
+    Recognized by `Collection.mark`, because metadata of collections exist since the same version."""
 
     def __init__(self, collection: Collection, dim: int, metric: Metric) -> None:
         self._collection, self._dim, self._metric = collection, dim, metric
@@ -189,12 +189,11 @@ class ServerPoints:
     def upsert(self, ids: Ids, keys: Keys, groups: Groups, upload: str | None = None) -> None:
         """Add records to the collection; a new record replaces an older record with the same id.
 
-        With `upload`, an older record with the same id stays, and the server's indexing is not postponed:
-        nobody knows when the uploads end, and the store is searched meanwhile.
+        With `upload`, an older record with the same id stays. The server's indexing is not postponed then,
+        because it is not known which upload is the last, and the store is searched between uploads.
 
-        The records are divided among requests, several of which are sent at the same time. If a request
-        fails, no further request is sent, and the error is raised when the running requests have ended. In
-        this case some of the records may be stored.
+        Several requests are sent at the same time. If a request fails, no further request is sent. The error
+        is raised when the running requests have ended; some of the records may be stored then.
 
         Args:
             ids: record ids, int64, shape (n,).
@@ -234,7 +233,8 @@ class ServerPoints:
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
-            upload: see `upsert`.
+            upload: name of the upload, which is stored with each record; existing records then stay
+                unchanged. None replaces existing records.
         """
         common = {} if upload is None else {UPLOAD: upload}
         batch = models.Batch(
@@ -400,7 +400,8 @@ class GrpcPoints(ServerPoints):
             ids: record ids, int64, shape (n,).
             keys: vectors, float32, shape (n, dim).
             groups: group number of each record, int32, shape (n,).
-            upload: see `upsert`.
+            upload: name of the upload, which is stored with each record; existing records then stay
+                unchanged. None replaces existing records.
         """
         common = {} if upload is None else {UPLOAD: grpc.Value(string_value=upload)}
         rows = zip(

@@ -259,10 +259,10 @@ class QdrantDatastore:
         return self._points.takes_uploads
 
     def upload(self, ids: Ids, keys: Keys, groups: Groups, name: str) -> None:
-        """Store those records whose ids have no record yet, and in their payload the name of the upload.
+        """Store the records whose ids are new; a record that exists already stays unchanged.
 
-        A record that exists stays as it is. The change is durable when the call returns. After an error, some
-        of the records may be stored. The same call can then be repeated.
+        The name of the upload is saved with each new record. The change is durable when the call returns.
+        After an error, some of the records may be stored; the same call can then be repeated.
 
         Args:
             ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
@@ -416,8 +416,9 @@ class QdrantDatastore:
     def _search_batch(points: ServerPoints, queries: Keys, k: int, condition: Condition | None) -> Neighbors:
         """Find the k nearest points (stored vectors) of each query.
 
-        The server searches its graph. If this finds fewer than k neighbors of a query, the query is compared
-        with all points that may be found. With the parameter `exact`, all queries are.
+        The server searches its graph. If this finds fewer than k neighbors of a query, this query is compared
+        with all points that may be found. With the parameter `exact`, every query is compared with all
+        points.
 
         Args:
             points: the object that calls the server.

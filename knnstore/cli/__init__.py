@@ -15,7 +15,7 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Run the command that the arguments of the process name, and exit with its status."""
+    """Run the command line with the arguments of this process, and exit with the status of the command."""
     exit_on_interrupt()
     configure_threads()
     from knnstore.cli.root import run  # slow, so `exit_on_interrupt` handles Ctrl-C before

@@ -30,13 +30,15 @@ def build_fit_row(
     return {**search_settings, "lambda": lam, **held_out._asdict(), **ratios}
 
 
-def format_fits_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def format_fits_table(rows: Sequence[Mapping[str, Any]], first_columns: Sequence[str]) -> str:
     """Format rows of `build_fit_row` as a table.
 
     Args:
-        rows: the rows, each with further columns that identify the row.
-        names: the names of these further columns, which come first in the table.
+        rows: results of `build_fit_row`, to which the caller has added the values of `first_columns`.
+        first_columns: names of the columns that identify a row, such as "mixer". They come first in the
+            table.
     """
     formatted = [{**row, "T": row["temperature"], "ratio": f"{row['ratio']:.3f}"} for row in rows]
     reach_column = "probes" if any(row["probes"] for row in rows) else "k"
-    return format_table(formatted, [*names, reach_column, "T", "lambda", "ppl", "low", "high", "ratio"])
+    columns = [*first_columns, reach_column, "T", "lambda", "ppl", "low", "high", "ratio"]
+    return format_table(formatted, columns)

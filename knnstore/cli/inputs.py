@@ -114,9 +114,10 @@ class Documents:
 
     @property
     def fields(self) -> Fields:
-        """Names of the fields of a row that hold its text, its id and, if the option was given, its source.
+        """Names of the fields of a row that hold its text, its id, and its source.
 
-        Without the option, a model that reads sources takes them from the metadata.
+        Without ``--source-field`` there is no field for the source; a model that reads sources then takes
+        them from the metadata.
 
         Raises:
             ConfigError: text and source have the same field.
@@ -135,13 +136,16 @@ class Documents:
             check_paths(self.files, self.fields, self.encoding)
 
     def expect_pairs(self, *, is_paired: bool) -> None:
-        """Read rows as the model reads documents: as pairs with a source, or without.
+        """Choose whether rows are read as pairs of source and text, as an encoder-decoder model needs them.
+
+        Call it before `read_documents`. For pairs, the source field gets its default name if
+        ``--source-field`` was not given.
 
         Args:
             is_paired: True for an encoder-decoder model.
 
         Raises:
-            ConfigError: an option does not fit the model.
+            ConfigError: if ``--source-field`` was given and the model reads no pairs.
         """
         if not is_paired and self.source_field is not None:
             raise ConfigError("--source-field is for encoder-decoder models: leave it out")
@@ -175,9 +179,10 @@ class Documents:
         )
 
     def make_skip_function(self, bar: Bar) -> OnBad:
-        """Return a function that takes the error of an unusable document, and counts or raises the error.
+        """Return the callback for unusable documents: it takes the error, and counts or raises it.
 
-        The error is counted with ``--skip-bad``, or if the document is a file in a folder; else it is raised.
+        The error is counted with ``--skip-bad``, or if the document is a file in a folder. Otherwise it is
+        raised.
 
         Args:
             bar: the progress bar, above which skipped documents are printed.
@@ -314,22 +319,24 @@ class SyncDocuments(Documents):
             self.tree = GitTree(self.git, "HEAD" if self.ref is None else self.ref, self.only or ())
 
     def expect_pairs(self, *, is_paired: bool) -> None:
-        """Read rows as the store has documents: as pairs with a source, or without.
+        """Choose whether rows are read as pairs of source and text, as the store of the domain has them.
 
         Args:
             is_paired: True if the store has pairs for an encoder-decoder model.
 
         Raises:
-            ConfigError: an option does not fit the store.
+            ConfigError: if ``--git`` was given and the store has pairs, or ``--source-field`` was given and
+                the store has no pairs.
         """
         if is_paired and self.git is not None:
             raise ConfigError("--git is for causal models, and the store has pairs")
         super().expect_pairs(is_paired=is_paired)
 
     def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:
-        """Return the ids of documents that need not be read, because the stored content is the commit's.
+        """Return the ids of the files that are stored already, with the content that they have in the commit.
 
-        Always empty without ``--git``.
+        These files need not be read. A file also needs the given tags and the same metadata, which contain
+        the hash of its content. Always empty without ``--git``.
 
         Args:
             store: the store, to compare with.
@@ -367,10 +374,10 @@ class SyncDocuments(Documents):
         return self.tree.read_documents(names, encoding=self.encoding, on_bad=self.make_skip_function(bar))
 
     def make_skip_function(self, bar: Bar) -> OnBad:
-        """Return a function that counts an unusable document, as `Documents.make_skip_function` does.
+        """Return the callback for unusable documents, as `Documents.make_skip_function` does.
 
-        With ``--git`` an unusable file is no document of the domain, and a stored version of it is removed:
-        the commit says what the file contains.
+        With ``--git``, an unusable file is not protected from removal: `skipped_ids` stays empty, so `sync`
+        removes a stored version of the file, because the commit no longer has this content.
         """
         count_skipped = super().make_skip_function(bar)
 

@@ -73,10 +73,10 @@ def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
 
 
 def escape_controls(text: str) -> str:
-    r"""Replace characters that control a terminal or are invisible by Python escapes, such as ``\x1b``.
+    r"""Replace each character that is invisible or controls a terminal with a Python escape such as ``\x1b``.
 
-    Characters that change the direction of text, and halves of surrogate pairs, are replaced too. Tabs and
-    ``\n`` stay. All other line breaks, such as ``\r``, are replaced.
+    Characters that change the direction of text, halves of surrogate pairs, and line breaks such as ``\r``
+    are replaced too. Tabs and ``\n`` stay.
     """
     return _TERMINAL_CONTROLS.sub(lambda char: repr(char[0])[1:-1], text)
 
@@ -87,9 +87,9 @@ def get_fields(value: Any) -> dict[str, Any]:
 
 
 def convert_to_dict(result: Any) -> dict[str, Any]:
-    """Convert a dataclass instance to a dict, nested dataclasses too, with ``lam`` as ``lambda``.
+    """Convert a dataclass instance, with its nested dataclasses, to a dict.
 
-    The names of nested fields stay as they are.
+    The field ``lam`` is renamed to ``lambda``, but not in nested dataclasses.
     """
     return {"lambda" if name == "lam" else name: value for name, value in asdict(result).items()}
 
@@ -97,9 +97,8 @@ def convert_to_dict(result: Any) -> dict[str, Any]:
 def format_json_lines(values: Mapping[str, Any]) -> str:
     """Format a mapping as a JSON object, with one line for each field.
 
-    A field that is a list of objects gets one line for each object.
-
-    Floats in such lists are rounded to six significant digits, so that the lines stay readable.
+    A list of objects gets one line for each object. Floats in these objects are rounded to six significant
+    digits, so that the lines stay readable.
     """
     lines = []
     for name, value in values.items():
@@ -121,8 +120,8 @@ def _round_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _format_json(value: Any) -> str:
     """Return a value as one line of JSON, with terminal controls escaped and unknown types as text."""
-    written = json.dumps(_replace_unprintable(value), ensure_ascii=False, allow_nan=False, default=str)
-    return _TERMINAL_CONTROLS.sub(lambda char: json.dumps(char[0])[1:-1], written)
+    text = json.dumps(_replace_unprintable(value), ensure_ascii=False, allow_nan=False, default=str)
+    return _TERMINAL_CONTROLS.sub(lambda char: json.dumps(char[0])[1:-1], text)
 
 
 def _replace_unprintable(value: Any, depth: int = 0) -> Any:

@@ -145,7 +145,7 @@ class Query:
             )
         if None in (self.k, self.temperature, self.lam):
             self._print_calibration(store, settings)
-        if not _count_retrievable(store, settings):
+        if not _can_retrieve(store, settings):
             why = explain_empty_selection(store, settings.selection)
             alone = "" if settings.cache else ", the model is alone"
             print_message(f"warning: nothing is retrieved{alone}: {why}")
@@ -250,7 +250,8 @@ class Query:
 class ScoringQuery(Query):
     """Options for retrieval settings of commands that do not sample.
 
-    They also accept ``--temperature``, the older name of ``--knn-temperature``, which is not ambiguous here.
+    They also accept ``--temperature``, the older name of ``--knn-temperature``: without sampling, this name
+    has only one meaning.
     """
 
     temperature: Annotated[
@@ -270,9 +271,11 @@ def print_if_empty(store: "KNNStore", selection: "Selection") -> None:
 def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
     """Return the reason why a selection has no documents, as text for a message.
 
-    With a condition on metadata, the reason is that no document meets the condition; fields of the condition
-    that no document has are named. Otherwise it is that no document has one of the tags, or, without tags,
-    that no document is stored. (A domain without documents does not exist.)
+    The first of these reasons that fits is returned:
+
+    - No document meets the condition on metadata. Fields of the condition that no document has are named.
+    - No document has one of the tags.
+    - No document is stored. (A domain without documents does not exist.)
 
     Args:
         store: the store.
@@ -294,13 +297,12 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
     return f"no document selected has the tag {tags}" if tags else "no document is stored"
 
 
-def _count_retrievable(store: "KNNStore", settings: "KNNSettings") -> int:
-    """Return a number that is 0 if the selection has nothing for the settings to retrieve.
+def _can_retrieve(store: "KNNStore", settings: "KNNSettings") -> bool:
+    """Check whether the selected documents have anything that the settings could retrieve.
 
-    Returns:
-        The number of selected records if the settings search keys and the store has keys. Otherwise the
-        number of tokens of the selected documents if the settings use n-grams. In all other cases 1.
+    Settings that search keys need a record, and settings with only n-grams need a token. For settings that
+    use neither keys nor n-grams, the result is True.
     """
     if settings.retrieves and not store.is_keyless:
-        return store.record_count(settings.selection)
-    return sum(store.lengths(settings.selection).values()) if settings.ngrams else 1
+        return store.record_count(settings.selection) > 0
+    return not settings.ngrams or any(store.lengths(settings.selection).values())

@@ -95,7 +95,9 @@ def _expand_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
     """
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {
-        name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)
+        name: parameter.annotation
+        for name, parameter in parameters.items()
+        if is_dataclass(parameter.annotation)
     }
     options = {name: inspect.signature(group).parameters for name, group in groups.items()}
     flat_options = [
@@ -105,6 +107,7 @@ def _expand_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def run_command(verbose: bool, log_format: Form | None, **values: Any) -> None:
+        """Apply the message options, build the dataclass instances, and call the command."""
         LOG.apply_options(verbose, log_format)
         for name, group in groups.items():
             values[name] = group(**{option: values.pop(option) for option in options[name]})
@@ -155,7 +158,7 @@ def _root(
     """Give any Hugging Face language model a memory that you can edit.
 
     Make a store for a model with `init`, add documents to a domain with `add`; then `eval`,
-    `generate` and `explain` use them. Nothing is trained, and what is removed is gone.
+    `generate` and `explain` use them. Nothing is trained, and a removed document is gone.
     """
     LOG.reset()
     LOG.apply_options(verbose, log_format)

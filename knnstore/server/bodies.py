@@ -38,7 +38,7 @@ class BodyRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the coroutine function that answers a request of this route.
 
-        If the body's type is not a pydantic model, or the route has no body, it is FastAPI's own function.
+        If the route has no body, or the body's type is not a pydantic model, this is FastAPI's own function.
         """
         handler = super().get_route_handler()
         model = None if self.body_field is None else self.body_field.field_info.annotation

@@ -132,9 +132,9 @@ class ChatTemplate:
         if isinstance(value, str):
             return _import_marking_module().mark_control_tokens(value, self._control_tokens)
         if isinstance(value, dict):
-            return {self._mark_strings(name): self._mark_strings(one) for name, one in value.items()}
+            return {self._mark_strings(name): self._mark_strings(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [self._mark_strings(one) for one in value]
+            return [self._mark_strings(item) for item in value]
         return value
 
     def _send_and_receive(self, line: str) -> dict[str, Any] | None:

@@ -43,9 +43,9 @@ _EVENT_TOKENS = 128
 """Largest number of tokens whose scores one event of a stream contains."""
 _MAX_TOKENS = 16
 """Default of `max_tokens` for a completion, as in OpenAI's protocol."""
-_TIMES_SOURCE, _MORE = 2, 20
-"""Default of `max_tokens` for an encoder-decoder model: this many times the tokens of the longest source, and
-this many tokens more, as `translate` has it."""
+_TOKENS_PER_SOURCE_TOKEN, _EXTRA_TOKENS = 2, 20
+"""Default of `max_tokens` for an encoder-decoder model: 2 tokens for each token of the longest source, plus
+20 tokens. The command `translate` has the same default."""
 
 
 def declare_completions(routes: Endpoints, serving: Serving) -> None:
@@ -96,7 +96,7 @@ class _GenerationPlan:
     score_prompt: bool = False
     """True if the tokens of the prompts get log-probabilities too."""
     ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a text, beside the model's end tokens."""
+    """Ids of tokens that end a text, in addition to the model's end tokens."""
 
 
 def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPlan:
@@ -114,29 +114,30 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
     """
     ends = frozenset[int]()
     if serving.reads_source:
-        _refuse_for_sources(body)
+        _refuse_scored_source(body)
     if body.suffix:
         prompts: tuple[Prompt, ...] = (serving.make_infilling_prompt(str(body.prompts[0]), body.suffix),)
         ends = serving.infilling.ends if serving.infilling is not None else ends
     else:
-        prompts = tuple(serving.make_prompt(one) for one in body.prompts)
+        prompts = tuple(serving.make_prompt(prompt) for prompt in body.prompts)
     max_tokens = body.max_tokens
     if max_tokens is None:
         longest = max(len(prompt.source) for prompt in prompts)
         room = serving.window - len(prompts[0].tokens) + 1
-        max_tokens = min(room, _TIMES_SOURCE * longest + _MORE) if longest else _MAX_TOKENS
+        default = _TOKENS_PER_SOURCE_TOKEN * longest + _EXTRA_TOKENS
+        max_tokens = min(room, default) if longest else _MAX_TOKENS
     for prompt in prompts:
         serving.check_window(prompt, max_tokens)
     echoed: list[str] = []
     if body.echo:
         pairs = zip(prompts, body.prompts, strict=True)
         prompts = tuple(
-            serving.add_token_texts(one, given, is_continued=max_tokens > 0) for one, given in pairs
+            serving.add_token_texts(prompt, given, is_continued=max_tokens > 0) for prompt, given in pairs
         )
         # Repeat the text itself, not its tokens: a text such as a single space may have none.
         echoed = [
-            given if isinstance(given, str) else "".join(one.texts)
-            for one, given in zip(prompts, body.prompts, strict=True)
+            given if isinstance(given, str) else "".join(prompt.texts)
+            for prompt, given in zip(prompts, body.prompts, strict=True)
         ]
     with_log_probs = body.logprobs is not None
     shape = Texts(with_log_probs, echoed, body.n or 1, bool(body.return_tokens_as_token_ids))
@@ -145,11 +146,11 @@ def _plan_completion(serving: Serving, body: CompletionRequest) -> _GenerationPl
     )
 
 
-def _refuse_for_sources(body: CompletionRequest) -> None:
-    """Check that a request asks for nothing that an encoder-decoder model cannot do.
+def _refuse_scored_source(body: CompletionRequest) -> None:
+    """Refuse a request to an encoder-decoder model that wants its prompt (the source) repeated or scored.
 
     Raises:
-        ApiError: 400 if the prompt, which is the source, is to be repeated or scored.
+        ApiError: 400 if `echo` is True, which repeats the prompt, or `max_tokens` is 0, which only scores it.
     """
     if body.echo:
         raise refused("echo: an encoder-decoder model does not score its prompt, the source", "echo")
@@ -160,15 +161,16 @@ def _refuse_for_sources(body: CompletionRequest) -> None:
 def _plan_infilling(serving: Serving, body: InfillRequest, completion: CompletionRequest) -> _GenerationPlan:
     """Tokenize the text around a cursor, and return the plan of its answer.
 
-    What lies too far from the cursor for the model's window is left out.
+    Text that is too far from the cursor to fit into the model's window is left out.
 
     Args:
         serving: the server's state, with the model.
         body: the body of the request.
-        completion: the same request as one for a completion.
+        completion: the result of `body.to_completion`; only its `max_tokens` is used here.
 
     Raises:
-        ApiError: 400 if the model cannot fill in, or has no room for the new text.
+        ApiError: 400 if the model has no special tokens for infilling, or if the new tokens leave less than a
+            quarter of the window for the text around the cursor.
     """
     max_tokens = completion.max_tokens or 0
     limit = serving.window - max(0, max_tokens - 1)
@@ -233,7 +235,7 @@ def _render_conversation(serving: Serving, body: ChatRequest) -> str:
     """
     if serving.reads_source:
         raise refused("an encoder-decoder model has no conversations: use /v1/completions", "model")
-    characters = sum(len(one.text) + len(one.thoughts) for one in body.messages)
+    characters = sum(len(message.text) + len(message.thoughts) for message in body.messages)
     serving.check_length(characters, serving.window, "messages")
     template = serving.chat_template
     if not template.text:
@@ -346,7 +348,7 @@ class _Answer:
         self._shape = plan.shape
         self._task = task
         self._quota = quota
-        self._prompt_tokens = sum(prompt.given for prompt in plan.prompts)
+        self._prompt_tokens = sum(prompt.client_tokens for prompt in plan.prompts)
         quota.check_and_spend(self._prompt_tokens)
         self._pieces = serving.submit_task(task)
         self._generated: defaultdict[int, list[int]] = defaultdict(list)
@@ -420,9 +422,9 @@ class _Answer:
             """Build the JSON answer of all texts."""
             choices = []
             for index, text_pieces in sorted(texts.items()):
-                text = shape.get_prefix(index) + "".join(one.text for one in text_pieces)
-                prompt = [score for one in text_pieces if one.is_prompt for score in one.tokens]
-                generated = [score for one in text_pieces if not one.is_prompt for score in one.tokens]
+                text = shape.get_prefix(index) + "".join(piece.text for piece in text_pieces)
+                prompt = [score for piece in text_pieces if piece.is_prompt for score in piece.tokens]
+                generated = [score for piece in text_pieces if not piece.is_prompt for score in piece.tokens]
                 shaped_choice = add_finish_reason(
                     shape.make_choice(index, text, prompt, generated), text_pieces[-1].finish
                 )
@@ -588,8 +590,8 @@ def _answer_too_large_error(serving: Serving) -> ApiError:
 def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan, who: Access) -> Task:
     """Return the task of a request for the engine, and fill the caches for its retrieval.
 
-    The caches are filled here because the engine's thread, which all requests share, should not have to do
-    it.
+    The caches are filled here, so that the engine's thread, which all requests share, does not have to fill
+    them.
 
     Args:
         serving: the server's state, with the model.
@@ -612,6 +614,6 @@ def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan
         stops=body.stops,
         top=plan.top,
         score_prompt=plan.score_prompt,
-        constraint=serving.json_constraints.constraint_for(body.response_format),
+        constraint=serving.json_constraints.make_constraint(body.response_format),
         ends=plan.ends,
     )

@@ -110,7 +110,7 @@ class Connection(H11Protocol):
     def _schedule_check(self) -> None:
         """Start the timer of the next check whether the client reads its answer.
 
-        The check comes after a quarter of `answer_seconds`, at most after 1 second.
+        The check comes after a quarter of `answer_seconds`, and after 1 second at the latest.
         """
         self._check_timer = self.loop.call_later(min(1.0, self.answer_seconds / 4), self._check_client_reads)
 

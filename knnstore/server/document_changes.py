@@ -55,8 +55,9 @@ class StoreWriter:
             document: the document, in any form that `KNNLM.add` takes.
             domain: name of the domain that the document is added to.
             tags: tags (labels) of the document.
-            count: function that is called after each part of the document that the model has read, with the
-                number of tokens of this part, and of its source. It is called in the writer's thread.
+            count: function that is called in the writer's thread after the model has read a part of the
+                document. Its argument is the number of tokens of this part. It is called again with the
+                number of tokens of a source.
             on_bad: function that is called with the error if the document cannot be used. The document is
                 then left out.
 
@@ -112,9 +113,9 @@ class StoreWriter:
         self._thread.shutdown(cancel_futures=True)
 
     async def _run_in_thread(self, work: Callable[[], Found]) -> Found:
-        """Run a function without arguments in the writer's thread, after the changes before it.
+        """Run a function without arguments in the writer's thread, and return its result.
 
-        Returns its result.
+        The function waits until all earlier functions have ended.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -139,7 +140,8 @@ class _TurnEncoder:
     Args:
         encoder: the encoder to wrap.
         engine: the engine whose thread runs the model.
-        count_source: function that is called with the number of tokens of the sources that the model reads.
+        count_source: function that is called after each batch of pairs (encoder-decoder models only). Its
+            argument is the number of tokens of the sources in the batch.
     """
 
     def __init__(self, encoder: Encoder, engine: Engine, count_source: Callable[[int], None]) -> None:

@@ -116,7 +116,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("DELETE", "/v1/documents", Right.WRITE)
     async def remove(request: Request, domain: RequiredName, id: RequiredName) -> dict[str, Any]:
-        """Remove a document from a domain, given by its id.
+        """Remove the document with this id from a domain.
 
         The answer is 404 if there is no such document.
         """

@@ -78,6 +78,7 @@ class Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # 1) Normalize the path, and choose the id of the request.
         if scope["path"].rstrip("/") in self._paths:
             scope["path"] = scope["path"].rstrip("/")
         headers, started = Headers(scope=scope), time.perf_counter()
@@ -92,11 +93,10 @@ class Frame:
                 MutableHeaders(scope=message)["x-request-id"] = id
             elif record["first"] is None and message.get("body"):
                 record["first"] = time.perf_counter() - started
-            for part in _split_message(
-                message
-            ):  # `send` waits until the client has read enough earlier parts
-                await send(part)
+            for part in _split_message(message):
+                await send(part)  # waits until the client has read enough earlier parts
 
+        # 2) Authenticate the client, and let the application answer.
         try:
             who = await self._authenticate(scope, headers)
             scope.setdefault("state", {})["access"] = who
@@ -110,6 +110,7 @@ class Frame:
             if not record["begun"]:
                 await _error_response(convert_to_api_error(error))(scope, receive, send_answer)
             _logger.debug("request %s failed", id, exc_info=error)  # the application has logged the error
+        # 3) Count the request, and write the log line.
         finally:
             seconds = time.perf_counter() - started
             endpoint = getattr(scope.get("route"), "path", "(none)")

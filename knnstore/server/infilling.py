@@ -1,7 +1,8 @@
 """Prompts that ask a model to fill in the middle of a text, between a prefix and a suffix.
 
-A model can do this if it was trained on documents whose parts stand in another order, each behind a special
-token: Bavarian et al. 2022, https://arxiv.org/abs/2207.14255. The tokenizer shows which tokens these are.
+A model can do this if it was trained on documents whose parts were reordered: first prefix and suffix, then
+the middle, with a special token before each part. See Bavarian et al. 2022, https://arxiv.org/abs/2207.14255.
+`Infilling.find` recognizes the special tokens in the tokenizer's vocabulary.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from typing import Any, NamedTuple
 
 
 class _Format(NamedTuple):
-    """Special tokens of a family of models; they stand before the prefix, the suffix and the middle."""
+    """Names of the special tokens before the prefix, the suffix and the middle, for one family of models."""
 
     prefix: str
     suffix: str
     middle: str | None
-    """None if the suffix comes first, so that the middle follows the prefix without a token between them."""
+    """None if the prompt has the order suffix, prefix, middle. No token separates prefix and middle then."""
 
 
 _FORMATS = (
@@ -36,32 +37,35 @@ _ENDS = (
     "<repo_name>",
     "<fim_pad>",
 )
-"""Tokens with which models end a middle, beside the end token that the tokenizer names."""
+"""Tokens that can end a generated middle, in addition to the end token that the tokenizer names."""
 _MARK = "☺"
 """Character that is put before a text, so that the tokenizer adds no space to the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """Special tokens with which a model is asked to fill in the middle of a text, and their order."""
+    """Ids of the special tokens with which a prompt asks a model to fill in the middle of a text."""
 
     prefix: int
     """Id of the token before the prefix."""
     suffix: int
     """Id of the token before the suffix."""
     middle: int | None
-    """Id of the token after which the model generates the middle; None if the suffix comes first, and the
-    middle follows the prefix."""
+    """Id of the token after which the model generates the middle. None if the prompt has the order suffix,
+    prefix, middle; no token separates prefix and middle then."""
     ends: frozenset[int]
-    """Ids of the tokens that end the middle, beside the model's end tokens."""
+    """Ids of the tokens that end the middle, in addition to the model's end tokens."""
 
     @classmethod
     def find(cls, tokenizer: Any, vocabulary: int) -> "Infilling | None":
-        """Return the format whose special tokens a tokenizer has; None if it has those of no format.
+        """Find the special tokens for infilling in a tokenizer; return None if it has none.
+
+        The known formats, such as that of Qwen2.5-Coder, are tried in order. The tokenizer must have all
+        tokens of a format.
 
         Args:
             tokenizer: the model's tokenizer.
-            vocabulary: number of tokens that the model has.
+            vocabulary: number of tokens that the model has. Tokens with higher ids do not count.
         """
         ids = {name: id for name, id in tokenizer.get_vocab().items() if id < vocabulary}
         for format in _FORMATS:
@@ -78,16 +82,16 @@ class Infilling:
     ) -> list[int]:
         """Return the token ids of a prompt after which the model generates the middle.
 
-        Names of special tokens in the texts become ordinary text.
+        If a text contains the name of a special token, the name is encoded as ordinary text.
 
         Args:
             tokenizer: the model's tokenizer.
             prefix: the text before the middle.
             suffix: the text after the middle.
-            middle_start: the beginning of the middle.
-            limit: largest number of tokens of the prompt. If the texts have more, the end of the suffix and
-                the beginning of the prefix are left out; the suffix keeps at least a quarter of the room.
-                None leaves nothing out.
+            middle_start: the beginning of the middle; the model continues it. It is never cut.
+            limit: largest number of tokens of the prompt. A longer prompt loses the end of its suffix and
+                the beginning of its prefix. A long suffix keeps at least a quarter of the tokens that prefix
+                and suffix may have together. None means no limit.
         """
         before, after = _tokenize(tokenizer, prefix), _tokenize_rest(tokenizer, suffix)
         middle = _tokenize_rest(tokenizer, middle_start) if middle_start else []

@@ -190,7 +190,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
 
 async def explain_generated_tokens(
-    serving: Serving, scope: Hashable, prompt: Prompt, written: Sequence[int], count: int
+    serving: Serving, scope: Hashable, prompt: Prompt, generated: Sequence[int], count: int
 ) -> list[dict[str, Any]]:
     """Explain each generated token of a text: name the stored records (neighbors) that made the token likely.
 
@@ -200,7 +200,7 @@ async def explain_generated_tokens(
         serving: the server's state, with the model.
         scope: the `Scope` of the text: the documents and the settings of its retrieval.
         prompt: the prompt of the text.
-        written: ids of the generated tokens.
+        generated: ids of the generated tokens.
         count: number of neighbors that each explanation lists.
 
     Returns:
@@ -208,7 +208,7 @@ async def explain_generated_tokens(
     """
     has_prefix = prompt.tokens[: len(serving.prefix)] == serving.prefix
     prompt_tokens = prompt.tokens[len(serving.prefix) :] if has_prefix else prompt.tokens
-    tokens = np.array([*prompt_tokens, *written], np.uint32)
+    tokens = np.array([*prompt_tokens, *generated], np.uint32)
 
     def explain_in_engine() -> Turns[list[dict[str, Any]]]:
         """Explain the tokens in the engine's thread, in parts between decoding steps.
@@ -253,7 +253,7 @@ def _tokenize_source(serving: Serving, source: str | None) -> list[int]:
 
 
 def _to_array(source: Sequence[int]) -> NDArray[np.uint32] | None:
-    """Return the tokens of a source as an array; None for no tokens, as for a causal model."""
+    """Return the token ids of a source as an array; None if there are none (a causal model has no source)."""
     return np.array(source, np.uint32) if source else None
 
 
@@ -321,48 +321,51 @@ class _ExplanationJson:
     """Builds the JSON answer of ``/v1/explain`` in small parts, so that other requests do not wait long.
 
     Args:
-        most: largest size of the answer in bytes.
+        max_bytes: largest size of the answer in bytes.
     """
 
-    def __init__(self, most: int) -> None:
-        self._max_bytes = self._bytes_left = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._bytes_left = max_bytes
         self._tokens: list[tuple[int, bytes]] = []
         self._documents: list[bytes] = []
 
-    def add_tokens(self, part: Sequence[TokenExplanation]) -> None:
-        """Add explained tokens to the answer, in any order of positions.
+    def add_tokens(self, explanations: Sequence[TokenExplanation]) -> None:
+        """Add explained tokens to the answer, in any order; `build_answer` sorts them by position.
 
         Raises:
             ApiError: 400 if the answer becomes too large.
         """
-        self._tokens += [(token.position, self._encode_and_count(_token_fields(token))) for token in part]
+        self._tokens += [
+            (token.position, self._encode_and_count(_token_fields(token))) for token in explanations
+        ]
 
-    def add_documents(self, part: Sequence[DocumentEffect]) -> None:
+    def add_documents(self, effects: Sequence[DocumentEffect]) -> None:
         """Add the effects of documents (how much each changed the probability of the text) to the answer.
 
         Raises:
             ApiError: 400 if the answer becomes too large.
         """
-        self._documents += [self._encode_and_count(asdict(effect)) for effect in part]
+        self._documents += [self._encode_and_count(asdict(effect)) for effect in effects]
 
-    def build_answer(self, more: dict[str, Any]) -> bytes:
-        """Return the whole answer as JSON in UTF-8.
+    def build_answer(self, first_fields: dict[str, Any]) -> bytes:
+        """Return the whole answer as JSON in UTF-8: ``{FIRST_FIELDS, "data": [...], "documents": [...]}``.
 
         Args:
-            more: fields for the beginning of the answer; at least one. The field ``data`` with the tokens by
-                position, and the field ``documents`` follow.
+            first_fields: the first fields of the answer, at least one. The field ``data`` has the tokens that
+                were added, by position; ``documents`` has the effects of documents.
         """
         tokens = b",".join(text for _, text in sorted(self._tokens))
         documents = b",".join(self._documents)
-        return b"".join([_encode_json(more)[:-1], b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
+        beginning = _encode_json(first_fields)[:-1]
+        return b"".join([beginning, b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
 
-    def _encode_and_count(self, shown: dict[str, Any]) -> bytes:
-        """Return an object as JSON, and count its bytes.
+    def _encode_and_count(self, fields: dict[str, Any]) -> bytes:
+        """Return an object as JSON, and subtract its bytes from the bytes that are left for the answer.
 
         Raises:
             ApiError: 400 if the answer becomes larger than allowed.
         """
-        text = _encode_json(shown)
+        text = _encode_json(fields)
         self._bytes_left -= len(text)
         if self._bytes_left < 0:
             raise refused(
@@ -381,8 +384,8 @@ def _encode_json(value: object) -> bytes:
 def _describe_settings(settings: KNNSettings) -> dict[str, Any]:
     """Return the retrieval settings in force that a request can change, for the field ``knn`` of an answer.
 
-    A mixer is the rule that chooses λ (the weight of what was retrieved) for each token. `lam` is None if λ
-    is not a fixed number. If a gate (a small network) chooses the weights, `mixer` is "gate"; otherwise it is
+    A mixer is the rule that chooses λ (the weight of retrieval) for each token. `lam` is None if λ is not a
+    fixed number. If a gate (a small network) chooses the weights, `mixer` is "gate"; otherwise it is
     the name of the mixer.
     """
     mixer, gate = settings.mixer, settings.gate

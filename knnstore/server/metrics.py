@@ -14,7 +14,8 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 class Metrics:
     """Counts and durations of one server.
 
-    A metric has the name that OpenTelemetry's conventions give it, if they have a name for it.
+    The names of metrics follow OpenTelemetry's conventions (``gen_ai_…``). Metrics that the conventions do
+    not know have names of their own (``knnstore_server_…``).
     """
 
     def __init__(self) -> None:

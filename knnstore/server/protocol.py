@@ -91,7 +91,7 @@ class Unsupported:
     def accepts(self, value: Any) -> bool:
         """Check whether a JSON value of the field is neutral, so that it is accepted.
 
-        The booleans differ from the numbers 0 and 1.
+        False and True do not count as equal to 0 and 1.
         """
         if value is None or (_is_empty(value) and not self.is_empty_refused):
             return True
@@ -116,9 +116,10 @@ def _is_zero_for_all_tokens(bias: Any) -> bool:
 
 
 def _make_defaults_test(**defaults: str) -> Callable[[Any], bool]:
-    """Return a function that checks whether a JSON value is an object with only the given fields and values.
+    """Return a function that checks whether a JSON value is an object whose fields all have default values.
 
-    Fields may be missing in the object, but other fields or values make the result False.
+    Fields may be missing in the object. Other fields make the result False. For example, with the default
+    ``type="text"`` the objects ``{}`` and ``{"type": "text"}`` give True.
     """
     return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
 
@@ -166,8 +167,9 @@ IGNORED_IN_INFILL = (
     "top_k",
     "min_p",
 )
-"""Names of fields that editors send to ``/infill`` with each request, and that are dropped. They are hints
-for the sampler and the prompt cache of llama.cpp, or further files, which the store has."""
+"""Names of fields of ``/infill`` that are ignored, because editors send them with each request. Most of them
+are hints for the sampler and the prompt cache of llama.cpp. `input_extra` has further files of the project;
+here such files are documents of the store."""
 _MAX_INFILLED = 128
 """Largest number of tokens that ``/infill`` generates if the request has no limit."""
 UNSUPPORTED_CHAT = {
@@ -264,7 +266,7 @@ class Body(BaseModel):
 
 
 class Retrieval(Body):
-    """Field ``knn`` of a request: from which documents it retrieves, and with which settings.
+    """Field ``knn`` of a request: the documents to retrieve from, and the settings of retrieval.
 
     A missing field means the setting that is saved in the store.
     """
@@ -318,7 +320,7 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        """Return the response format if it has a schema for the type "json_schema", and none for other types.
+        """Check that there is a schema if the type is "json_schema", and none otherwise. Returns this object.
 
         Raises:
             PydanticCustomError: if a schema is missing or superfluous.
@@ -350,7 +352,7 @@ class GenerationRequest(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Return the request if it is consistent.
+        """Check the stop strings and the stream options, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if a stop string in a list is empty, or the usage is requested without a
@@ -471,7 +473,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_number_of_texts(self) -> Self:
-        """Return the request if it does not ask for too many texts.
+        """Check the number of texts, prompts × n, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if `best_of` differs from `n`, or prompts × n are more than `MOST_TEXTS`.
@@ -486,11 +488,11 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_suffix(self) -> Self:
-        """Return the request if it has no suffix, or a suffix that fits its other fields.
+        """Check that the suffix fits the other fields, and return the request unchanged.
 
         Raises:
-            PydanticCustomError: if there is a suffix, and there are several prompts, or the prompt is token
-                ids or is to be repeated.
+            PydanticCustomError: if a request with a suffix has several prompts, has token ids as the prompt,
+                or wants the prompt repeated (`echo`).
         """
         if self.suffix and self.echo:
             raise field_error("echo", "a prompt with a suffix is not repeated")
@@ -533,7 +535,11 @@ class InfillRequest(Body):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Return the request if it asks for no sources, else raise `PydanticCustomError`."""
+        """Check that no sources are requested, and return the request unchanged.
+
+        Raises:
+            PydanticCustomError: if the request asks for sources (stored records that support a token).
+        """
         if self.knn is not None and self.knn.sources:
             raise field_error("knn.sources", "this answer has no place for them: use /v1/completions")
         return self
@@ -547,11 +553,12 @@ class InfillRequest(Body):
         return {name: value for name, value in given.items() if name not in IGNORED_IN_INFILL}
 
     def to_completion(self, model: str, window: int) -> CompletionRequest:
-        """Return the request as one for ``/v1/completions``, without the text after the cursor.
+        """Convert this request to the body of ``/v1/completions``, without the text after the cursor.
 
         Args:
-            model: name of the model, with domains, if the request names none.
-            window: number of tokens of the model's window.
+            model: default name of the model, with domains; used if this request names no model.
+            window: number of tokens of the model's window. If this request has no limit of tokens, the limit
+                is half of the window, at most `_MAX_INFILLED`.
         """
         fields = {
             "model": self.model or model,
@@ -577,12 +584,13 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, given: Any) -> Any:
-        """Return the given part unchanged if its type is "text", or if it has no type that is a string.
+        """Refuse a part of another type than "text", for example an image; return other values unchanged.
 
-        The check comes before the checks of the other fields, whose errors would be less clear.
+        This check runs before pydantic checks the other fields, because those errors would be less clear. A
+        missing type, or a type that is not a string, is left to pydantic.
 
         Raises:
-            PydanticCustomError: if the type is another string.
+            PydanticCustomError: if the type is a string other than "text".
         """
         if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
             raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
@@ -643,9 +651,9 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_fields(cls, given: Any) -> Any:
-        """Return an assistant's message without the fields of `IGNORED_IN_MESSAGE`.
+        """Return a copy of an assistant's message without the fields of `IGNORED_IN_MESSAGE`.
 
-        Other values stay unchanged.
+        Messages of other roles, and values that are not objects, are returned unchanged.
         """
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
@@ -653,7 +661,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        """Return the message if its content, tool calls and reasoning fit its role.
+        """Check that content, tool calls and reasoning fit the role, and return the message unchanged.
 
         Only the role "assistant" may have tool calls and reasoning; every other role needs content.
 
@@ -693,7 +701,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
-        """Return the request if it asks for most probable tokens only together with log-probabilities.
+        """Check that `top_logprobs` is set only together with `logprobs`, and return the request unchanged.
 
         Raises:
             PydanticCustomError: if `top_logprobs` is set without `logprobs`.

@@ -151,6 +151,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLM], gate: Gate) -> None:
                 await serving.upstream.close()
             await asyncio.to_thread(serving.stop)
 
+    # 1) Build the application, and the HTTP server around it.
     options = Options(local_only=not config.needs_keys, public_metrics=config.public_metrics)
     uvicorn_config = uvicorn.Config(
         make_app(serving, gate, metrics, options, lifespan),
@@ -166,11 +167,10 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLM], gate: Gate) -> None:
         lifespan="on",
     )
     server = uvicorn.Server(uvicorn_config)
+    # 2) Listen. This comes before the log line, so that a client that reads the line can connect.
     try:
         listening_socket = uvicorn_config.bind_socket()
-        listening_socket.listen(
-            uvicorn_config.backlog
-        )  # before the log line, so that a client that reads it can connect
+        listening_socket.listen(uvicorn_config.backlog)
     except (SystemExit, OSError) as error:  # uvicorn logs the cause
         raise ConfigError(f"{config.host} port {config.port} cannot be listened to: is it in use?") from error
     # Without TCP_NODELAY the first event of a stream waits 40 ms for an ACK.
@@ -180,6 +180,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLM], gate: Gate) -> None:
     address = listening_socket.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     _logger.info("listening at http://%s:%d", host, address[1])
+    # 3) Run until a signal or a failed load stops the server.
     try:
         with _ignore_stop_signals(), _reload_on_sighup(serving, gate):
             server.run(sockets=[listening_socket])

@@ -19,7 +19,8 @@ from knnstore.server.protocol import Retrieval
 from knnstore.store import KNNStore, Selection
 
 _MAX_CACHED = 256
-"""Largest number of scopes whose settings are cached; each revision of the store counts anew."""
+"""Largest number of cached settings. One scope has one entry for each revision of the store at which it was
+resolved."""
 _MAX_WARM_UP_DOMAINS = 8
 """Largest number of domains that the server warms up."""
 
@@ -52,10 +53,10 @@ class Scope:
     """Divisor of the distances of the neighbors, > 0; None means the saved value. It is not the sampling
     temperature."""
     lam: float | None = None
-    """λ, the weight of what was retrieved, from 0 to 1; None means the saved weights."""
+    """λ, the weight of retrieval in the mixture, from 0 to 1; None means the saved weights."""
     only_selected: bool = False
-    """True if no setting may be computed from documents outside this scope, because the client may not see
-    those documents."""
+    """True if settings must be computed from the documents of this scope alone, because the client may not
+    see other documents."""
 
 
 def format_model_name(model: str, domains: tuple[str, ...] = ()) -> str:
@@ -93,9 +94,9 @@ class Scopes:
     def list_warm_up_scopes(self) -> list[Scope]:
         """Return the scopes that requests probably use: each domain alone, and all domains together.
 
-        A domain is a named set of documents. At most `_MAX_WARM_UP_DOMAINS` domains are returned alone, the
-        first ones by name. The scope of all domains is left out if the store has only one domain, or more
-        than `_MAX_WARM_UP_DOMAINS`. A store without domains gives an empty list.
+        A domain is a named set of documents. If the store has more than `_MAX_WARM_UP_DOMAINS` domains, only
+        the first domains by name are returned, and no scope of all domains. A store without domains gives an
+        empty list.
         """
         domains = tuple(sorted(self._list_domains()))
         single_domains = [Scope((domain,)) for domain in domains[:_MAX_WARM_UP_DOMAINS]]
@@ -104,7 +105,9 @@ class Scopes:
         )
 
     def name_visible(self, access: Access) -> str:
-        """Return the model's name with all domains that a client may see; reads the store.
+        """Return the model's name with all domains that a client may see, such as ``MODEL+DOMAIN+DOMAIN``.
+
+        Reads the names of the domains from the store.
 
         Args:
             access: the permissions of the client.
@@ -117,7 +120,7 @@ class Scopes:
             self._settings.clear()
 
     def parse_scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
-        """Return which documents a request retrieves from, and which settings it overrides (its `Scope`).
+        """Return the `Scope` of a request: the documents to retrieve from, and the overridden settings.
 
         Args:
             name: the model's name in the request, with domains: ``MODEL+DOMAIN+DOMAIN``.
@@ -183,7 +186,7 @@ class Scopes:
         return self._cache_settings(key, self._resolve_uncached(scope)) if cached is None else cached
 
     def build_options(self, scope: Hashable) -> RequestOptions:
-        """Return the options that ask another server with the same store, such as vLLM, for a scope.
+        """Convert a scope to request options for another server with the same store, such as vLLM.
 
         Domains of the scope that no longer exist are left out; if none is left, the options switch retrieval
         off.

@@ -55,8 +55,8 @@ from knnstore.store import KNNStore, Selection
 _logger = logging.getLogger(__name__)
 
 _MAX_WARM_UP_KEYS, _KEYS_PER_CALL = 1024, 128
-"""`_MAX_WARM_UP_KEYS` is the number of stored keys with which cells are searched while warming up,
-`_KEYS_PER_CALL` the number of them in one call of the engine."""
+"""For the warm-up, cells (groups of near records) are searched with `_MAX_WARM_UP_KEYS` stored keys as
+queries. One call of the engine searches with `_KEYS_PER_CALL` of these keys."""
 _TOKENIZING_THREADS = 4
 """Number of threads that tokenize and check requests."""
 _WARM_UP_TOKENS = 32
@@ -303,9 +303,9 @@ class Serving:
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of tokens of a text that the server tokenizes.
+        """Largest number of tokens of a text that ``/tokenize`` and ``/detokenize`` accept.
 
-        It can be more than the model's window.
+        It is the model's window or `MOST_EXPLAINED`, whichever is larger.
         """
         return max(self.window, MOST_EXPLAINED)
 
@@ -329,14 +329,20 @@ class Serving:
             special: True adds the special tokens that the tokenizer puts around a text.
         """
         return self.call_with_tokenizer(
-            lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
+            lambda tokenizer: list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
     def tokenize_document(self, text: str) -> list[int]:
-        """Return the token ids of a text as a document has them, without the token that ends a document."""
-        argument = "text_target" if self.reads_source else "text"
+        """Return the token ids of a text, tokenized like the text of a stored document.
+
+        For an encoder-decoder model the text is tokenized as a target. No special tokens are added, not even
+        the token that ends a document.
+        """
+        arguments = {"text_target" if self.reads_source else "text": text}
         return self.call_with_tokenizer(
-            lambda one: list(one(**{argument: text}, add_special_tokens=False, verbose=False)["input_ids"])
+            lambda tokenizer: list(
+                tokenizer(**arguments, add_special_tokens=False, verbose=False)["input_ids"]
+            )
         )
 
     def tokenize_conversation(self, text: str) -> list[int]:
@@ -352,17 +358,19 @@ class Serving:
                 client could then forge control tokens.
             InputError: the tokenizer itself fails on the text.
         """
-        return self.call_with_tokenizer(lambda one: self.chat_template.encode(one, text))
+        return self.call_with_tokenizer(lambda tokenizer: self.chat_template.encode(tokenizer, text))
 
-    def add_token_texts(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
+    def add_token_texts(
+        self, prompt: Prompt, text_or_ids: str | Sequence[int], *, is_continued: bool
+    ) -> Prompt:
         """Return a copy of a prompt with the text of each token that the answer shows.
 
         The texts are needed for an answer that repeats the prompt.
 
         Args:
             prompt: the tokenized prompt.
-            given: the prompt as in the request: text, or token ids. If it is text, the texts of its tokens
-                add up to this text.
+            text_or_ids: the prompt as in the request: text, or token ids. If it is text, the texts of the
+                tokens add up to this text.
             is_continued: True if tokens are generated after the prompt. Token ids may end inside a character;
                 then the tokens of this character get their text together with the first generated tokens.
         """
@@ -370,8 +378,8 @@ class Serving:
 
         def split_into_texts(_: Any) -> tuple[list[str], int]:
             """Return the text of each shown token, and the number of last tokens without complete text."""
-            if isinstance(given, str):
-                return split_text(self._token_texts, given, shown), 0
+            if isinstance(text_or_ids, str):
+                return split_text(self._token_texts, text_or_ids, shown), 0
             last = shown[-1]
             is_incomplete = "\ufffd" in self._token_texts.decode([last])
             if not (is_continued and (is_incomplete or self._token_texts.is_fallback_byte(last))):
@@ -478,13 +486,15 @@ class Serving:
             self.check_length(len(middle_start), limit, "prompt")
         infilling = self.infilling
         tokens = self.call_with_tokenizer(
-            lambda one: infilling.make_prompt(one, prefix, suffix, middle_start, room)
+            lambda tokenizer: infilling.make_prompt(tokenizer, prefix, suffix, middle_start, room)
         )
         self.check_tokens(tokens, "prompt")
         return Prompt((*self.prefix, *tokens), len(self.prefix))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
-        """Check that a text is short enough to have at most `tokens` tokens. Does not tokenize it.
+        """Refuse a text that surely has more than `tokens` tokens, judged by its length in characters.
+
+        The text is not tokenized. A text that passes can still have more tokens.
 
         Args:
             characters: number of characters of the text.
@@ -492,8 +502,8 @@ class Serving:
             param: the field of the request that an error names.
 
         Raises:
-            ApiError: 400 if `tokens` tokens, each of the longest token's length, have fewer characters than
-                the text.
+            ApiError: 400 if the text has more than `tokens` × L characters, where L is the length of the
+                longest token of the vocabulary.
         """
         most = tokens * self._longest_token
         if characters > most:

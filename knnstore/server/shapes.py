@@ -28,7 +28,7 @@ class Shape(Protocol):
         """
 
     def make_choice(
-        self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
+        self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
 
@@ -36,7 +36,7 @@ class Shape(Protocol):
             index: index of the text in the answer.
             text: the text, which begins with `get_prefix(index)`.
             prompt: scores of the prompt's tokens; empty if they are not shown.
-            written: scores of the generated tokens.
+            generated: scores of the generated tokens.
         """
 
     def make_chunk(
@@ -44,7 +44,7 @@ class Shape(Protocol):
         index: int,
         text: str,
         prompt: Sequence[TokenScore],
-        written: Sequence[TokenScore],
+        generated: Sequence[TokenScore],
         *,
         first: bool,
     ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Shape(Protocol):
             index: index of the text in the answer.
             text: the new text.
             prompt: scores of the prompt's tokens in this event; empty if there are none.
-            written: scores of the generated tokens in this event.
+            generated: scores of the generated tokens in this event.
             first: True for the first event of the text.
         """
 
@@ -91,7 +91,7 @@ class Texts:
         return self.echoed[index // self.copies] if self.echoed else ""
 
     def make_choice(
-        self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
+        self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
 
@@ -102,14 +102,14 @@ class Texts:
             index: index of the text in the answer.
             text: the text, which begins with `get_prefix(index)`.
             prompt: scores of the prompt's tokens; empty if they are not shown.
-            written: scores of the generated tokens.
+            generated: scores of the generated tokens.
         """
         shift = len(self.get_prefix(index))
-        offsets = [*(one.offset for one in prompt), *(one.offset + shift for one in written)]
+        offsets = [*(score.offset for score in prompt), *(score.offset + shift for score in generated)]
         return {
             "index": index,
             "text": text,
-            "logprobs": self._make_logprobs([*prompt, *written], offsets) if self.with_log_probs else None,
+            "logprobs": self._make_logprobs([*prompt, *generated], offsets) if self.with_log_probs else None,
         }
 
     def make_chunk(
@@ -117,7 +117,7 @@ class Texts:
         index: int,
         text: str,
         prompt: Sequence[TokenScore],
-        written: Sequence[TokenScore],
+        generated: Sequence[TokenScore],
         *,
         first: bool,
     ) -> dict[str, Any]:
@@ -129,10 +129,10 @@ class Texts:
             index: index of the text in the answer.
             text: the new text.
             prompt: scores of the prompt's tokens in this event; empty if there are none.
-            written: scores of the generated tokens in this event.
+            generated: scores of the generated tokens in this event.
             first: True for the first event of the text; it changes nothing here.
         """
-        return self.make_choice(index, text, prompt, written)
+        return self.make_choice(index, text, prompt, generated)
 
     def _make_logprobs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
         """Return the field ``logprobs`` of a completion: lists with one item for each token.
@@ -142,24 +142,24 @@ class Texts:
             offsets: number of characters before each token.
         """
         return {
-            "tokens": [self._token_name(one.token, one.text) for one in scores],
-            "token_logprobs": [one.log_prob for one in scores],
-            "top_logprobs": [self._name_top_tokens(one) for one in scores],
+            "tokens": [self._token_name(score.token, score.text) for score in scores],
+            "token_logprobs": [score.log_prob for score in scores],
+            "top_logprobs": [self._name_top_tokens(score) for score in scores],
             "text_offset": offsets,
         }
 
     def _name_top_tokens(self, score: TokenScore) -> dict[str, float] | None:
         """Return the log-probabilities of the most probable tokens by name; None if the score lists none.
 
-        The token of the text has the same name as in the list `tokens`. If two tokens have the same name, the
-        less probable token is named by its id (``token_id:N``), but never the token of the text.
+        If two tokens have the same name, the less probable token is named by its id (``token_id:N``). The
+        generated token itself always keeps its name, the same as in the list `tokens`.
         """
         names = {score.token: self._token_name(score.token, score.text)}
-        for one in score.top:
-            if one.token not in names:
-                name = self._token_name(one.token, one.name)
-                names[one.token] = f"token_id:{one.token}" if name in names.values() else name
-        return {names[one.token]: one.log_prob for one in score.top} or None
+        for top_token in score.top:
+            if top_token.token not in names:
+                name = self._token_name(top_token.token, top_token.name)
+                names[top_token.token] = f"token_id:{top_token.token}" if name in names.values() else name
+        return {names[top_token.token]: top_token.log_prob for top_token in score.top} or None
 
     def _token_name(self, token: int, text: str) -> str:
         """Return the name of a token in the log-probabilities: its text, or ``token_id:N`` with `by_id`."""
@@ -182,7 +182,7 @@ class Messages:
         return ""
 
     def make_choice(
-        self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
+        self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
         """Return the JSON object of the assistant's message for the field ``choices``, without finish reason.
 
@@ -190,17 +190,17 @@ class Messages:
             index: index of the message in the answer.
             text: the text of the message.
             prompt: not used, because an answer does not show its conversation.
-            written: scores of the generated tokens, shown only if the answer has log-probabilities.
+            generated: scores of the generated tokens, shown only if the answer has log-probabilities.
         """
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._make_logprobs(written)}
+        return {"index": index, "message": message, "logprobs": self._make_logprobs(generated)}
 
     def make_chunk(
         self,
         index: int,
         text: str,
         prompt: Sequence[TokenScore],
-        written: Sequence[TokenScore],
+        generated: Sequence[TokenScore],
         *,
         first: bool,
     ) -> dict[str, Any]:
@@ -210,12 +210,12 @@ class Messages:
             index: index of the message in the answer.
             text: the new text of the message.
             prompt: not used, because an answer does not show its conversation.
-            written: scores of the generated tokens in this event, shown only if the answer has
+            generated: scores of the generated tokens in this event, shown only if the answer has
                 log-probabilities.
             first: True for the first event of the message; only this event names the role.
         """
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": self._make_logprobs(written)}
+        return {"index": index, "delta": delta, "logprobs": self._make_logprobs(generated)}
 
     def _make_logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         """Return the field ``logprobs`` of a message, one object for each token; None if not requested."""
@@ -224,15 +224,15 @@ class Messages:
         return {
             "content": [
                 {
-                    **_log_prob_fields(one.text, one.data, one.log_prob),
+                    **_log_prob_fields(score.text, score.data, score.log_prob),
                     "top_logprobs": [
-                        _log_prob_fields(one.text, one.data, other.log_prob)
-                        if other.token == one.token
-                        else _log_prob_fields(other.name, other.data, other.log_prob)
-                        for other in one.top
+                        _log_prob_fields(score.text, score.data, top_token.log_prob)
+                        if top_token.token == score.token
+                        else _log_prob_fields(top_token.name, top_token.data, top_token.log_prob)
+                        for top_token in score.top
                     ],
                 }
-                for one in scores
+                for score in scores
             ],
             "refusal": None,
         }

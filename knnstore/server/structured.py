@@ -37,7 +37,7 @@ _SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 class JsonConstraint:
-    """Constraint that keeps one text JSON of one schema: it forbids tokens that cannot come next.
+    """Constraint for one text: forbids the tokens after which the text could not become JSON of the schema.
 
     Args:
         matcher: llguidance's state of the text. This object takes it over and changes it.
@@ -97,8 +97,8 @@ class JsonConstraints:
     """Makes the constraints of requests for one model. Threads may share the object.
 
     Args:
-        use_tokenizer: function that calls its argument (a function) with the model's tokenizer, and returns
-            the result of this call. No other thread uses the tokenizer meanwhile.
+        use_tokenizer: function that gives access to the model's tokenizer, which threads share:
+            ``use_tokenizer(f)`` returns ``f(tokenizer)``, and no other thread uses the tokenizer meanwhile.
         vocab_size: number of tokens that the model predicts.
         ends: ids of the end tokens: a text ends after one of these tokens.
     """
@@ -112,11 +112,11 @@ class JsonConstraints:
         self._lock = threading.Lock()
         self._cached_tokenizer: Any = None
 
-    def constraint_for(self, response_format: ResponseFormat | None) -> JsonConstraint | None:
-        """Return the constraint for the answer of a request; None if the answer is free text.
+    def make_constraint(self, response_format: ResponseFormat | None) -> JsonConstraint | None:
+        """Make the constraint for the answer of a request; None if the answer is free text.
 
-        The first call takes about a second. Objects in the answer get only the properties that the schema
-        names, if the schema allows this.
+        The first call takes about a second. If possible, the constraint allows only the properties that the
+        schema names: see `_forbid_other_properties`.
 
         Args:
             response_format: the field of the request; None if the field is missing.
@@ -136,7 +136,7 @@ class JsonConstraints:
             path, reason = _find_fault(tokenizer, schema, fault)
             param = ".".join([_SCHEMA_PARAM, *path])
             raise refused(f"{param}: {reason}", param)
-        if not _adds_properties(schema):
+        if not _may_split_properties(schema):
             closed_schema = _forbid_other_properties(schema)
             closed, fault = _compile_schema(tokenizer, closed_schema)
             if not fault:
@@ -160,10 +160,10 @@ class JsonConstraints:
             if self._cached_tokenizer is None:
                 try:
                     self._cached_tokenizer = self._use_tokenizer(
-                        lambda one: LLTokenizer(
-                            _serialize_tokenizer(one),
-                            n_vocab=max(len(one), self._vocab_size),
-                            eos_token=self._ends or one.eos_token_id,
+                        lambda tokenizer: LLTokenizer(
+                            _serialize_tokenizer(tokenizer),
+                            n_vocab=max(len(tokenizer), self._vocab_size),
+                            eos_token=self._ends or tokenizer.eos_token_id,
                         )
                     )
                 except Exception as error:  # llguidance raises various exceptions for unknown tokenizers
@@ -173,13 +173,14 @@ class JsonConstraints:
 
 
 def _serialize_tokenizer(tokenizer: Any) -> str:
-    """Return a fast tokenizer as JSON for llguidance, with names of added tokens that no text contains.
+    r"""Serialize a fast tokenizer as JSON for llguidance, with renamed added tokens.
+
+    An added token such as ``</s>`` gets a name that no text contains, for example ``\ue000added 2\ue000``.
+    Without this, llguidance would fail if a schema forces a text with the name of an added token: llguidance
+    would offer this token and then refuse it. The characters ``</s>`` can still be generated with other
+    tokens.
 
     All added tokens are marked as special. Padding, truncation and the post-processor are left out.
-
-    llguidance tokenizes the text that a schema forces. If this text contains the name of an added token, such
-    as ``</s>`` or ``<tool>``, llguidance offers this token and then refuses it, so added tokens are renamed.
-    The characters of the old names can still be generated with other tokens.
 
     Raises:
         ValueError: if the tokenizer is not a fast tokenizer.
@@ -227,9 +228,10 @@ def _compile_schema(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _find_fault(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[list[str], str]:
-    """Find the innermost part of a wrong schema that is wrong on its own.
+    """Find the innermost part of a wrong schema that is wrong when it is compiled alone.
 
-    The search ends after `_MAX_PROBES` compilations, or when the path has `_MAX_STEPS` steps.
+    The search goes from the whole schema to the first wrong part in it, and then to the first wrong part in
+    that part. It ends after `_MAX_PROBES` compilations, or when the path has `_MAX_STEPS` steps.
 
     Args:
         tokenizer: llguidance's tokenizer.
@@ -267,8 +269,8 @@ def _forbid_other_properties(schema: Any) -> Any:
 
     Without this, a small model would add properties until its tokens are used up. An object of the schema
     keeps its own rule if it sets `additionalProperties` or `patternProperties`, or names no properties. All
-    JSON that matches the result also matches the schema. The caller has checked that `_adds_properties` is
-    False.
+    JSON that matches the result also matches the schema. The caller has checked that `_may_split_properties`
+    is False.
 
     Args:
         schema: the schema; another value than an object is returned unchanged.
@@ -288,17 +290,18 @@ def _forbid_other_properties(schema: Any) -> Any:
     return result
 
 
-def _adds_properties(schema: dict[str, Any]) -> bool:
-    """Check whether several parts of a schema together may name the properties of one object.
+def _may_split_properties(schema: dict[str, Any]) -> bool:
+    """Check whether the properties of one object may be named in several parts of a schema.
 
-    Returns True if the schema, or a schema inside it, has `allOf`, or has `$ref`, `anyOf` or `oneOf` beside
-    `properties` or `required`.
+    For example, `allOf` can name the property `a` in one part and `b` in another part. Then no single part
+    may forbid other properties. Returns True if the schema, or a schema inside it, has `allOf`, or has
+    `$ref`, `anyOf` or `oneOf` together with `properties` or `required`.
     """
     combines = "allOf" in schema or (
         any(name in schema for name in ("$ref", "anyOf", "oneOf"))
         and any(name in schema for name in ("properties", "required"))
     )
-    return combines or any(_adds_properties(inner) for _, inner in _iterate_subschemas(schema))
+    return combines or any(_may_split_properties(inner) for _, inner in _iterate_subschemas(schema))
 
 
 def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -322,7 +325,7 @@ def _iterate_subschemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dic
 def _shorten_error(reason: str) -> str:
     """Return the first and the last line of an error, joined in one line.
 
-    The lines between them draw the wrong pattern of a schema.
+    The lines between them show a wrong regular expression of the schema.
     """
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"

@@ -80,15 +80,21 @@ class Records:
         return self if where is None else self[where.ids.contains(self.ids)]
 
     def cover_positions(self) -> IdRanges:
-        """Return ranges of ids that contain, at each position of these records, the ids of all tokens."""
+        """Return ranges of ids that contain every id at the positions of these records.
+
+        An id is made of a position and a token; the ranges contain the ids of all tokens at these positions.
+        """
         positions = positions_of(self.ids)
         return ranges_of(positions, positions + 1)
 
     def filter_by_groups(self, *groups: int) -> Filter:
         """Return a filter that selects the records of some groups (domains).
 
+        The filter describes them twice, as a store gets it: by the numbers of the groups, and by ranges of
+        ids.
+
         Args:
-            *groups: numbers of the groups. The filter has these numbers and ranges of the records' ids.
+            *groups: numbers of the groups; unknown numbers select nothing.
         """
         selected = self[np.isin(self.groups, groups)]
         return Filter(ids=selected.cover_positions(), groups=frozenset(groups))
@@ -100,7 +106,7 @@ def round_to_half(array: NDArray[Any]) -> Keys:
 
 
 def make_records(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
-    """Make n random records like those of a corpus: documents of 50 tokens in four groups.
+    """Make n random records that resemble a corpus: documents of 50 tokens in four groups.
 
     The positions of successive documents have gaps between them. Keys are normally distributed, and exact in
     half precision.

@@ -85,9 +85,10 @@ class AddTests(KitBase):
         assert neighbors.ids[:, 0].tolist() == moved.ids[:3].tolist()
 
     def test_an_upload_adds_and_changes_nothing(self, open_store: OpenStore, records: Records) -> None:
-        """An upload stores the records that are not there yet, and leaves all others as they are.
+        """An upload stores the records that are not in the store yet, and leaves stored records unchanged.
 
-        `count_uploaded` counts what an upload has stored, by ids and group, until it is replaced or deleted.
+        `count_uploaded` returns the number of records that the upload with this name has stored, within some
+        ids and one group. Records that were replaced or deleted since do not count.
 
         If this fails, check that the engine's insert leaves existing rows alone, as one statement, and that
         `add` replaces a row with the name of its upload.

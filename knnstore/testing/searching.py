@@ -202,7 +202,7 @@ class FilterTests(KitBase):
         check_search(store, records, 10, where=records.filter_by_groups(*groups))
 
     def test_both_names_give_the_same(self, store: Datastore, records: Records) -> None:
-        """A filter with groups and ids gives the same result as a filter with only its ids.
+        """A filter with groups and ids gives the same result as a filter with only the ids.
 
         If this fails, check how the groups of records are updated when records are added.
         """

@@ -21,10 +21,10 @@ _TEMPERATURES = 100
 
 @dataclass(frozen=True, slots=True)
 class NearnessLambda(SimpleMixer):
-    """λ = max(0, 1 - d/T) for the nearest distance d, of SK-MT (Dai et al. 2023).
+    """λ = max(0, 1 - d/T) for the nearest distance d, as in SK-MT (Dai et al. 2023).
 
-    "Simple and Scalable Nearest Neighbor Machine Translation", https://arxiv.org/abs/2302.12188. Made for
-    squared distances. With negative distances (inner products) λ is `MAX_LAMBDA`.
+    Paper: "Simple and Scalable Nearest Neighbor Machine Translation", https://arxiv.org/abs/2302.12188. The
+    formula is for squared distances. With negative distances (inner products) λ is `MAX_LAMBDA`.
     """
 
     name = "sk-mt"
@@ -60,18 +60,19 @@ class NearnessLambda(SimpleMixer):
 
 @dataclass(frozen=True, slots=True)
 class RelativeConfidence(SimpleMixer):
-    """λ by how much nearer the nearest neighbor is than the farthest, of NEST (Li et al. 2024).
+    """Large λ if the nearest neighbor is much nearer than the farthest, as in NEST (Li et al. 2024).
 
-    The relative retrieval confidence of https://arxiv.org/abs/2405.19325: the model's own weight is 1 - λ =
-    σ((r - alpha) / tau), where r = min|d| / max|d| over the k neighbors found. A single neighbor has r = 1.
-    This mixer cannot be used with sums over cells, which have no k neighbors.
+    This is the relative retrieval confidence of https://arxiv.org/abs/2405.19325. The model's own weight is
+    1 - λ = σ((r - alpha) / tau), where r = min|d| / max|d| over the k neighbors found. A single neighbor
+    gives r = 1. This mixer needs k neighbors, so it cannot be used if all records of whole cells are
+    retrieved.
     """
 
     alpha: float = 0.4
     """The ratio r at which the model and the retrieved records have the same weight."""
 
     tau: float = 0.1
-    """Scale of the ratio at which λ falls; a negative value makes λ rise."""
+    """Scale of the ratio. λ falls as r grows; with a negative value it rises."""
 
     name = "relative-confidence"
 
@@ -133,7 +134,7 @@ def relative_distance(distances: Tensor) -> Tensor:
     Args:
         distances: distances of k neighbors, shape (n, k); +inf for a missing neighbor.
     """
-    sizes, found = distances.abs(), distances.isfinite()
+    sizes, is_neighbor = distances.abs(), distances.isfinite()
     nearest = sizes.amin(1)
-    farthest = sizes.where(found, 0.0).amax(1)
+    farthest = sizes.where(is_neighbor, 0.0).amax(1)
     return torch.where(farthest > 0, nearest / farthest, 1.0)

@@ -1,9 +1,9 @@
 """Comparing places in the model where keys are captured, and numbers of states in a key, on a sample of text.
 
 Two thirds of the documents are stored in memory, and the rest is held out. One pass of the model computes the
-keys at all places. Then, for each place, the nearest stored keys of every held-out token are searched
-exhaustively, and k, T and λ are fitted on one half of the held-out documents and judged on the other half, as
-`calibrate` does. No store is created.
+keys at all places. Then the nearest stored keys of every held-out token are found for each place, by
+exhaustive search. k, T and λ are fitted on one half of the held-out documents and evaluated on the other
+half, as `calibrate` does. No store is created.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +68,8 @@ class Probed:
     fitted: Candidate
     """The fitted settings with the best fixed T and λ, at the best k."""
     change: Interval | None = None
-    """Perplexity with several states divided by the perplexity with one state; None for one state."""
+    """Perplexity with several states in a key, divided by the perplexity with one state; None for one
+    state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ def probe_keys(
     shown = progress or Progress()
     places = {key: locate(model, key) for key in keys or default_keys(model)}
     window = choose_window(model, max_length)
+    # 1) Sample documents, and hold out every third.
     encoder = Encoder(model, next(iter(places.values())))
     reader = TextReader(encoder, tokenizer, window, max(1, window // 2))
     texts = sample_tokens(
@@ -166,17 +168,25 @@ def probe_keys(
             f"{len(texts):,} documents of {sum(map(len, texts)):,} tokens are too little: a third is held "
             f"out, which must be {MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens at least"
         )
+    # 2) Run the model once, and capture the keys at all places.
     shown.start("reading", total=sum(map(len, texts)))
-    store = _read(reader, stored, places, shown, half=True)
-    text = _read(reader, held_out, places, shown, half=False)
+    store = _capture_keys(reader, stored, places, shown, half=True)
+    text = _capture_keys(reader, held_out, places, shown, half=False)
     joined = sorted(set(states) - {1})
     shown.start("comparing", total=len(places) * len(metrics) + len(joined) + len(dims), unit="key")
-    found: list[Probed] = []
+    probed: list[Probed] = []
     base: Interval | None = None
 
-    def judge(key: str, metric: str, sample: _Sample, states: int = 1, one: Candidate | None = None) -> None:
+    def judge(
+        key: str, metric: str, sample: _Sample, states: int = 1, one_state: Candidate | None = None
+    ) -> None:
+        """Evaluate one kind of keys, and append the result to `probed`.
+
+        `one_state` is the result with one state for each key, to which a kind with several states is
+        compared.
+        """
         nonlocal base
-        rows, queries = (torch.from_numpy(some.astype(np.float32)).to(model.device) for some in sample)
+        rows, queries = (torch.from_numpy(array.astype(np.float32)).to(model.device) for array in sample)
         distances, nearest = nearest_keys(queries, rows, min(MOST_NEIGHBORS, len(rows)), metric)
         hits = torch.from_numpy(store.gold)[nearest] == torch.from_numpy(text.gold)[:, None]
         documents = torch.from_numpy(text.documents)
@@ -184,31 +194,34 @@ def probe_keys(
         scored = ScoredText(text.lm_log_probs, documents, evidence)
         compared = compare(scored, fits={})
         base, best, change = compared.base, compared.best, None
-        if one is not None:
-            _, change = Judge(replace(scored, lm_log_probs=one.log_probs))(best.log_probs)
-        found.append(Probed(key, str(places[key]), metric, rows.shape[1], states, best, change))
+        if one_state is not None:
+            _, change = Judge(replace(scored, lm_log_probs=one_state.log_probs))(best.log_probs)
+        probed.append(Probed(key, str(places[key]), metric, rows.shape[1], states, best, change))
         shown.advance(1)
 
+    # 3) Compare all places and metrics, with one state for each key.
     for key in places:
         for metric in metrics:
             judge(key, metric, _Sample(store.keys[key], text.keys[key]))
-    single = min(found, key=_perplexity)
-    key, metric, one = single.key, single.metric, single.fitted
+    # 4) At the best place, try several states, then projections.
+    single = min(probed, key=_get_perplexity)
+    key, metric, one_state = single.key, single.metric, single.fitted
     samples = {1: _Sample(store.keys[key], text.keys[key])}
     for n in joined:
         reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_states(n)))
-        samples[n] = _Sample(stored_keys(_keys(reader, stored)), _keys(reader, held_out))
-        judge(key, metric, samples[n], n, one)
-    best = min(found, key=_perplexity).states
+        samples[n] = _Sample(stored_keys(_compute_keys(reader, stored)), _compute_keys(reader, held_out))
+        judge(key, metric, samples[n], n, one_state)
+    best = min(probed, key=_get_perplexity).states
     for dim in dims:
-        judge(key, metric, samples[best].project(dim, metric), best, one if best > 1 else None)
+        judge(key, metric, samples[best].project(dim, metric), best, one_state if best > 1 else None)
     shown.finish()
     assert base is not None
-    return Probe(len(store.gold), len(text.gold), len(held_out), base, tuple(sorted(found, key=_perplexity)))
+    probed.sort(key=_get_perplexity)
+    return Probe(len(store.gold), len(text.gold), len(held_out), base, tuple(probed))
 
 
 class _Sample(NamedTuple):
-    """Keys of one kind: of the stored text, and query vectors of the held-out text."""
+    """Keys of one kind (place, number of states, size): of the stored text and of the held-out text."""
 
     stored: Keys
     """Keys of the stored text, float16 as in stores, shape (n, d)."""
@@ -217,20 +230,23 @@ class _Sample(NamedTuple):
 
     def project(self, dim: int, metric: str) -> "_Sample":
         """Project keys and query vectors to `dim` components by PCA, fitted on the stored keys."""
-        kept = self.stored.astype(np.float32)
-        projection, _ = fit_projection(kept, dim, metric, keys_per_direction=1)  # what it loses is judged
-        few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, self.asked))
-        return _Sample(stored_keys(few), asked)
+        stored = self.stored.astype(np.float32)
+        projection, _ = fit_projection(stored, dim, metric, keys_per_direction=1)  # what it loses is judged
+        projected, asked = (projection(torch.from_numpy(array)).numpy() for array in (stored, self.asked))
+        return _Sample(stored_keys(projected), asked)
 
 
-def _keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
-    """Compute the key of every predicted token with the reader's encoder, in the order of `_read`."""
+def _compute_keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
+    """Compute the key of every target token with the reader's encoder, shape (n, d).
+
+    The tokens have the same order as in the result of `_capture_keys`.
+    """
     keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
     return np.concatenate(keys)
 
 
-class _Read(NamedTuple):
-    """Keys and log-probabilities of n target tokens."""
+class _CapturedKeys(NamedTuple):
+    """Keys (at several places) and log-probabilities of n target tokens."""
 
     keys: Mapping[str, Keys]
     """Keys at each place, by its name, shape (n, d)."""
@@ -244,14 +260,14 @@ class _Read(NamedTuple):
     """Index of each token's document, shape (n,)."""
 
 
-def _read(
+def _capture_keys(
     reader: TextReader,
     texts: Sequence[NDArray[np.uint32]],
     places: Mapping[str, KeyLocation],
     progress: Progress,
     *,
     half: bool,
-) -> _Read:
+) -> _CapturedKeys:
     """Run the model once over texts, and capture the keys at all places.
 
     Args:
@@ -273,13 +289,13 @@ def _read(
             states = encoder.encode(batch.input_ids, batch.at).states
         for key, capture in captures.items():
             keys = capture.keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
-            found = keys.float().cpu().numpy()
-            parts[key].append(stored_keys(found) if half else found)
+            batch_keys = keys.float().cpu().numpy()
+            parts[key].append(stored_keys(batch_keys) if half else batch_keys)
         gold.append(batch.gold)
         documents.append(batch.documents)
         log_probs.append(encoder.log_probs(states, batch.gold))
         progress.advance(len(batch.at))
-    return _Read(
+    return _CapturedKeys(
         {key: np.concatenate(part) for key, part in parts.items()},
         np.concatenate(gold),
         torch.cat([part.gold.cpu() for part in log_probs]),
@@ -301,10 +317,11 @@ def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Te
         Distances, float32, ascending, and row numbers in `keys`, int64; both of shape (q, k), on the CPU.
     """
     blocks = torch.split(queries, max(1, _DISTANCES // len(keys)))
-    found = [pairwise(block, keys, metric).topk(k, largest=False) for block in blocks]
-    return torch.cat([part.values.cpu() for part in found]), torch.cat([part.indices.cpu() for part in found])
+    nearest = [pairwise(block, keys, metric).topk(k, largest=False) for block in blocks]
+    distances, rows = zip(*((part.values.cpu(), part.indices.cpu()) for part in nearest), strict=True)
+    return torch.cat(distances), torch.cat(rows)
 
 
-def _perplexity(probed: Probed) -> float:
+def _get_perplexity(probed: Probed) -> float:
     """Return the held-out perplexity of a kind of keys; used as a sort key."""
     return probed.fitted.held_out.ppl

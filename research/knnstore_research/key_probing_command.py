@@ -24,7 +24,7 @@ def probe_keys(
         typer.Option(
             "--key",
             metavar="PLACE",
-            show_default="those of the last two layers and behind them",
+            show_default="all places of the last two layers, and after the last layer",
             help="A place to compare; repeatable. See `knnstore init`.",
         ),
     ] = None,
@@ -38,7 +38,7 @@ def probe_keys(
             min=1,
             metavar="N",
             show_default="2 and 3",
-            help="Join N states at the best place too; repeatable, 1 is none.",
+            help="At the best place, also try keys of N hidden states; repeatable. 1 tries no further keys.",
         ),
     ] = None,
     dims: Annotated[
@@ -47,27 +47,28 @@ def probe_keys(
             "--dim",
             min=1,
             metavar="N",
-            help="Project the best keys to so many components (PCA) as well; repeatable.",
+            help="Also project the best keys to N components (PCA); repeatable.",
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of the sample, a third of them held out.")
+        int,
+        typer.Option(min=1, metavar="N", help="Number of tokens of the sample; a third of them is held out."),
     ] = 30_000,
     max_length: MaxLengthOption = None,
     documents: Documents,
     runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare where keys can be taken in a model, and of how many states, on a sample of text.
+    """Compare places in a model where keys can be taken, and numbers of states in a key, on a sample of text.
 
-    No store is needed or made. Documents chosen at random are divided: two thirds are stored in
-    memory, the rest is searched for. The model reads each once, which gives the keys of all places;
-    for each of them k, temperature and lambda are fitted on half of the held-out documents and judged
-    on the other half, both ways. The table gives held-out perplexities with intervals of 95 %, the best
-    first, and their ratio to that of the model alone.
+    No store is needed or made. The command chooses documents at random. Two thirds of them are stored in
+    memory, and the rest is held out. The model reads each document once, which gives the keys at all places.
+    For each place, k, temperature and lambda are fitted on one half of the held-out documents and evaluated
+    on the other half, both ways. The table shows held-out perplexities with 95 % intervals, the lowest first,
+    and their ratio to the perplexity of the model alone.
 
-    At the best place keys of two and three states are tried too (see `knnstore init --states`), which are no
-    wider; a message tells their ratio to keys of one.
+    At the best place, keys of two and three states are tried too (see `knnstore init --states`). They are as
+    wide as keys of one state. A message says the ratio of their perplexity to that of keys of one state.
 
     Examples:
       knnstore research probe-keys --model examples/tiny-lm articles.jsonl
@@ -94,14 +95,14 @@ def probe_keys(
             on_bad=documents.make_skip_function(bar),
             progress=bar,
         )
-    rows = [_row(candidate) for candidate in found.candidates]
+    rows = [_build_row(candidate) for candidate in found.candidates]
     result = {
         "stored": found.stored,
         "held_out": found.held_out,
         "documents": found.documents,
         "base": found.base._asdict(),
         "candidates": rows,
-        "best": None if found.best is None else _row(found.best),
+        "best": None if found.best is None else _build_row(found.best),
         **documents.left_out,
     }
     documents.report()
@@ -123,7 +124,8 @@ def probe_keys(
     )
 
 
-def _row(probed: "Probed") -> dict[str, Any]:
+def _build_row(probed: "Probed") -> dict[str, Any]:
+    """Return a kind of keys as a row of the table, and as an element of ``candidates`` in the JSON result."""
     fitted = probed.fitted
     return {
         "key": probed.key,

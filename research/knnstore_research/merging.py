@@ -51,11 +51,13 @@ def drop_highest(scores: NDArray[np.floating], left: int) -> Weights:
 def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
     """Merge the two nearest records that predict the same token, repeatedly, until `left` records remain.
 
-    The weight of a record is the number of records that it represents. Of two merged records, the one with
-    the larger weight remains (the first if the weights are equal) and represents both. He et al. merge among
-    the k nearest of each record, in random order; merging the nearest pairs first costs far less perplexity
-    and can stop at any number. Distances are Euclidean, also in a store with inner products; so merging equal
-    keys does not change p_kNN. At least one record of each token remains, also if `left` is smaller.
+    The weight of a record is the number of records that it represents. Of two merged records, the record with
+    the larger weight remains (the first if the weights are equal), and represents both. At least one record
+    of each token remains, even if `left` is smaller.
+
+    Distances are Euclidean, also in a store with inner products, so merging equal keys does not change p_kNN.
+    He et al. merge each record with its k nearest records, in random order. Merging the nearest pairs first
+    costs far less perplexity, and can stop at any number of records.
 
     Args:
         tokens: tokens of the records, shape (n,).
@@ -78,7 +80,7 @@ def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
 
 
 def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDArray[np.float32]:
-    """Compute the model's log-probability of the token of every stored record of the selected documents.
+    """Compute the model's log-probability of each record's token, for all records of the selected documents.
 
     Args:
         store: the store.
@@ -143,7 +145,7 @@ def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k:
 
 
 def _weigh_only(stay: NDArray[np.int64], count: int) -> Weights:
-    """Return weights, shape (count,): 1 for the records with indices `stay`, 0 for all other records."""
+    """Return the weight of each record, shape (count,): 1 for the indices in `stay`, 0 for all others."""
     weights = np.zeros(count)
     weights[stay] = 1
     return weights
@@ -167,8 +169,8 @@ def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int
     for rows in np.split(order, borders):
         near = min(_NEAREST, len(rows) - 1)
         if near > 0:
-            some = keys[rows]
-            nearest = nearest_rows(some, some, near + 1, Metric.L2)
+            token_keys = keys[rows]
+            nearest = nearest_rows(token_keys, token_keys, near + 1, Metric.L2)
             itself = nearest.ids == np.arange(len(rows))[:, None]
             others = nearest.without(itself).nearest(near)
             found.append(np.sort(np.stack([np.repeat(rows, near), rows[others.ids.ravel()]], axis=1), axis=1))
@@ -182,10 +184,9 @@ def _merge_pairs(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Choose which pairs of records are merged, the nearest pairs first.
 
-    A pair is left out if one of its records was removed by an earlier merge.
-
-    The greedy algorithm always merges two records that are nearest to each other, so all such pairs are
-    merged at once.
+    A pair is left out if one of its records was removed by an earlier merge. The result is the same as if one
+    pair were merged after another, by ascending distance. For speed, each round merges all pairs whose two
+    records are each other's nearest; these merges do not affect each other.
 
     Args:
         pairs: pairs of records, nearest first, shape (m, 2).

@@ -12,12 +12,11 @@ _LEAST_LAMBDA = 1e-6
 
 
 def fit_one_weight(without: Tensor, only: Tensor) -> float:
-    """Find the mixture weight λ of two distributions that gives a text the largest likelihood.
+    """Find the weight λ of the mixture (1 - λ) p_without + λ p_only that gives a text the largest likelihood.
 
     Args:
-        without: log-probability of each token with λ = 0, float32, shape (n,).
-        only: log-probability of each token with λ = 1, float32, shape (n,); -inf for a token with the
-            probability 0.
+        without: log p_without of each token, float32, shape (n,).
+        only: log p_only of each token, float32, shape (n,); -inf for a token with the probability 0.
 
     Returns:
         λ, at least `_LEAST_LAMBDA` and below 1.
@@ -28,7 +27,7 @@ def fit_one_weight(without: Tensor, only: Tensor) -> float:
 
 
 def mix_log_probs(below: Tensor, above: Tensor, lam: float) -> Tensor:
-    """Mix two distributions with the weights 1 - λ and λ, given and returned as log-probabilities.
+    """Return log((1 - λ) exp(below) + λ exp(above)): the mixture of two distributions.
 
     Args:
         below: log-probabilities with the weight 1 - λ, float32, any shape.

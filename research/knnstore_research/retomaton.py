@@ -1,8 +1,9 @@
 """Pointers in place of searches: RetoMaton (Alon et al. 2022), measured on a text that was scored once.
 
-The record that follows a retrieved record in its document is likely to be near the next query. So each record
-has a pointer to its successor. The pointers of the records that were retrieved for the last token, and that
-predicted this token, are followed. If there are enough pointers, their targets replace a search.
+Each record has a pointer to its successor, the next record of the same document. If a record was retrieved
+for the last token and has this token, its successor is likely to be near the next query. So the pointers of
+such records are followed. If there are enough pointers, the records that they lead to are used in place of a
+search.
 
 `follow_pointers` scores a text in this way. `Clusters` groups near records, so that a pointer leads to all
 records near its target.
@@ -23,8 +24,8 @@ from knnstore_research.stored_records import StoredRecords
 _SAMPLED = 64
 """Number of sampled keys for each center of a cluster; a center becomes the mean of its keys."""
 _MOST_CENTERS = 4096
-"""Largest number of clusters. Larger stores have larger clusters: to assign n records takes 2 n c dim
-operations."""
+"""Largest number of clusters, c. Assigning n records to clusters takes 2 · n · c · dim operations, so larger
+stores get larger clusters, not more."""
 _ROUNDS = 2
 _MOST_MEMBERS = 1 << 14
 """Largest number of records with which a query is compared in whole clusters; at least one cluster is
@@ -48,18 +49,18 @@ class Clusters:
         sample = records.keys[:: max(1, len(records) // (_SAMPLED * count))]
         centers = sample[:: max(1, len(sample) // count)][:count].copy()
         for _ in range(_ROUNDS):
-            labels = _nearest_centers(sample, centers)
+            labels = _find_nearest_centers(sample, centers)
             order = np.argsort(labels, kind="stable")
             present, starts = np.unique(labels[order], return_index=True)
             sums = np.add.reduceat(sample[order], starts, dtype=np.float64)
             centers[present] = sums / np.diff(starts, append=len(sample))[:, None]
         # 2) Assign every record to its nearest center.
-        self._labels = _nearest_centers(records.keys, centers)
+        self._labels = _find_nearest_centers(records.keys, centers)
         order = np.argsort(self._labels, kind="stable")
         self._members = np.split(order, np.cumsum(np.bincount(self._labels, minlength=count))[:-1])
 
     def around(self, rows: Rows) -> Rows:
-        """Return the row numbers of all records in the clusters of given records, cluster by cluster.
+        """Return the row numbers of all records that share a cluster with a record of `rows`.
 
         The clusters are in the order of `rows`. Whole clusters are left out so that at most `_MOST_MEMBERS`
         rows are returned, but the first cluster is always returned. No rows give no rows.
@@ -111,8 +112,9 @@ def follow_pointers(
 ) -> Followed:
     """Compute the probability of each token of a text from retrieved records, with few searches.
 
-    A pointer leads from a record to the next record of the same document. The pointers of the records that
-    were retrieved for the last token replace a search if there are enough of them.
+    A pointer leads from a record to the next record of the same document. If a record was retrieved for the
+    last token and has this token, its pointer is followed. If there are enough pointers, the records that
+    they lead to are used in place of a search.
 
     Args:
         records: records of the store, with the selection that was searched.
@@ -161,6 +163,6 @@ def follow_pointers(
     return Followed(torch.from_numpy(knn_probs), torch.from_numpy(is_searched))
 
 
-def _nearest_centers(keys: Keys, centers: Keys) -> Rows:
+def _find_nearest_centers(keys: Keys, centers: Keys) -> Rows:
     """Return the index of the nearest center of each key, int64, shape (n,)."""
     return nearest_rows(keys, centers, 1, Metric.L2).ids[:, 0]

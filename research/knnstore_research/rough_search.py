@@ -1,8 +1,9 @@
 """Approximate search taken apart: which neighbors an index finds, and at which distances.
 
-An index of codes errs twice: it misses neighbors, and its distances are those to decoded keys. Xu et al. 2023
-(https://arxiv.org/abs/2301.02828) call these the mask and the score. Here either of both can be exact. FAISS
-must be installed.
+An index of codes (compressed keys) makes two errors: it misses neighbors, and it computes distances to
+decoded keys. Xu et al. 2023 (https://arxiv.org/abs/2301.02828) call the choice of neighbors the mask, and the
+distances the score. With this module each of them can be exact while the other is approximate. FAISS must be
+installed.
 """
 
 import math
@@ -19,7 +20,7 @@ from knnstore.lm.calibration import ScoredText
 from knnstore.lm.mixing import NeighborSums
 
 _CODES_PER_NEIGHBOR = 8
-"""About this number of codes is compared for each neighbor that is asked for."""
+"""Approximate number of codes that a search compares with a query, for each of the k neighbors."""
 _LEAST_PROBES = 8
 
 Rows = NDArray[np.int64]
@@ -50,7 +51,7 @@ class RoughIndex:
         distances to the decoded keys."""
 
     def find_rows(self, queries: Keys, k: int) -> Rows:
-        """Find about the k nearest keys of each query, by the distances to the decoded keys.
+        """Find approximately the k nearest keys of each query, by the distances to the decoded keys.
 
         Args:
             queries: query vectors, float32, shape (q, d).
@@ -68,7 +69,9 @@ class RoughIndex:
 def replace_neighbors(
     scored: ScoredText, rows: Tensor, tokens: Tensor, keys: Keys, metric: Metric
 ) -> ScoredText:
-    """Return a copy of a scored text in which a search seems to have found other neighbors.
+    """Return a copy of a scored text with other neighbors, as if a search had found them.
+
+    The distances to the neighbors are computed from `keys`.
 
     Args:
         scored: the text, of n tokens.
@@ -82,8 +85,10 @@ def replace_neighbors(
     assert reading is not None
     distances = torch.full(rows.shape, torch.inf)
     for number, (query, of_query) in enumerate(zip(reading.keys.numpy(), rows, strict=True)):
-        found = of_query >= 0
-        distances[number, found] = torch.from_numpy(paired(query, keys[of_query[found].numpy()], metric))
+        is_found = of_query >= 0
+        distances[number, is_found] = torch.from_numpy(
+            paired(query, keys[of_query[is_found].numpy()], metric)
+        )
     distances, order = distances.sort(dim=1, stable=True)
     hits = tokens[rows.gather(1, order)] == reading.targets[:, None]
     return replace(scored, evidence=replace(scored.evidence, searches=[NeighborSums(distances, hits=hits)]))

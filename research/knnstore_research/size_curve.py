@@ -23,7 +23,7 @@ class SizePoint:
     documents: int
     """Number of stored documents that are searched."""
     records: int
-    """Number of records of these documents; in a store without keys, of their tokens."""
+    """Number of records of these documents. In a store without keys: number of their tokens."""
     perplexity: Interval
     """Perplexity of the mixture with its 95 % interval; of the model alone if `records` is 0."""
 
@@ -36,10 +36,11 @@ def measure_size_curve(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> list[SizePoint]:
-    """Measure perplexity with parts of the store, from a 64th to the whole, each twice as large.
+    """Measure perplexity with growing parts of the store: a 64th, a 32nd and so on, up to the whole store.
 
-    A part has whole documents, in a fixed random order. The settings are the same for all parts, without
-    components that were trained on the whole store. The documents are scored once for each part.
+    A part has whole documents, chosen by a fixed random order. The settings are the same for all parts,
+    without components that were trained on the whole store. The held-out documents are scored once for each
+    part.
 
     Args:
         lm: the model.
@@ -63,15 +64,17 @@ def measure_size_curve(
     HeldOut.compare_with_store(store, lm.reader, listed, settings.selection).refuse_stored()
     alone = evaluate(lm, listed, KNNSettings(lam=0.0, selection=settings.selection), progress=progress)
     points = [SizePoint(0, 0, alone.intervals.base)]
-    for part, count in _divide(store, settings.selection):
-        found = evaluate(lm, listed, replace(settings, selection=part), progress=progress)
+    for part, count in _choose_parts(store, settings.selection):
+        evaluation = evaluate(lm, listed, replace(settings, selection=part), progress=progress)
         records = sum(store.lengths(part).values()) if store.is_keyless else store.record_count(part)
-        points.append(SizePoint(count, records, found.intervals.knn))
+        points.append(SizePoint(count, records, evaluation.intervals.knn))
     return points
 
 
-def _divide(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
-    """Choose parts of the selected documents, each about twice as large as the part before and containing it.
+def _choose_parts(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
+    """Choose growing parts of the selected documents; each part contains the part before.
+
+    Each part has about twice as many tokens as the part before.
 
     Returns:
         The selection and the number of documents of each part, from a 64th of the tokens to all; empty if no

@@ -15,11 +15,11 @@ def size_curve(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity with half of what is stored, a quarter and so on to a 64th.
+    """Measure perplexity with parts of the stored text: a 64th, a 32nd and so on, up to the whole.
 
-    The table shows what more text would bring. The first row is the model alone. A part holds whole
-    documents, chosen at random, and the settings are the same for all parts. The documents must not be in the
-    store. Each part takes as long as `knnstore eval`.
+    The table shows how much more text would help. The first row is the model alone. A part has whole stored
+    documents, chosen at random, and the settings are the same for all parts. The held-out documents must not
+    be in the store. Each part takes as long as `knnstore eval`.
 
     Examples:
       knnstore research size-curve held-out.jsonl

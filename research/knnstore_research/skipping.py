@@ -1,7 +1,8 @@
 """Skipping searches that would hardly help: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
 
-https://arxiv.org/abs/2109.04212. Before a search only the query and the model's confidence and entropy are
-known. A network estimates from these how much the search will raise log p. The paper's network estimates λ.
+https://arxiv.org/abs/2109.04212. Before a search, only the query and the model's confidence and entropy are
+known. From these, a network estimates how much the search will raise the log-probability of the target token.
+(The network of the paper estimates λ instead.)
 """
 
 from collections.abc import Callable
@@ -25,11 +26,11 @@ class ExpectedGains(NamedTuple):
 
     def __call__(self, scored: ScoredText) -> Tensor:
         """Estimate by how many nats a search will raise log p of each token, float32, shape (n,)."""
-        return self.network(_known_before(scored))[:, 0] * self.scale
+        return self.network(_build_features(scored))[:, 0] * self.scale
 
 
 def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
-    """Fit a network that estimates from what is known before a search how much the search raises log p.
+    """Fit a network that estimates before a search how much the search will raise log p of the target token.
 
     Args:
         scored: the text, with n tokens and their keys.
@@ -43,14 +44,15 @@ def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
         return (outputs[:, 0] - wanted[rows]).square().mean()
 
     documents = torch.from_numpy(assign_blocks(scored.documents.numpy()))
-    network = fit_network(_known_before(scored), loss, documents, [float(wanted.mean())])
+    network = fit_network(_build_features(scored), loss, documents, [float(wanted.mean())])
     return ExpectedGains(network, scale)
 
 
-def _known_before(scored: ScoredText) -> Tensor:
-    """Return what is known of each token before a search, float32, shape (n, d + 2).
+def _build_features(scored: ScoredText) -> Tensor:
+    """Return the features of each token that are known before a search, float32, shape (n, d + 2).
 
-    The columns are the model's confidence, its entropy, and the query vector.
+    The columns are the model's confidence (log-probability of its most probable token), its entropy, and the
+    d components of the query vector.
     """
     evidence = scored.evidence
     assert evidence.keys is not None

@@ -8,7 +8,7 @@ from knnstore.store import EVERYTHING, Reader, Selection
 
 
 class StoredRecords:
-    """The records of the selected documents, in the order of their texts, all in memory.
+    """All records of the selected documents as arrays in memory, in the order of the documents and tokens.
 
     Args:
         reader: the store.

@@ -79,7 +79,7 @@ _MADE_FOR = ("model_fingerprint", "key", "projection", "dim", "vocab_size")
 
 
 class SubstituteHead:
-    """The trained output layer of a substitute: n weight vectors ("rows") for each token that has any.
+    """The trained output layer of a substitute: n weight vectors ("rows") for each of s tokens.
 
     Args:
         rows: n rows (vectors) of each of s tokens, float32, shape (n, s, d).
@@ -102,7 +102,7 @@ class SubstituteHead:
         return self._columns[tokens.to(self._columns.device)]
 
     def token_log_probs(self, keys: Tensor) -> Tensor:
-        """Compute the log-probability of every token that has rows, by the substitute.
+        """Compute the substitute's log-probability of every token that has rows.
 
         Args:
             keys: query vectors, float32, shape (m, d), on any device.
@@ -117,7 +117,7 @@ class SubstituteHead:
         return log_probs
 
     def log_probs(self, keys: Tensor) -> Tensor:
-        """Compute the log-probability of every token of the vocabulary, by the substitute.
+        """Compute the substitute's log-probability of every token of the vocabulary.
 
         Args:
             keys: query vectors, float32, shape (m, d), on any device.
@@ -130,11 +130,11 @@ class SubstituteHead:
         return log_probs
 
     def gold_log_probs(self, keys: Tensor, gold: Tensor) -> Tensor:
-        """Compute the log-probability of one given token for each query, by the substitute.
+        """Compute the substitute's log-probability of the target token for each query.
 
         Args:
             keys: query vectors, float32, shape (m, d), on any device.
-            gold: the tokens, int64, shape (m,).
+            gold: the target tokens, int64, shape (m,).
 
         Returns:
             Float32, shape (m,), on the device of `keys`; -inf for a token without rows.
@@ -142,15 +142,15 @@ class SubstituteHead:
         return self.gold_and_largest(keys, gold)[0]
 
     def gold_and_largest(self, keys: Tensor, gold: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the log-probabilities of one given token and of the most probable token for each query.
+        """Compute the log-probabilities of the target token and of the most probable token for each query.
 
         Args:
             keys: query vectors, float32, shape (m, d), on any device.
-            gold: the given tokens, int64, shape (m,).
+            gold: the target tokens, int64, shape (m,).
 
         Returns:
-            Two float32 tensors of shape (m,), on the device of `keys`. The first is -inf for a token without
-            rows.
+            Two float32 tensors of shape (m,), on the device of `keys`. The first is -inf for a target token
+            without rows.
         """
         columns = self.find_columns(gold)
         found, largest = torch.empty(len(keys)), torch.empty(len(keys))
@@ -217,7 +217,7 @@ def load_head(
 
 
 def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
-    """Check that no document that a substitute was trained on was removed or replaced.
+    """Raise an error if a training document of the substitute was removed or replaced.
 
     Raises:
         OutdatedWeightsError: a document was removed or replaced.
@@ -231,7 +231,7 @@ def _refuse_outdated(store: Reader, settings: Mapping[str, Any]) -> None:
 
 
 def _select_made_for(identity: Identity) -> dict[str, Any]:
-    """Return the fields of a store's identity, by name, for which rows of a substitute are trained."""
+    """Return the fields of a store's identity, by name, that must stay equal for the rows to be usable."""
     return {name: getattr(identity, name) for name in _MADE_FOR}
 
 
@@ -568,7 +568,9 @@ def fit_rows(
 
 
 class _Judge:
-    """Judges rows on documents that are held out of training. The model runs once, in the constructor.
+    """Computes the loss of rows on held-out documents, and fits λ on them.
+
+    The model runs once over the documents, in the constructor.
 
     Args:
         reader: runs the model.
@@ -585,7 +587,7 @@ class _Judge:
         self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
 
     def loss(self, head: SubstituteHead) -> float:
-        """Return the mean negative log-probability, by the rows, of the held-out tokens that have rows."""
+        """Return the mean of -log p of the held-out tokens that have rows, where p is the substitute's."""
         found = head.gold_log_probs(self.keys, self.gold)
         return float(-found[found.isfinite()].double().mean())
 
@@ -685,10 +687,10 @@ def _join_records(parts: list[Records]) -> Records:
 
 
 def choose_held_out(store: Reader, selection: Selection, generator: torch.Generator) -> list[int]:
-    """Choose documents to hold out of training at random, and return their numbers.
+    """Choose random documents that are held out of training, and return their numbers.
 
-    The documents have at most `HELD_OUT_SHARE` of all tokens, and at most `HELD_OUT_TOKENS` tokens. If every
-    document is longer, only the shortest document is held out.
+    Together they have at most `HELD_OUT_SHARE` of all tokens, and at most `HELD_OUT_TOKENS` tokens. If every
+    single document is longer than this, only the shortest document is held out.
 
     Args:
         store: the store.
@@ -719,9 +721,10 @@ def choose_held_out(store: Reader, selection: Selection, generator: torch.Genera
 def add_substitute(
     scored: ScoredText, store: Reader, selection: Selection, device: torch.device | str
 ) -> ScoredText:
-    """Add the predictions of a substitute that was trained after a text was scored, and return the text.
+    """Return a copy of a scored text with the predictions of a substitute.
 
-    `score_once` does this itself if the substitute was trained before.
+    This is for a substitute that was trained after the text was scored. `score_once` itself adds a substitute
+    that was trained before.
 
     Args:
         scored: the text; returned unchanged if no substitute can be used.
@@ -741,7 +744,9 @@ def add_substitute(
 
 
 def fit_alone(tokens: Tensor, scored: ScoredText) -> KNNSettings:
-    """Fit the weight λ of the substitute over the model alone, without retrieval; return settings.
+    """Fit the weight λ of the substitute in a mixture with the model alone, and return the settings.
+
+    The settings retrieve nothing.
 
     Args:
         tokens: indices of the tokens to fit on, int64, shape (n,).
@@ -847,8 +852,9 @@ def evaluate_substitute(
     HeldOut.compare_with_store(store, lm.reader, listed, selection).refuse_stored()
     keys = replace(settings, cache=None, ngrams=None, others={})
     alone = KNNSettings(k=1, lam=0.0, selection=selection, others={Substitute.name: trained})
-    by_store, by_substitute = (evaluate(lm, listed, one, progress=progress) for one in (keys, alone))
-    base, found = by_store.base_ppl, by_substitute.knn_ppl
+    by_store = evaluate(lm, listed, keys, progress=progress)
+    by_substitute = evaluate(lm, listed, alone, progress=progress)
+    base, substitute_ppl = by_store.base_ppl, by_substitute.knn_ppl
     gain = math.log(base / by_store.knn_ppl)
-    share = math.log(base / found) / gain if gain > 0 else None
-    return SubstituteEvaluation(by_store.tokens, base, found, by_store.knn_ppl, share)
+    share = math.log(base / substitute_ppl) / gain if gain > 0 else None
+    return SubstituteEvaluation(by_store.tokens, base, substitute_ppl, by_store.knn_ppl, share)

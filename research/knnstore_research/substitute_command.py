@@ -23,25 +23,28 @@ def substitute(
             help="Train on this domain; repeat for several.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows for each token.")] = 1,
+    rows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of rows (vectors) that each token gets.")
+    ] = 1,
     epochs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How often to go through all records, at most.")
+        int, typer.Option(min=1, metavar="N", help="Largest number of passes over all records.")
     ] = 4,
     learning_rate: Annotated[
         float, typer.Option(metavar="R", help="Learning rate of the first step; it falls linearly to 0.")
     ] = 5e-3,
-    seed: Annotated[int, seed_option("Of all that is random.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the random numbers.")] = 0,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a substitute of the store, to see how much of its gain needs no retrieval.
+    """Train a substitute of the store, to see how much of the store's gain needs no retrieval.
 
-    The substitute has a few rows for each token of the vocabulary. They are trained to predict the stored
-    tokens from their keys; the model itself does not change. Some documents are held out, for early stopping
-    and to fit the weight of the substitute. `eval-substitute` measures how much of the store's gain it
-    recovers, and `knnstore calibrate` tries it alone and together with the store from then on. When a
-    document of its training is removed or replaced, the substitute is deleted too, because it holds traces of
-    the document.
+    The substitute is an output layer with a few rows (vectors) for each token of the vocabulary. The rows are
+    trained to predict the stored tokens from their keys; the model itself does not change. Some documents are
+    held out, to stop the training early and to fit the weight of the substitute.
+
+    `eval-substitute` then measures how much of the store's gain the substitute recovers. `knnstore calibrate`
+    tries the substitute alone, and together with the store. If a training document is removed or replaced,
+    the substitute is deleted too, because it holds traces of the document.
 
     Examples:
       knnstore research substitute

@@ -7,7 +7,7 @@ from knnstore.cli.output import Bar
 
 
 def test_no_paragraph_is_both_stored_and_held_out():
-    for corpus in (demo.reference(), demo.library()):
+    for corpus in (demo.build_reference_corpus(), demo.build_library_corpus()):
         stored = {line for document in corpus.stored for line in document.text.split("\n")}
         held_out = [line for document in corpus.held_out for line in document.text.split("\n")]
         assert len(corpus.held_out) >= 5

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from knnstore.lm import TextState
-from knnstore.server.engine.kv_cache import Memory
+from knnstore.server.engine.kv_cache import BatchCache
 from knnstore.server.engine.prompts import extract_layers
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
@@ -19,7 +19,7 @@ def text_of(tokens: list[int]) -> TextState:
 
 
 def test_rows_come_and_go_and_each_keeps_its_own():
-    drawn, memory = random.Random(0), Memory()
+    drawn, batch_cache = random.Random(0), BatchCache()
     rows: list[tuple[list[int], torch.Tensor]] = []  # tokens; shape (layers, 2, heads, t, width)
 
     def values(count: int) -> torch.Tensor:
@@ -29,17 +29,17 @@ def test_rows_come_and_go_and_each_keeps_its_own():
     for number in range(600):
         while rows and drawn.random() < (0.3 if number % 200 > 150 else 0.02):
             at = drawn.randrange(len(rows))
-            memory.remove_row(at)
+            batch_cache.remove_row(at)
             rows[at] = rows[-1]
             rows.pop()
         if not rows or (drawn.random() < 0.1 and len(rows) < 5):
             tokens = [drawn.randrange(100) for _ in range(drawn.choice([1, 7, 90]))]
             rows.append((tokens, values(len(tokens))))
             layers = [(keys[None], others[None]) for keys, others in rows[-1][1].unbind(0)]
-            memory.add_row(layers, text_of(tokens))
+            batch_cache.add_row(layers, text_of(tokens))
         count = drawn.choice([1, 1, 3, 17])
         new = [[drawn.randrange(100) for _ in range(count)] for _ in rows]
-        cache = memory.begin_step(count)
+        cache = batch_cache.begin_step(count)
         texts = cache.layers[-1].texts
         width, steps = count + max(len(tokens) for tokens, _ in rows), [values(count) for _ in rows]
         assert cache.get_seq_length() == width - count
@@ -48,7 +48,7 @@ def test_rows_come_and_go_and_each_keeps_its_own():
         for text, tokens in zip(texts, new, strict=True):
             text.append(np.array(tokens), torch.zeros(count, 1), None)
         if drawn.random() < 0.3:
-            memory.begin_step(count)
+            batch_cache.begin_step(count)
             for text, tokens in zip(texts, new, strict=True):
                 text.append(np.array(tokens), torch.zeros(count, 1), None)
         kept = drawn.randint(0, count)  # none is an error
@@ -62,4 +62,4 @@ def test_rows_come_and_go_and_each_keeps_its_own():
                 assert torch.equal(held[0][at], keys)
                 assert torch.equal(held[1][at], others)
             rows[at] = [*tokens, *new[at][:kept]], whole[..., padding : width - count + kept, :]
-        memory.keep_tokens(kept)
+        batch_cache.keep_tokens(kept)

@@ -67,7 +67,7 @@ def test_a_text_may_hold_the_names_of_special_and_added_tokens(kind):
     constraints = JsonConstraints(lambda use: use(tokenizer), len(tokenizer), [tokenizer.eos_token_id])
     for text in ("plain", "</s> x", "x</s>", *(f"a {token} b" for token in tokenizer.get_added_vocab())):
         asked = ResponseFormat(type="json_schema", json_schema={"name": "x", "schema": {"const": text}})
-        constraint, tokens, is_complete = constraints.constraint_for(asked), [], False
+        constraint, tokens, is_complete = constraints.make_constraint(asked), [], False
         while not is_complete:
             tokens.append(int(constraint.restrict(torch.zeros(len(tokenizer))).argmax()))
             is_complete = constraint.advance(tokens[-1])

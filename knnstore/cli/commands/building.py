@@ -49,7 +49,7 @@ def init(
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="Causal language model that the store is made for, which may be a GGUF file, or "
+            help="Model that the store is made for: a causal language model, which may be a GGUF file, or an "
             "encoder-decoder model. With --key none, any model that generates text.",
         ),
     ],
@@ -71,10 +71,11 @@ def init(
         str,
         typer.Option(
             metavar="PLACE",
-            help="Where the keys are taken: ffn_input or attention_input of the last layer (@2: of layer 2), "
-            "final_hidden, each also with _before_norm behind the name; or a module's path. auto is "
-            "ffn_input, or final_hidden in a model without such a part. none keeps no keys: adding takes no "
-            "pass of the model, and n-grams are all that is retrieved.",
+            help="Where in the model the keys are taken: ffn_input or attention_input of the last layer, "
+            "final_hidden, or the path of a module. ffn_input@2 is that of layer 2; ffn_input_before_norm is "
+            "taken before the layer norm. auto is ffn_input, or final_hidden if the model has no ffn_input. "
+            "With none the store has no keys: adding documents does not run the model, and only n-grams "
+            "are retrieved.",
         ),
     ] = "auto",
     states: Annotated[
@@ -164,6 +165,7 @@ def init(
         import knnstore
         from knnstore.lm import KeylessText, is_causal, load_text_parts
     with Bar() as bar:
+        # 1) Create the store; with --key none for an encoder-decoder model, without loading the model.
         if source_field is not None:
             samples.expect_pairs(is_paired=not is_causal(load_text_parts(model).config))
         if key == _NO_KEYS and not is_causal(load_text_parts(model).config):
@@ -201,6 +203,7 @@ def init(
                 dtype=runtime.dtype,
                 progress=bar,
             ).store
+    # 2) Describe the new store.
     with new_store:
         store_info = new_store.info()
         if new_store.is_keyless:
@@ -316,23 +319,28 @@ def _add_planned(
     *,
     as_json: bool,
 ) -> None:
-    """Make a plan for documents; with `workers`, encode and commit it too.
+    """Divide documents into shards (make a plan); with `workers`, also encode and commit them here.
 
     Args:
         domain: domain of the documents.
         tags: tags of every document.
         documents: the documents.
-        plan: folder of the plan; None with `workers`, which use a folder in the store's.
+        plan: folder of the plan. None with `workers`: the plan is then in the folder ``plan`` of the store,
+            and is deleted after the commit.
         shard_tokens: number of tokens of a shard; None for the default.
-        workers: number of processes; None only makes the plan.
+        workers: number of processes that compute keys; None only makes the plan.
         runtime: options of the model, and folder of the store.
         as_json: True prints the result as JSON.
+
+    Raises:
+        ConfigError: if both `plan` and `workers` are given.
     """
     if plan is not None and workers is not None:
         raise ConfigError("choose one of --plan and --workers")
     from knnstore.store import KNNStore
 
     with Bar() as bar:
+        # 1) Make the plan. It has only the documents that must be encoded.
         with KNNStore.open(runtime.home, "a") as store:
             model = resolve_model_location(store, runtime.model_at)
             with show_activity("loading the tokenizer"):
@@ -364,6 +372,7 @@ def _add_planned(
         if made is not None:
             result |= {"added": made.added, "replaced": made.replaced, "tokens": made.tokens}
             result["shards"] = len(made.shards)
+        # 2) With workers: encode the shards, and commit the plan.
         if workers is not None and folder.exists:  # also if an earlier commit was interrupted at its end
             if made is not None:
                 encode_shards_in_processes(
@@ -419,12 +428,14 @@ def sync(
     import knnstore
 
     with Bar() as bar:
+        # 1) Compare the files with the stored documents.
         with knnstore.open(runtime.home) as store:
             documents.expect_pairs(is_paired=store.identity.is_paired)
             unread = documents.find_unchanged(store, domain, tags or ())
             difference = store.difference(domain, documents.read_documents(bar, unread), tags or (), unread)
             is_settled = not store.has_unsettled_documents()
         documents.report()
+        # 2) Plan the changes. A removed document whose content an added document has was moved.
         unchanged = [*difference.unchanged, *unread]
         is_empty = not difference.added + difference.replaced + difference.described and not unchanged
         if is_empty and documents.tree is None:
@@ -457,6 +468,7 @@ def sync(
                 f"warning: nothing is removed: {documents.skipped_without_id:,} rows cannot be read, and "
                 f"any of {len(difference.removed):,} documents may be theirs"
             )
+        # 3) With --dry-run print the plan and stop; otherwise let the user confirm a large removal.
         if dry_run:
             lines = [f"{name} {id}" for name, ids in plan.items() for id in _shorten_ids(ids)]
             differ = [f"{count:,} {name}" for name, count in result.items() if name in plan and count]
@@ -470,6 +482,7 @@ def sync(
                 f"{len(removed_ids):,} of {len(removed_ids) + len(remaining_ids):,} documents of {domain} go",
                 yes,
             )
+        # 4) Rename moved documents, add new and changed documents, and remove the others.
         if moved:
             with knnstore.open(runtime.home, "a") as store:
                 store.rename(domain, moved)
@@ -503,7 +516,7 @@ def sync(
 
 
 def _drop_left_out_names(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a result without the field `left_out`; `Documents.report` prints its names."""
+    """Return a copy of a result without the field `left_out`, whose names `Documents.report` prints."""
     return {name: value for name, value in result.items() if name != "left_out"}
 
 

@@ -107,8 +107,9 @@ def calibrate(
     text. To compute it, each half of the documents is predicted with the candidate that is best on the other
     half.
 
-    The commands generate and serve do not use a cache, because generated text repeats itself with it. With
-    --repetition, the model continues beginnings of the documents, to find other such components.
+    The commands generate and serve do not use a cache, because with a cache generated text repeats itself.
+    Other components can have this effect too. With --repetition, the model continues beginnings of the
+    documents, to find such components.
 
     Examples:
       knnstore calibrate dev.jsonl
@@ -117,11 +118,13 @@ def calibrate(
       knnstore calibrate --show
       knnstore calibrate --domain news --reset
     """
+    # 1) --show and --reset need no model.
     if show or reset:
         if documents.files or stored_tokens or show == reset:
             raise typer.BadParameter("give --show or --reset alone")
         (_drop_saved if reset else _show_saved)(runtime.home, domains, as_json)
         return
+    # 2) Fit the candidates, and save the best.
     documents.check_files()
     store_token_count = stored_tokens or (0 if documents.files else STORED_TOKENS)
     kind: Kind | None = "causal" if repetition else None
@@ -143,6 +146,7 @@ def calibrate(
             f"{fitted.in_store:,} of the documents are in the store: once one of them is removed or "
             "replaced, these settings go; of other text expect higher perplexities"
         )
+    # 3) Print the table of candidates.
     from knnstore.lm import settings_to_dict
 
     documents.report()
@@ -169,6 +173,7 @@ def calibrate(
             f"{fitted.comparison.chosen_probes} cells are visited, the fewest within 0.5 % of the lowest "
             f"perplexity that keys, n-grams and cache have together ({perplexities})"
         )
+    # 4) Say what was saved, or why nothing was saved.
     if fitted.kept and fitted.comparison.current is not None:
         print_message(
             "the settings in force stay, perplexity "
@@ -242,28 +247,34 @@ def _build_rows(comparison: "Comparison") -> list[dict[str, Any]]:
 
 
 def _get_shown_settings(candidate: "Candidate") -> "KNNSettings":
-    """Return settings with the values that the table shows, without fitting a network for them."""
+    """Return settings of a candidate with the values that the table shows.
+
+    These are the settings that were fitted to all documents. If a network chooses the temperature, the
+    settings of one half of the documents are returned, so that no network is fitted only for the table.
+    """
     settings = candidate.by_half[0]
     return settings if settings.chooses_temperature else candidate.settings
 
 
-def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool) -> str:
+def _format_candidates(rows: Sequence[Mapping[str, Any]], is_best_saved: bool, is_current_kept: bool) -> str:
     """Format a table of the model alone, the current settings and the best candidates, with a legend.
 
-    A candidate is a set of settings that was fitted. A star marks the settings that are saved now: the
-    current settings if `kept`, else the best candidate if `saved`, else none.
+    A candidate is a set of settings that was fitted. A star marks the settings that are saved now.
 
     Args:
         rows: the rows of `_build_rows`.
-        saved: True if the best candidate was saved.
-        kept: True if the current settings stay.
+        is_best_saved: True if the best candidate was saved; it gets the star.
+        is_current_kept: True if the current settings stay; they get the star. If both arguments are False,
+            nothing is saved and no row has a star.
     """
     reference_rows = [row for row in rows if row["mixer"] in _REFERENCE_ROWS]
     candidate_rows = sorted(
         (row for row in rows if row["mixer"] not in _REFERENCE_ROWS), key=lambda row: float(row["ppl"])
     )
     limit = len(candidate_rows) if LOG.verbose else _MAX_SHOWN
-    star = len(reference_rows) - kept if saved or kept else -1  # the first candidate, or the current settings
+    star = -1
+    if is_best_saved or is_current_kept:  # the row after the reference rows, or the last of them
+        star = len(reference_rows) - is_current_kept
     printed_rows = [
         {**row, "mixer": f"{'*' if position == star else ' '} {row['mixer']}"}
         for position, row in enumerate([*reference_rows, *candidate_rows[:limit]])
@@ -275,7 +286,9 @@ def _format_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: boo
 
 
 def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
-    """Print the settings that are saved for exactly these domains, else those saved for the whole store.
+    """Print the settings that are saved for exactly these domains, else the settings of the whole store.
+
+    If neither are saved, prints that nothing is saved.
 
     Args:
         home: folder of the store.
@@ -287,6 +300,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     """
     import knnstore
 
+    # 1) Find the saved settings: of these domains, else of the whole store.
     with knnstore.open(home) as store:
         scope_domains = tuple(domains or ())
         store.record_count(knnstore.Selection(domains=scope_domains or None))  # raises for an unknown domain
@@ -301,6 +315,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     if saved is None:
         print_result({"settings": None}, "nothing is saved: the defaults are used", as_json=as_json)
         return
+    # 2) Leave out the fields that mean nothing to a reader, or have no effect.
     hidden = ("stored", "held_out", "text_hash")
     calibration = {name: value for name, value in (saved.calibration or {}).items() if name not in hidden}
     where = ", ".join(scope) or "the whole store"

@@ -30,13 +30,15 @@ LIBRARY = "library-docs"
 _MODULES = ("numpy", "numpy.linalg", "numpy.fft", "numpy.random")
 _LIBRARY_DOCUMENTS = 66
 _MIN_CHARACTERS, _MAX_CHARACTERS = 500, 4_000
-"""Length of a document in characters. Shorter documents are left out and longer ones cut, to save time."""
+"""Length of a document in characters. A shorter document is left out, and a longer document is cut, to save
+time."""
 _HELD_OUT_EVERY = 14
 """Every 14th document is held out."""
 _PROMPT = "Returns the sum of the array elements along"
 _NEW_TOKENS = 20
 _LAMBDA_OF_TEXT = 0.8
-"""Weight of retrieval for generation. The model has hardly seen text of this kind, so the store gets more."""
+"""Weight of retrieval for generation. It is high, because the small model has hardly seen text of this
+kind."""
 
 
 class Corpus(NamedTuple):
@@ -77,7 +79,7 @@ def demo(
         ngrams_lm = knnstore.create(Path(folder) / "ngrams.knn", name, key=None, **options)
         lm = knnstore.create(Path(folder) / "keys.knn", name, **options)
         with ngrams_lm.store, lm.store:
-            result = demonstrate(ngrams_lm, lm, [reference(), library()], bar)
+            result = demonstrate(ngrams_lm, lm, [build_reference_corpus(), build_library_corpus()], bar)
     print_result(result, _format_demo(result), as_json=as_json)
     if not as_json:
         print_message(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
@@ -95,8 +97,9 @@ def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar
         bar: the progress bar.
 
     Returns:
-        A dict: the perplexities by state and domain, a flag that removing the second domain restored the
-        perplexities exactly, speeds, and a generated continuation with its sources.
+        A dict for `_format_demo`: the perplexities in each state of the store, by domain; ``restored``, True
+        if removing the second domain restored the perplexities exactly; speeds; and a generated continuation
+        with its sources.
     """
     first, second = corpora
     states: list[dict[str, Any]] = []
@@ -106,16 +109,15 @@ def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar
         """Evaluate both domains and record the state. Returns the perplexities with the store by domain."""
         results = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
         if not states:
-            states.append(
-                {"state": "the model alone"} | {name: one.base_ppl for name, one in results.items()}
-            )
-        perplexities = {name: one.knn_ppl for name, one in results.items()}
+            base = {domain: evaluation.base_ppl for domain, evaluation in results.items()}
+            states.append({"state": "the model alone"} | base)
+        perplexities = {domain: evaluation.knn_ppl for domain, evaluation in results.items()}
         states.append({"state": state} | perplexities)
         evaluations.extend(results.values())
         return perplexities
 
     # 1) Store both domains as n-grams, which takes no pass of the model.
-    counted = [ngrams_lm.add(one.stored, domain=one.domain, progress=bar) for one in corpora]
+    counted = [ngrams_lm.add(corpus.stored, domain=corpus.domain, progress=bar) for corpus in corpora]
     measure("with n-grams of both domains", ngrams_lm)
     # 2) Store keys too, of one domain after the other.
     added = [lm.add(first.stored, domain=first.domain, progress=bar)]
@@ -130,16 +132,18 @@ def demonstrate(ngrams_lm: "KNNLM", lm: "KNNLM", corpora: list[Corpus], bar: Bar
     # 4) Remove the second domain: the perplexities must be the same as before it.
     lm.store.remove_domain(second.domain)
     after = measure(f"after removing {second.domain}")
+    stored_tokens = sum(addition.tokens for addition in added)
+    scored_tokens = sum(evaluation.tokens for evaluation in evaluations)
+    scoring_seconds = sum(evaluation.tokens / evaluation.tokens_per_s for evaluation in evaluations)
     return {
         "perplexity": states,
         "restored": after == before,
         "probes": lm.knn.probes,
         "temperature": lm.knn.temperature,
-        "ngram_seconds": sum(one.seconds for one in counted),
-        "stored_tokens": sum(one.tokens for one in added),
-        "stored_tokens_per_s": sum(one.tokens for one in added) / sum(one.seconds for one in added),
-        "scored_tokens_per_s": sum(one.tokens for one in evaluations)
-        / sum(one.tokens / one.tokens_per_s for one in evaluations),
+        "ngram_seconds": sum(addition.seconds for addition in counted),
+        "stored_tokens": stored_tokens,
+        "stored_tokens_per_s": stored_tokens / sum(addition.seconds for addition in added),
+        "scored_tokens_per_s": scored_tokens / scoring_seconds,
         "prompt": _PROMPT,
         "continuation_of_the_model_alone": model_continuation,
         "continuation": continuation,
@@ -180,15 +184,15 @@ def _find_default_model() -> str:
     return str(folder)
 
 
-def reference() -> Corpus:
+def build_reference_corpus() -> Corpus:
     """Return Python's language reference as a corpus; each topic of `help()` is a document."""
     from pydoc_data.topics import topics
 
     return _split_corpus(REFERENCE, sorted(topics.items()))
 
 
-def library() -> Corpus:
-    """Return docstrings of numpy's functions and classes as a corpus, sampled evenly by name."""
+def build_library_corpus() -> Corpus:
+    """Return docstrings of numpy's functions and classes as a corpus; every n-th one in order of name."""
     documented: dict[str, str] = {}
     for name in _MODULES:
         module = import_module(name)
@@ -215,11 +219,11 @@ def _split_corpus(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
 
 
 def _remove_repeated_paragraphs(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of id and text, with one line for each paragraph, without repeated paragraphs.
+    """Yield the pairs of id and text, without paragraphs that an earlier text contains.
 
-    A paragraph stays only in the first text that contains it, so that no held-out paragraph is stored. The
-    lines of a paragraph are joined, which removes the indentation; words of only ruling characters (``---``)
-    are removed. Texts that are short afterwards are left out.
+    So no paragraph of a held-out text is in a stored text too. Each paragraph becomes one line without
+    indentation. Words of only ruling characters (``---``) are removed. A text that has fewer than
+    `_MIN_CHARACTERS` characters afterwards is left out.
     """
     seen: set[str] = set()
     for id, text in texts:

@@ -91,8 +91,8 @@ def encode(
 def commit(folder: PlanArgument, *, home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Add the documents of a plan to the store, in one transaction, when all of its shards are encoded.
 
-    Until then nobody sees any of them. A document of which a version was stored, replaced, removed or renamed
-    after the plan was made is left out. A second commit changes nothing.
+    Before the commit, none of the documents is in the store. A document is left out if it was added,
+    replaced, removed or renamed in the store after the plan was made. A second commit changes nothing.
 
     Examples:
       knnstore commit plan

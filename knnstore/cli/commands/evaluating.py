@@ -77,9 +77,9 @@ def evaluate(
 
     The documents should not be in the store. Prints the perplexity of the model alone and of the mixture, by
     token, word and byte. "helped" is the share of tokens to which retrieval gives a higher probability than
-    the model. With a continuous cache or n-grams, it also prints the perplexities with the store, the cache
-    and the n-grams alone. --json has all values: base_ppl, knn_ppl, store_ppl, cache_ppl, ngram_ppl,
-    by_frequency, by_distance and more.
+    the model. With a continuous cache or n-grams, it also prints the perplexity with only the store, with
+    only the cache, and with only the n-grams. --json has all values: base_ppl, knn_ppl, store_ppl, cache_ppl,
+    ngram_ppl, by_frequency, by_distance and more.
 
     Examples:
       knnstore eval held-out.jsonl
@@ -91,6 +91,7 @@ def evaluate(
       knnstore --home client.knn eval pairs.jsonl --translate --beams 5
       knnstore eval held-out.jsonl --domain news --k 64 --knn-temperature 20 --lambda 0.5 --json
     """
+    # 1) Check the options and the files.
     if per_token is not None and is_among(per_token, documents.files):
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
@@ -102,6 +103,7 @@ def evaluate(
     documents.check_files()
     if per_token is not None:
         check_writable(per_token)
+    # 2) Load the model, and evaluate the documents.
     kind: Kind | None = "causal" if audited else "seq2seq" if translates else None
     with Bar() as bar, ExitStack() as opened:
         lm = opened.enter_context(
@@ -136,6 +138,7 @@ def evaluate(
         translation = None
         if isinstance(lm, KNNLMForSeq2SeqLM) and translates:
             translation = lm.score_translations(texts, settings, num_beams=beams, progress=bar)
+    # 3) Warn if documents are stored, or if the settings were fitted to them.
     if evaluation.stored and not leave_out:
         print_message(
             f"warning: {len(evaluation.stored):,} of these documents are among those retrieved from, "
@@ -147,6 +150,7 @@ def evaluate(
             f"warning: to {len(evaluation.fitted):,} of these documents the settings were fitted, "
             f"{evaluation.fitted[0]!r} for one: on other text expect a higher perplexity"
         )
+    # 4) Print the result.
     documents.report()
     result = {**convert_to_dict(evaluation), **documents.left_out, "intervals": convert_intervals(evaluation)}
     del result["by_document"]
@@ -259,6 +263,6 @@ def check_writable(file: Path) -> None:
         raise ConfigError(f"{file} cannot be written: {folder} is not there, or cannot be written")
 
 
-def convert_intervals(found: "Evaluation") -> dict[str, dict[str, float]]:
+def convert_intervals(evaluation: "Evaluation") -> dict[str, dict[str, float]]:
     """Return the confidence intervals of an evaluation as dicts, by name (``base``, ``knn``, ``change``)."""
-    return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}
+    return {name: interval._asdict() for name, interval in evaluation.intervals._asdict().items()}

@@ -71,8 +71,8 @@ def generate(
         typer.Option(
             "--draft/--no-draft",
             help="Speculative decoding: check several draft tokens in one pass. Drafts are tokens that "
-            "follow the same words in the store or the text. The generated text stays the same. Drafts "
-            "need the stored text sorted, as n-grams do: so the default is on with n-grams and one beam. A "
+            "follow the same words in the store or the text. The generated text stays the same. The default "
+            "is on with n-grams and one beam, because drafts and n-grams use the same sorted text. A "
             "message says if the model cannot use drafts, for example because it has a recurrent state.",
             show_default=False,
         ),
@@ -97,6 +97,7 @@ def generate(
     with runtime.open_model("r", domains=selected.domains, kind="causal") as lm:
         from knnstore.lm import Purpose, resolve
 
+        # 1) Resolve the settings, and warn if the store would not be used.
         settings = query.resolve_settings(lm.store, selected.make_selection())
         generating = resolve(lm.store, settings, Purpose.GENERATION)
         prompt = read_text(prompt)
@@ -106,6 +107,7 @@ def generate(
                 "warning: the model generates alone, because text repeats itself more with the store "
                 f"(knnstore calibrate --show); {weight} 0.5 uses the store"
             )
+        # 2) Generate; the text is printed while it grows, unless with beams or --json.
         shown = PromptAndContinuation(lm.reader, prompt)
         continuation = lm.generate_text(
             prompt,
@@ -122,6 +124,7 @@ def generate(
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
         if not as_json:
             shown.print_rest(continuation)
+        # 3) Explain which documents the text comes from.
         if explain:
             explained = lm.explain(continuation, generating, neighbors=_NEIGHBORS_CREDITED, after=prompt)
             result["sources"] = credit_documents(explained)
@@ -246,10 +249,10 @@ def explain(
 ) -> None:
     """Show the probability of each token of a text, and its sources in the store.
 
-    Below each token are its nearest neighbors: their share of the retrieved probability, their distance
-    (squared for l2, the negated inner product for ip), their document and position, and the text around
-    them with the retrieved token in brackets. --ngrams also lists places where this token follows the same
-    tokens, with the number of these tokens.
+    Below each token are its nearest neighbors. Each line shows the neighbor's share of the retrieved
+    probability, its distance (squared for l2, the negated inner product for ip), its document and position,
+    and the text around it with the retrieved token in brackets. With --ngrams, the command also lists places
+    in the stored text where this token follows the same previous tokens, and the number of these tokens.
 
     Examples:
       knnstore explain "The harbour was quiet" --neighbors 2

@@ -120,8 +120,8 @@ def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
 def adapters(as_json: JsonOption = False) -> None:
     """List the vector engines that are installed.
 
-    Shows the version of each engine's library and of the package of its adapter, its abilities with default
-    parameters, and, if it cannot be used, the package to install.
+    Shows for each engine the version of its library, the version of its adapter's package, and what it can do
+    with default parameters. For an engine that cannot be used, shows the package to install.
 
     Examples:
       knnstore adapters
@@ -149,7 +149,7 @@ def adapters(as_json: JsonOption = False) -> None:
 def _describe_capabilities(capabilities: "Capabilities | None") -> list[str]:
     """Return the properties of a vector engine as words such as "exact" or "durable".
 
-    Returns an empty list for None, if the engine cannot be used.
+    None, for an engine that cannot be used, gives an empty list.
     """
     if capabilities is None:
         return []

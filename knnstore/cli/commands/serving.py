@@ -131,15 +131,17 @@ def serve(
         raise ConfigError(
             f"serving needs {', '.join(missing)}: install it with pip install 'knnstore[server]'"
         )
+    # 1) Check the store and the options before torch is loaded, to report errors early.
     upstream_url = None if upstream is None else _parse_upstream(upstream)
     Home.open(runtime.home)
     mode: Literal["r", "a"] = "r" if read_only else "a"
-    with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, to report errors early
+    with KNNStore.open(runtime.home, mode) as store:
         name, store_id = model or Path(store.identity.model).name, store.id
         if upstream is not None and store.identity.is_paired:
             raise ConfigError("--upstream is for causal models, and the store has pairs")
         kind: Kind | None = "causal" if store.is_keyless or upstream is not None else None
         model_location = resolve_model_location(store, runtime.model_at)
+    # 2) Prepare loading the model, and check the vLLM server if there is one.
     _configure_logging()
     quiet_transformers()
     from knnstore import KNNSettings, load
@@ -149,6 +151,7 @@ def serve(
     from knnstore.server import serve as run_server
 
     def load_model() -> KNNLM:
+        """Load the model with its store; the server calls this in a thread, while it listens already."""
         return load(
             runtime.home,
             mode,
@@ -163,6 +166,7 @@ def serve(
     if upstream_url is not None:
         upstream_address = UpstreamAddress(upstream_url, read_secret("KNNSTORE_UPSTREAM_KEY"))
         check_upstream(upstream_address, store_id)  # now, because the model takes time to load
+    # 3) Run the server, which loads the model.
     config = Config(
         home=runtime.home,
         name=name,
@@ -217,10 +221,12 @@ def key_add(
 ) -> None:
     """Make an API key for the servers of this store, and print it. It cannot be shown again.
 
-    The right predict allows to generate and score text, read to see documents and the sources of predictions,
-    write to add and remove documents, admin all of these and the metrics. --domain hides all other domains
-    from the key. Running servers accept the key at once. A request beyond --requests or --tokens is refused,
-    and told when to try again; each server counts on its own.
+    The right "predict" is needed to generate and score text, "read" to see documents and the sources of
+    predictions, and "write" to add and remove documents. The right "admin" includes these three, and is
+    needed to see the metrics. --domain hides all other domains from the key.
+
+    Running servers accept the key at once. A request beyond --requests or --tokens is refused; the answer
+    says when to try again. Each server counts on its own.
 
     Examples:
       knnstore key add --right predict --domain letters --expires 90d

@@ -106,6 +106,7 @@ def remove(
     if (ids and by_kind) or not (ids or by_kind or domain):
         raise typer.BadParameter("give IDs, --tag TAG, --where CONDITION or --domain NAME")
     with knnstore.open(home, "r" if dry_run else "a") as store:
+        # 1) Select the documents, and describe them.
         selection = _select_for_removal(store, ids, domain, tag, where)
         removed = store.select(selection) if ids or by_kind else []
         if ids or by_kind:
@@ -122,6 +123,7 @@ def remove(
         else:
             result = asdict(next(match for match in store.domains() if match.name == domain))
             sentence = f"{domain}: {result['documents']:,} documents, {result['tokens']:,} tokens"
+        # 2) With --dry-run print them and stop; otherwise remove them, and erase their bytes if requested.
         if dry_run:
             lines = [f"{match.id} of {match.domain}" for match in removed if len(removed) > 1]
             text = "\n".join(map(printable, [*lines, f"would remove {sentence}"]))
@@ -246,7 +248,7 @@ def move(
 def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Build indexes and reclaim the space of removed records.
 
-    `add` does this by itself. It is useful after many documents were removed.
+    `add` also does this. The command is useful after many documents were removed.
 
     Examples:
       knnstore optimize

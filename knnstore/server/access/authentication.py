@@ -46,7 +46,7 @@ class Access:
         return self.domains is None
 
     def sees(self, domain: str) -> bool:
-        """Check whether the client may see a domain, given by its name. The domain need not exist."""
+        """Check whether the client may see the domain with this name. The domain need not exist."""
         return self.domains is None or domain in self.domains
 
     def filter_visible(self, domains: Iterable[str]) -> list[str]:

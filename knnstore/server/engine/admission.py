@@ -19,18 +19,21 @@ from torch import Tensor
 
 from knnstore.lm import KNNLM, ForwardPass, KNNSettings, Purpose, likelihoods
 from knnstore.server.engine.pairs import PairPrefill, read_sources_together
-from knnstore.server.engine.prompts import Prefill, Remembered, prefill_together
+from knnstore.server.engine.prompts import Prefill, PromptState, prefill_together
 from knnstore.server.engine.rows import Task
 from knnstore.server.engine.tickets import Ticket
 
 _logger = logging.getLogger(__name__)
 
 _MAX_TURN_TOKENS, _CHUNK_TOKENS = 1024, 128
-"""`_MAX_TURN_TOKENS` is the number of prompt tokens that one turn prefills at most. `_CHUNK_TOKENS` is
-the chunk size of longer prompts while other texts are being decoded; the chunks are larger if more tasks wait
-than texts are decoded. Prompts of at most `_CHUNK_TOKENS` tokens are read whole, several in one forward pass:
-eight together take little more than half of the time, and a step between them would delay the tasks behind.
-Chunks round differently, so a prompt is read whole if no text is being decoded."""
+"""One turn prefills at most `_MAX_TURN_TOKENS` prompt tokens.
+
+A prompt of at most `_CHUNK_TOKENS` tokens is read whole, together with other short prompts in one forward
+pass: eight prompts together take little more than half of the time of eight passes.
+
+While other texts are being decoded, a longer prompt is read in chunks, so that those texts do not wait long.
+A chunk has `_CHUNK_TOKENS` tokens, or more if more tasks wait than texts are decoded. If no text is being
+decoded, a prompt is read whole, because the result of a chunked prefill differs slightly (by rounding)."""
 
 
 NEIGHBORS_AT_ONCE = 1 << 16
@@ -126,7 +129,7 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _WaitingTask:
-    """A task some of whose texts have not been started, with the progress of its prompts."""
+    """A task that still has texts to start, with the progress of its prompts."""
 
     ticket: Ticket
     """The task with the callback of its client."""
@@ -146,18 +149,17 @@ class _WaitingTask:
         return self.opened == len(self.task.prompts) and not self.prompts
 
     def get_next_prompt(self, lm: KNNLM) -> _Prompt | None:
-        """Return the prompt of this task whose tokens the model should read next.
+        """Return the prompt of this task whose tokens the model should read next, or None.
 
-        This is the prompt whose prefill (reading by the model) began last, while it has unread tokens and is
-        not selected to be read together with other prompts. Otherwise the prefill of the task's next prompt
-        begins, and that prompt is returned.
+        The prompts are read in order. A prompt that was returned before is returned again while it has unread
+        tokens. After that, the next prompt is returned, and its prefill is created. A prompt that is selected
+        to be read together with other prompts (`is_joint`) counts as read.
 
         Args:
             lm: the model that will read the prompt.
 
         Returns:
-            The prompt; None if every prompt of the task is completely read or selected for a joint forward
-            pass.
+            The prompt; None if all prompts of the task are read.
         """
         if self.prompts and self.prompts[-1].prefill.tokens_left and not self.prompts[-1].is_joint:
             return self.prompts[-1]
@@ -225,7 +227,7 @@ class Admission:
         lm: KNNLM,
         settings_of: Callable[[Hashable], KNNSettings],
         receive: Callable[[], object],
-        begin: Callable[[Ticket, int, Remembered], None],
+        begin: Callable[[Ticket, int, PromptState], None],
         fail: Callable[[Ticket, Exception], None],
         admitted: Callable[[], None],
     ) -> None:
@@ -294,29 +296,29 @@ class Admission:
     def _prefill_prompts(
         self, room: int, budget: int, chunk_budget: int, *, may_read_whole: bool
     ) -> tuple[int, list[tuple[KNNSettings, list[_Chunk]]]]:
-        """Make the model read prompts of the waiting tasks (prefill), in the order of waiting.
+        """Make the model read prompts of the waiting tasks (prefill), until `budget` tokens are used up.
 
-        Reading ends when a budget of tokens is used up. A task that fails is removed, and its client gets the
-        error. A task moves to the end of the waiting tasks when one of its prompts was read completely or was
-        selected to be read with other prompts, or when a part of its prompt is to be scored.
+        The tasks are served in the order of waiting. A task moves to the end of the queue when one of its
+        prompts was read completely, or when a part of its prompt is to be scored. If reading fails, the task
+        is removed and its client gets the error.
 
         Args:
-            room: number of texts that may be started. At 0 or less, only prompts that are not continued are
-                read.
+            room: number of texts that may be started. If it is 0 or less, only prompts of tasks that generate
+                nothing are read.
             budget: number of tokens that may be read.
-            chunk_budget: number of tokens out of `budget` for prompts that are read alone, in chunks; 0 reads
-                only short prompts, several in one forward pass.
+            chunk_budget: number of tokens out of `budget` that may be used for long prompts, which are read
+                in chunks. 0 reads only short prompts, several in one forward pass.
             may_read_whole: True if no text is being decoded, so that long prompts need not be cut into
                 chunks.
 
         Returns:
-            The number of tokens that were read, and the chunks that are to be scored, grouped by their
-            settings.
+            The number of tokens that were read, and the chunks that the caller must score, grouped by
+            retrieval settings.
         """
         by_settings: dict[int, tuple[KNNSettings, list[_Chunk]]] = {}
         joint: list[_JointPrefill] = []
         initial_budget, position = budget, 0
-        share = 1.0  # part of the turn's scoring time that is left, for all scopes together
+        share = 1.0  # fraction of the turn's scoring time that is left, for all scopes together
         scored: list[_WaitingTask] = []
         while budget > 0 and position < len(self._waiting):
             waiting = self._waiting[position]
@@ -330,7 +332,7 @@ class Admission:
                     position += 1
                     continue
                 prefill = prompt.prefill
-                # 2) Skip it if the searches for first tokens have used up the turn.
+                # 2) Skip the prompt if this turn's searches have retrieved enough neighbors already.
                 neighbors = 0
                 if not (prefill.is_scored or may_read_whole):
                     neighbors = count_neighbors(self._lm.resolve_settings(settings, Purpose.GENERATION))
@@ -460,14 +462,14 @@ class Admission:
             try:
                 while waiting.prompts and not waiting.prompts[0].prefill.tokens_left:
                     prompt = waiting.prompts[0]
-                    remembered = prompt.prefill.get_state()
+                    prompt_state = prompt.prefill.get_state()
                     while (
                         prompt.started < task.copies
                         and (room > 0 or not task.max_tokens)
                         and not waiting.ticket.is_behind
                     ):
                         self._start_text(
-                            waiting.ticket, prompt.number * task.copies + prompt.started, remembered
+                            waiting.ticket, prompt.number * task.copies + prompt.started, prompt_state
                         )
                         prompt.started += 1
                         room -= bool(task.max_tokens)

@@ -1,9 +1,9 @@
 """The texts that are decoded together, as one left-padded batch. Each step adds a token to every text.
 
-A text joins after its prefill, with the KV cache of its prompt and its first token. So each text, new or old,
-gives the model one token in a step. Shorter texts are padded on the left and masked there. If the batch has
-only one text, the step also reads draft tokens (guesses of the next tokens; speculative decoding). Each draft
-token that equals the chosen token saves one step.
+A text joins after its prefill, with the KV cache of its prompt and its first generated token. So a step reads
+exactly one token of each text, new or old. Shorter texts are padded on the left and masked there. If the
+batch has only one text, the step also reads draft tokens (guesses of the next tokens; speculative decoding).
+Each draft token that equals the chosen token saves one step.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from knnstore.lm import KNNLM, Drafts, KNNSettings
-from knnstore.server.engine.kv_cache import Memory
-from knnstore.server.engine.prompts import Remembered
+from knnstore.server.engine.kv_cache import BatchCache
+from knnstore.server.engine.prompts import PromptState
 from knnstore.server.engine.rows import Row
 
 
@@ -45,8 +45,8 @@ class _RowDrafts(NamedTuple):
     def propose_tokens(self) -> list[int]:
         """Return guesses of the text's next tokens (draft tokens), as token ids; empty if there are none.
 
-        The list has at most one token less than the text may still get (`Row.tokens_left`), because the step
-        also predicts the token after the last draft token.
+        The list has at most `Row.tokens_left` - 1 tokens, because the step also predicts the token after the
+        last draft token.
         """
         tokens: list[int] = self.drafts.propose(np.array(self.row.tokens), self.row.tokens_left - 1).tolist()
         return tokens
@@ -65,7 +65,7 @@ class Batch:
         self.rows: list[Row] = []
         """The texts, in the order of the batch."""
         self._lm = lm
-        self._memory = Memory()
+        self._kv_cache = BatchCache()
         self._row_drafts: _RowDrafts | None = None
 
     def fits(self, row: Row) -> bool:
@@ -73,22 +73,22 @@ class Batch:
         return True
 
     @torch.inference_mode()
-    def add_row(self, row: Row, remembered: Remembered) -> None:
+    def add_row(self, row: Row, prompt_state: PromptState) -> None:
         """Add a text to the batch, with the KV cache of its tokens.
 
         Args:
             row: the text. Its last token is not in the KV cache yet, because the next step reads it.
-            remembered: the model's state after all tokens of the text except the last one. The state is
+            prompt_state: the model's state after all tokens of the text except the last one. The state is
                 copied.
         """
-        self._memory.add_row(remembered.layers, remembered.text.fork())
+        self._kv_cache.add_row(prompt_state.layers, prompt_state.text.fork())
         self.rows.append(row)
 
     @torch.inference_mode()
     def remove_rows(self, finished: Sequence[Row]) -> None:
-        """Remove texts from the batch.
+        """Remove texts from the batch. The order of the other texts may change.
 
-        Each removed text's index goes to the text that is last at this moment.
+        The last text of the batch moves to the index of the removed text.
 
         Args:
             finished: the texts to remove; all of them must be in the batch. An empty sequence changes
@@ -96,7 +96,7 @@ class Batch:
         """
         for row in list(finished):  # a copy: `finished` may be `self.rows`
             index = self.rows.index(row)
-            self._memory.remove_row(index)
+            self._kv_cache.remove_row(index)
             self.rows[index] = self.rows[-1]
             self.rows.pop()
         if not self.rows:
@@ -119,9 +119,9 @@ class Batch:
         draft_tokens = [] if self._row_drafts is None else self._row_drafts.propose_tokens()
         count, device = 1 + len(draft_tokens), self._lm.base.device
         with torch.inference_mode():
-            cache = self._memory.begin_step(count)
-            lengths = torch.tensor(self._memory.lengths, device=device)
-            columns = torch.arange(max(self._memory.lengths) + count, device=device)
+            cache = self._kv_cache.begin_step(count)
+            lengths = torch.tensor(self._kv_cache.lengths, device=device)
+            columns = torch.arange(max(self._kv_cache.lengths) + count, device=device)
             output = self._lm(
                 input_ids=torch.tensor([[row.tokens[-1], *draft_tokens] for row in self.rows], device=device),
                 attention_mask=(columns >= lengths.amax() - lengths[:, None]).long(),
@@ -140,12 +140,12 @@ class Batch:
             taken: number of tokens that were chosen for each text from this step, at least 1. The first
                 `taken` tokens that the step read stay in the KV cache; the later tokens are dropped.
         """
-        self._memory.keep_tokens(taken)
+        self._kv_cache.keep_tokens(taken)
         if self._row_drafts is not None:
             self._row_drafts.drafts.learn(len(step.draft_tokens), taken - 1)
 
     def _get_row_drafts(self, row: Row, settings: KNNSettings) -> _RowDrafts | None:
-        """Return the draft model of a text: it guesses next tokens. None if the settings use no n-grams.
+        """Return the draft model of a text, which guesses its next tokens; None if no n-grams are used.
 
         The draft model of the previous step is returned again if it belongs to the same text and the store
         has not changed since. Otherwise a new one is made. Without n-grams there is no draft model, because

@@ -18,7 +18,7 @@ from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.pairs import PairBatch, make_generation_rules
-from knnstore.server.engine.prompts import Remembered, has_attention_only
+from knnstore.server.engine.prompts import PromptState, has_attention_only
 from knnstore.server.engine.rows import Piece, Row, TokenScore, build_prompt_scores, find_end_tokens
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
@@ -56,8 +56,8 @@ class Engine:
             them to score prompts, and leaves out the components for scoring when it generates text.
         max_rows: largest number of texts that are decoded at once.
         max_waiting: largest number of waiting tasks and unfinished jobs together.
-        observe: function that is called in the engine's thread with the counts of each decoding step, and
-            with the counts of each turn without a step that started a text or ran a job.
+        observe: function that is called in the engine's thread after each decoding step, with its counts. It
+            is also called after a turn that had no step but started a text or ran a part of a job.
 
     Raises:
         ConfigError: if the model's cache cannot be padded, so that several texts cannot share a batch.
@@ -205,10 +205,10 @@ class Engine:
         self._inbox.put(lambda: None)
 
     def run_extra_step(self) -> None:
-        """Run one turn of the engine (prefill and decoding steps) while a long job is still running.
+        """Run one turn of the engine (prefill and decoding steps) in the middle of a long job.
 
-        The job calls this method, in the engine's thread. The method first calls the callbacks that other
-        threads have put into the inbox. If the engine is stopping, nothing else is done.
+        Only the job itself may call this method, in the engine's thread. New tasks from other threads are
+        accepted first. If the engine is stopping, no turn is run.
         """
         if self._process_inbox(wait=False):
             self._run_turn()
@@ -303,12 +303,13 @@ class Engine:
             self._count_done()
 
     def _run_turn(self) -> None:
-        """Run one turn: let the model read prompts, then run a decoding step of the running texts.
+        """Run one turn: remove cancelled tasks, prefill prompts, and decode one token of the running texts.
 
-        Cancelled tasks are removed first. There are two steps: one of the light batch (texts that retrieve
-        few neighbors) and one of the next heavy batch (texts that retrieve many). A batch without texts has
-        no step. Calls `observe` after each step, or once for a turn without a step that started a text or ran
-        other work.
+        The turn has a step for the light batch (texts that retrieve few neighbors) and a step for the next
+        heavy batch (texts that retrieve many). A batch without texts has no step.
+
+        Calls `observe` after each step. Also calls it for a turn that had no step but started a text or ran a
+        part of a job.
         """
         # 1) Remove cancelled tasks.
         self._drop_cancelled_tasks()
@@ -354,7 +355,7 @@ class Engine:
         self._remove_rows([row for row in self.rows if self._tickets[row].cancelled])
         self._admission.drop_cancelled()
 
-    def _start_text(self, ticket: Ticket, index: int, remembered: Remembered) -> None:
+    def _start_text(self, ticket: Ticket, index: int, prompt_state: PromptState) -> None:
         """Start a text whose prompt was read: send its first results, and add the text to a batch.
 
         Sends the prompt's scores if they are requested, then chooses and sends the first generated token. If
@@ -364,7 +365,7 @@ class Engine:
         Args:
             ticket: the task with the callback of its client.
             index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
-            remembered: state of the model after the prompt.
+            prompt_state: state of the model after the prompt.
         """
         task = ticket.task
         prompt = task.prompts[index // task.copies]
@@ -373,22 +374,22 @@ class Engine:
             if self._last_scored[:2] != scored_prompt:  # all copies of a prompt share its scores
                 self._last_scored = (
                     *scored_prompt,
-                    build_prompt_scores(prompt, remembered.scores, task.top, self._texts),
+                    build_prompt_scores(prompt, prompt_state.scores, task.top, self._texts),
                 )
             ticket.tell(Piece(index, tokens=self._last_scored[2], is_prompt=True))
         if not task.max_tokens:
             ticket.tell(Piece(index, finish="length"))
             return
-        assert remembered.next is not None
+        assert prompt_state.next is not None
         rules = make_generation_rules(self._lm, prompt, task.max_tokens) if prompt.source else None
         row = Row(task, index, self._texts, self._ends, rules)
         # The prefill has predicted the first token: no step is needed for it.
-        piece = row.choose_token(remembered.next, int(remembered.next.argmax()))
+        piece = row.choose_token(prompt_state.next, int(prompt_state.next.argmax()))
         self._first_tokens += 1
         ticket.tell(piece)
         if piece.finish:
             return
-        self._choose_batch(row).add_row(row, remembered)
+        self._choose_batch(row).add_row(row, prompt_state)
         self._tickets[row] = ticket
 
     def _choose_batch(self, row: Row) -> Batch:
@@ -413,7 +414,7 @@ class Engine:
         """Return the approximate number of neighbors that a text of a scope retrieves for each new token.
 
         Args:
-            scope: the text's `Task.knn`: which documents it retrieves from, and with which settings.
+            scope: the text's `Task.knn`: the documents to retrieve from, and the settings.
         """
         return count_neighbors(self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION))
 
@@ -428,16 +429,15 @@ class Engine:
         Texts that have ended leave the batch. Draft tokens (guesses of the next tokens) can give a single
         text several tokens at once. Calls `observe` at the end.
 
-        If the forward pass fails, the method finds out whose retrieval is broken. For this it groups the
-        texts by scope (`Task.knn`: the documents and settings of retrieval), and repeats the pass for each
-        scope with retrieval switched off for the texts of all other scopes. The texts of each scope that
-        fails in this test get the error and leave the batch. If no scope fails in this test, all texts get
-        the error and leave. No text gets a token in a failed step; the remaining texts are tried again in the
-        next step.
+        If the forward pass fails, no text gets a token. Each scope (`Task.knn`: the documents and settings of
+        retrieval) is then tested alone, to find out whose retrieval is broken: see `_scope_fails`. The texts
+        of each failing scope get the error and leave the batch; the other texts are tried again in the next
+        step. If no scope fails alone, all texts get the error and leave.
         """
         started = time.perf_counter()
         rows = batch.rows
         done, taken, drafted = list[Row](), 0, 0
+        # 1) Predict. If this fails, end the texts whose retrieval is broken.
         try:
             step = self._predict_with_retries(batch)
         except Exception as error:
@@ -445,10 +445,12 @@ class Engine:
             failing = {scope for scope in {row.task.knn for row in rows} if self._scope_fails(batch, scope)}
             done = [row for row in rows if row.task.knn in failing] or rows
             self._fail_tickets([self._tickets[row] for row in done], error)
+        # 2) Otherwise choose the tokens, and keep their keys and values.
         else:
             done, taken = self._choose_tokens(rows, step)
             batch.keep_tokens(step, taken)
             drafted = len(step.draft_tokens)
+        # 3) Remove the texts that ended, and report the step.
         seconds = (time.perf_counter() - started) / max(taken, 1)
         observed = Observed(
             len(rows),
@@ -465,8 +467,9 @@ class Engine:
     def _choose_tokens(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
         """Choose and send the next token of each text.
 
-        If a single text has draft tokens (guesses of its next tokens), the step has predicted several tokens.
-        They are all chosen, as long as the last chosen token equals its guess.
+        With draft tokens (guesses of the next tokens of a single text), the step has predicted the token
+        after each guess too. Choosing goes on while the chosen token equals the guess, and ends after the
+        first token that differs.
 
         Args:
             rows: the texts of the batch.
@@ -530,14 +533,14 @@ class Engine:
         raise AssertionError
 
     def _resolve_for_generation(self, scope: Hashable) -> KNNSettings:
-        """Return the settings of a scope (`Task.knn`) for generated tokens, at the store's revision now."""
+        """Return the settings of a scope (`Task.knn`) for generation, at the store's newest revision."""
         return self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION)
 
     def _scope_fails(self, batch: Batch, scope: Hashable) -> bool:
-        """Check whether the forward pass fails because of one scope (documents and settings of retrieval).
+        """Check whether the forward pass fails if only the texts of one scope retrieve.
 
-        The pass runs once more. Only the texts of this scope search the store; all other texts of the batch
-        use λ = 0. The predictions of the pass are not used.
+        Runs the pass once more: all texts of other scopes use λ = 0, so that they do not search the store.
+        The predictions of the pass are not used.
 
         Args:
             batch: the texts.

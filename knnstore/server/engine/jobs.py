@@ -19,8 +19,8 @@ Turns: TypeAlias = Generator[None, None, Found]
 class Job(Generic[Found]):
     """Long work that the engine runs in turns, with a future for the result.
 
-    The future stays in the state "pending" until the work is done, so that it can be cancelled between two
-    turns.
+    `future` gets the result or the exception. It can be cancelled between two turns, because it stays in the
+    state "pending" until the work is done.
 
     Args:
         work: function without arguments that returns the generator that does the work. It is called by the

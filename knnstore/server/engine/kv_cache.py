@@ -15,7 +15,7 @@ _FREE_COLUMNS = 64
 """Number of free columns that are added at once. A step may not add more tokens to a text than this."""
 
 
-class Memory:
+class BatchCache:
     """The KV cache of a batch of texts, with the `TextState` of each text.
 
     Row i of the tensors belongs to the i-th text. A `TextState` holds the text's tokens and the vectors that
@@ -68,8 +68,8 @@ class Memory:
     def begin_step(self, count: int) -> DynamicCache:
         """Return a transformers cache for a forward pass that reads `count` further tokens of each text.
 
-        The pass writes its keys and values into the free columns of this object. They count only after
-        `keep_tokens`; without that call, the next step overwrites them.
+        The pass writes its keys and values into free columns of this object. Call `keep_tokens` after the
+        pass to keep them; without that call, the next pass overwrites them.
         """
         rows = len(self.lengths)
         if self._end + count > self._columns:
@@ -85,7 +85,7 @@ class Memory:
         return cache
 
     def keep_tokens(self, count: int) -> None:
-        """Keep the first `count` tokens that the last step read of each text, and drop its other tokens."""
+        """Keep the first `count` tokens that the last pass read of each text, and drop its later tokens."""
         self._end += count
         self.lengths = [length + count for length in self.lengths]
         self._truncate_texts()

@@ -18,16 +18,16 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from knnstore.lm import KNNLM, KNNSettings, Purpose, SourceBatch, TextStateLayer
 from knnstore.server.engine.batch import Batch, Step
-from knnstore.server.engine.prompts import EncodedSource, Prefill, Remembered, extract_layers
+from knnstore.server.engine.prompts import EncodedSource, Prefill, PromptState, extract_layers
 from knnstore.server.engine.rows import Prompt, Row
 
 
 class PairPrefill(Prefill):
-    """The prefill of a source and of the tokens with which the decoder begins, always in one forward pass.
+    """The prefill of a source and of the decoder's first tokens, always in one forward pass.
 
     Args:
         lm: the encoder-decoder model, with its store.
-        prompt: the prompt; its tokens are those with which the decoder begins.
+        prompt: the prompt, with the source. `prompt.tokens` are the decoder's first tokens.
     """
 
     is_read_whole = True
@@ -116,11 +116,11 @@ class PairBatch(Batch):
         """Check whether a text has as many tokens as the texts of the batch."""
         return not self.rows or len(row.tokens) == len(self.rows[0].tokens)
 
-    def add_row(self, row: Row, remembered: Remembered) -> None:
+    def add_row(self, row: Row, prompt_state: PromptState) -> None:
         """Add a text to the batch, with the KV cache of its tokens and its source."""
-        assert remembered.source is not None
-        super().add_row(row, remembered)
-        self._sources[row] = remembered.source
+        assert prompt_state.source is not None
+        super().add_row(row, prompt_state)
+        self._sources[row] = prompt_state.source
 
     def remove_rows(self, finished: Sequence[Row]) -> None:
         """Remove texts from the batch."""
@@ -141,7 +141,7 @@ class PairBatch(Batch):
                 decoder_input_ids=torch.tensor(
                     [row.tokens[-1:] for row in self.rows], device=self._lm.base.device
                 ),
-                cache=EncoderDecoderCache(self._memory.begin_step(1), DynamicCache(sources.layers)),
+                cache=EncoderDecoderCache(self._kv_cache.begin_step(1), DynamicCache(sources.layers)),
                 use_cache=True,
                 knn=settings,
             )
@@ -170,10 +170,11 @@ class PairBatch(Batch):
 
 
 def make_generation_rules(lm: Any, prompt: Prompt, max_tokens: int) -> LogitsProcessorList:
-    """Return the logits processors that `generate` uses with the model's generation configuration.
+    """Return the logits processors that transformers' `generate` would use for this model and prompt.
 
-    Examples are tokens that are never generated, and a shortest length. Sampling and beams are left out, and
-    so is a forced last token: a text that is cut must not look complete.
+    They are made from the model's generation configuration. For example, they forbid tokens that are never
+    generated, or enforce a minimum length. Rules for sampling and beam search are left out. A forced last
+    token is left out too, because a text that was cut at `max_tokens` must not look complete.
 
     Args:
         lm: the encoder-decoder model.

@@ -1,6 +1,6 @@
 """Prefill of prompts: the model reads a prompt's tokens and fills the KV cache, before tokens are generated.
 
-`Prefill` reads one prompt, in chunks. `Remembered` is the state of the model after a prefill.
+`Prefill` reads one prompt, in chunks. `PromptState` is the state of the model after a prefill.
 `prefill_together` reads several whole prompts in one forward pass.
 """
 
@@ -30,7 +30,7 @@ Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each attention layer, as pairs of tensors of shape (b, heads, t, width): b texts, t
 tokens."""
 
-_VALUES = 1 << 25
+_MAX_CHUNK_LOG_PROBS = 1 << 25
 """Largest number of log-probabilities (tokens × vocabulary) of a chunk that is scored. They take 128 MiB."""
 
 
@@ -44,7 +44,7 @@ class EncodedSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remembered:
+class PromptState:
     """State of the model after a prompt, from which the continuations of the prompt are started."""
 
     layers: Layers
@@ -117,7 +117,8 @@ class Prefill:
             is 0.
         """
         if self.is_scored:
-            max_tokens = min(max_tokens, max(1, _VALUES // self._lm.store.identity.vocab_size))
+            most_scored = _MAX_CHUNK_LOG_PROBS // self._lm.store.identity.vocab_size
+            max_tokens = min(max_tokens, max(1, most_scored))
         end = self._read + min(max_tokens, self.tokens_left)
         generating = self._lm.resolve_settings(settings, Purpose.GENERATION)
         settings = settings if self.is_scored else generating
@@ -149,9 +150,9 @@ class Prefill:
         """
         return not (self._read or self.is_scored) and self._is_continued
 
-    def get_state(self) -> Remembered:
+    def get_state(self) -> PromptState:
         """Return the state of the model after the tokens read so far, with the scores of these tokens."""
-        return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next, self._source)
+        return PromptState(self._layers, self._read, self._text, tuple(self.scores), self._next, self._source)
 
 
 def prefill_together(lm: KNNLM, prefills: Sequence[Prefill], settings: Sequence[KNNSettings]) -> None:

@@ -57,15 +57,15 @@ class Prompt:
     which its decoder begins every text, and all of them are hidden. Empty for a causal model."""
 
     @property
-    def given(self) -> int:
-        """Number of tokens that the client has given."""
+    def client_tokens(self) -> int:
+        """Number of tokens that the client sent: of the source, or of the prompt without hidden tokens."""
         return len(self.source) or len(self.tokens) - self.hidden
 
 
 class Constraint(Protocol):
     """Decides which tokens may come next in one text, so that the text becomes JSON of a schema.
 
-    Has a state.
+    It keeps a state: `advance` must be called with each token that is appended to the text.
     """
 
     schema: Mapping[str, Any]
@@ -94,9 +94,9 @@ class Task:
     prompts: tuple[Prompt, ...]
     """The prompts; at least one."""
     knn: Hashable
-    """Key of the retrieval settings: which documents the task retrieves from, and with which overrides. The
+    """Scope of retrieval: the documents to retrieve from, and the settings that the request overrides. The
     server uses a `Scope` here. The engine only passes this value to its function `settings_of`, which returns
-    the settings; texts with equal values share one search."""
+    the settings. Texts with equal values share one search."""
     max_tokens: int = 16
     """Largest number of tokens to generate for each text; 0 generates nothing."""
     copies: int = 1
@@ -114,7 +114,7 @@ class Task:
     """Constraint of the generated tokens, in its initial state; each text gets a copy. None allows all
     tokens."""
     ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a text, beside the model's end tokens."""
+    """Ids of tokens that end a text, in addition to the model's end tokens."""
 
 
 class TopToken(NamedTuple):
@@ -162,8 +162,8 @@ class Piece:
     """New text that follows the text of the earlier pieces. Empty if nothing can be sent yet, because a stop
     string may still cut off the newest text."""
     tokens: tuple[TokenScore, ...] = ()
-    """The generated tokens whose whole text is contained in this piece and the earlier pieces. If `is_prompt`
-    is True, the shown tokens of the prompt."""
+    """Tokens of this piece: the generated tokens whose text is complete with this piece. If `is_prompt` is
+    True, the tokens of the prompt, without hidden tokens."""
     finish: Finish | None = None
     """Reason why the text has ended, "stop" or "length"; None if more pieces of the text follow."""
     is_prompt: bool = False
@@ -307,10 +307,11 @@ class Row:
     def _append_pieces(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
         """Append the text of tokens to the answer, and hold their scores until the text is sent.
 
-        The text of the prompt's last tokens, if it was not complete, is joined with that of the first token.
+        If the prompt ended inside a character (`Prompt.unfinished`), the text of its last tokens is put
+        before the text of the first generated token.
 
         Args:
-            pieces: the tokens with their texts, which later tokens cannot change.
+            pieces: the tokens with their texts. The texts are final: no later token changes them.
 
         Returns:
             The text that can be sent to the client, and True if a stop string was found. The sendable text
@@ -342,7 +343,7 @@ class Row:
 
 
 def _cut_score(score: TokenScore, length: int) -> TokenScore:
-    """Return a token's score whose text is cut at the end of the whole text.
+    """Return a copy of a token's score, without the characters after the end of the whole text.
 
     Args:
         score: the score of the token.

@@ -33,8 +33,8 @@ class Observed:
     waiting: int
     """Number of waiting tasks (tasks whose texts have not all been started) and of unfinished jobs."""
     seconds: float
-    """Duration of the step in seconds, divided by the number of tokens that each text got from the step; 0
-    without a step."""
+    """Seconds per token: the duration of the step, divided by the number of tokens that each text got from
+    the step. 0 if the turn had no step."""
     drafted: int = 0
     """Number of draft tokens (guesses of the next tokens) that the step read."""
     accepted: int = 0
@@ -44,8 +44,8 @@ class Observed:
 
 
 MOST_BEHIND = 1024
-"""Largest backlog of a task with which the engine starts another text of the task. The backlog is the number
-of pieces (parts of the result) that were sent to the client's queue and that the client has not taken."""
+"""Largest backlog of a task, in pieces. While a client has more pieces (parts of the result) left to take,
+the engine starts no further text of its task."""
 MOST_UNREAD = 16_384
 """Largest number of pieces of a task that its client has not taken yet. With more pieces the task fails."""
 
