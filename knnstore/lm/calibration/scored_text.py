@@ -20,7 +20,7 @@ from knnstore.lm.components import (
     other_components,
 )
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.keys import described
+from knnstore.lm.keys import describe_keys
 from knnstore.lm.mixing import (
     CHUNK_VALUES,
     DISTINCT_AMONG,
@@ -274,7 +274,7 @@ def score_once(
         replace(evidence, found={**evidence.found, OwnNGrams.name: own}),
         targets=read.targets,
         metric=store.identity.metric,
-        fitted_for=described(store.identity),
+        fitted_for=describe_keys(store.identity),
         others=settings.others,
     )
 

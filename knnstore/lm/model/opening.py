@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
+from knnstore.lm.keys import AUTO, Joining, describe_keys, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLM, choose_model_class
 from knnstore.lm.reading import (
     Encoder,
@@ -132,7 +132,7 @@ def create(
         keys = sample_keys(reader, given, on_bad=on_bad, progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)
-        projection = fitted.weights({**described(identity), "keys": len(keys), "kept": kept})
+        projection = fitted.weights({**describe_keys(identity), "keys": len(keys), "kept": kept})
     made = KNNStore.create(
         home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
     )

@@ -55,7 +55,7 @@ from knnstore.store import Identity
 _logger = logging.getLogger(__name__)
 
 _LOGIT_ROUNDING = 0.05
-"""Difference of logits that may be rounding, as a fraction of the largest logit."""
+"""Largest difference of two logits that counts as a rounding error, as a fraction of the largest logit."""
 
 _NO_CODE = "knnstore runs no code that comes with a model"
 
@@ -72,11 +72,17 @@ all memory.
 """
 
 _WORD_START = "▁"
-"""Token of the beginning of a word, the only one that some tokenizers without files have."""
+"""Token that marks the beginning of a word.
+
+If a tokenizer's files are missing, transformers may create a tokenizer that has only this token and special
+tokens.
+"""
 
 _DEFAULT_WINDOW = 2_048
-"""Number of tokens in a window of an encoder-decoder model that names no limit (T5), and of a store without
-keys for such a model, where nothing depends on it."""
+"""Number of tokens in a window if an encoder-decoder model (T5) names no limit.
+
+A store without keys for a model without a limit has this number too, although it cuts no windows.
+"""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""
@@ -116,7 +122,7 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16``; default is float32 on the CPU, and the dtype in which
             the model was saved on a GPU.
         gguf_file: name of the GGUF file in the folder or hub id `name`.
-        kind: refuse a model of the other kind; None accepts both.
+        kind: the kind of model that is accepted; the other kind raises ConfigError. None accepts both.
         **options: passed on to ``from_pretrained`` of the `Auto` class (revision, device_map, ...).
 
     Returns:
@@ -195,7 +201,7 @@ def load_text_parts(
 
     Args:
         name: a folder or a hub id, or the path of a GGUF file.
-        tokenizer: the tokenizer, which is then not loaded.
+        tokenizer: a loaded tokenizer to return; None loads the model's tokenizer.
         revision: revision of the hub id; default is ``main``.
 
     Raises:
@@ -367,11 +373,11 @@ def loaded(
 
 
 def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by its folder or hub id, and test it on one letter.
+    """Load a tokenizer from a folder or by its hub id, and test it on one letter.
 
     Raises:
-        ConfigError: the files of the tokenizer are missing. Transformers would return a tokenizer that has
-            only special tokens.
+        ConfigError: the files of the tokenizer are missing. In this case transformers raises no error, but
+            returns a tokenizer that has only special tokens.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _WORD_START}:
@@ -494,9 +500,9 @@ def check_runs(model: PreTrainedModel) -> None:
     Logs a warning if the logits depend on later tokens, as for BERT without ``is_decoder``.
 
     Raises:
-        ConfigError: the forward pass fails, or its result does not have logits for each token; or an
-            encoder-decoder model reads sources that are no text, as Whisper does, or has a vocabulary for
-            sources and another one for texts.
+        ConfigError: the forward pass fails, or its result does not have logits for each token. Also raised
+            for an encoder-decoder model whose source is not text (Whisper), or whose sources have another
+            vocabulary than its texts.
         ModelOutputError: the logits are NaN or infinite.
     """
     name = type(model).__name__
@@ -756,12 +762,12 @@ def check_tokenizer(
     Args:
         tokenizer: the tokenizer to check.
         identity: the store's identity.
-        decoder_prefix: the tokens with which the decoder of an encoder-decoder model begins every text: they
-            must be as they were, too. None for a model without a decoder of its own.
+        decoder_prefix: the tokens with which the decoder of an encoder-decoder model begins every text. They
+            are compared too. None for a causal model.
 
     Raises:
-        FingerprintMismatchError: the tokenizer differs; the message names both fingerprints. Or languages or
-            first tokens of an encoder-decoder model differ.
+        FingerprintMismatchError: the tokenizer differs; or, for an encoder-decoder model, its languages or
+            `decoder_prefix` differ.
     """
     found = _compute_tokenizer_fingerprint(tokenizer, decoder_prefix)
     if found != identity.tokenizer_fingerprint:
@@ -785,7 +791,7 @@ def check_tokenizer(
 def _compute_tokenizer_fingerprint(
     tokenizer: PreTrainedTokenizerBase, decoder_prefix: Sequence[int] | None
 ) -> str:
-    """Return the fingerprint of a tokenizer as a store's identity has it.
+    """Compute the fingerprint of a tokenizer that a store's identity contains.
 
     Args:
         tokenizer: the tokenizer.

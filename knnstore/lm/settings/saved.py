@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
-from knnstore.lm.keys import described
+from knnstore.lm.keys import describe_keys
 from knnstore.lm.mixing import JointGate, is_registered, load_mixer, other_mixers
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
@@ -152,7 +152,7 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
     def load_checked_weights(name: str) -> Weights:
         """Load a file of weights. Raises FingerprintMismatchError if they were fitted for other keys."""
         found = store.load_weights(name) if folder is None else load_weights(folder, name)
-        expected = described(store.identity)
+        expected = describe_keys(store.identity)
         known = {key: found.metadata.get(key) for key in expected}
         if known != expected:
             raise FingerprintMismatchError(
