@@ -104,8 +104,8 @@ def calibrate(
     same text are not compared, because the text cannot judge them; new settings replace them if the new
     settings are better than the model alone.
 
-    A cache counts in scoring only, because generated text repeats itself with it. ``lm.knn`` is set to the
-    saved settings if it selects the same domains.
+    Saved settings use a continuous cache in scoring only, because with a cache generated text repeats itself.
+    ``lm.knn`` is set to the saved settings if it selects the same domains.
 
     Args:
         lm: the model; its store is opened for writing.
@@ -117,18 +117,19 @@ def calibrate(
             settings are deleted.
         max_k: largest number of neighbors to try; smaller numbers are tried too. In a store with cells
             (groups of records with near keys), numbers of searched cells are tried instead: the numbers in
-            `PROBES`. On a sample of the documents, the smallest number is chosen with which the perplexity
-            of keys, n-grams and cache together is at most 0.5 % above the lowest, because each searched cell
-            takes time.
+            `PROBES`. Each number is tried with keys, n-grams and cache together on a sample of the documents.
+            Each searched cell takes time, so the smallest number is chosen whose perplexity is at most 0.5 %
+            above the lowest.
         leave_out: True to leave a document that is in the store out of its own search; when the stored
             document is removed or replaced, the settings are deleted. With False, the document raises an
             error.
         networks: True to fit gates (networks that choose weights for each token) as further candidates.
         ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
-        repetition: True to continue beginnings of the documents in the end, also for settings that stay in
-            force, and to let further components that make generated text repeat itself count in scoring only.
-            This takes longer than all other steps. Without it, new settings leave out of generation only a
-            cache, also if an earlier calibration had found other components.
+        repetition: True to find, as a last step, components besides the cache that make generated text repeat
+            itself, and to use them in scoring only. The model continues beginnings of the documents, which
+            takes longer than all other steps. Settings that stay in force are measured too. If False, new
+            settings use everything but the cache in generation, even if an earlier calibration has found more
+            such components.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
         progress: progress display, which receives the number of tokens of each batch; None for no display.
@@ -304,10 +305,10 @@ def _measure_generation(
     """Find the components that make generated text repeat itself; save and return their names.
 
     The saved settings use these components when text is scored, and leave them out when text is generated. To
-    find them, the model continues beginnings of documents. It uses the documents that leave no stored
-    document out of their search. If there is no such document, a group of documents that leave out the same
-    stored documents is used. If there is too little text to measure, nothing is saved, and the names that
-    `settings` have are returned.
+    find them, the model continues beginnings of documents. These are the documents for whose search no stored
+    document must be left out; if there are none, a group of documents for whose search the same stored
+    documents must be left out. If there is too little text to measure, nothing is saved, and
+    ``settings.scoring_only`` is returned.
 
     Args:
         lm: the model.
@@ -328,24 +329,27 @@ def _measure_generation(
 
 
 def _save_scoring_only(
-    store: KNNStore, selection: Selection, scoring_only: tuple[str, ...], written: Sequence[Repetition] = ()
+    store: KNNStore,
+    selection: Selection,
+    scoring_only: tuple[str, ...],
+    repetitions: Sequence[Repetition] = (),
 ) -> None:
-    """Change which components of saved, calibrated settings count in scoring only.
+    """Change which components of saved, calibrated settings are used in scoring only.
 
-    Nothing is changed if no calibrated settings are saved for the selection.
+    Does nothing if no calibrated settings are saved for the selection.
 
     Args:
         store: the store, opened for writing.
         selection: the domains whose settings are changed.
         scoring_only: names of the components.
-        written: measured repetition of generated text, for the calibration record; empty if nothing was
+        repetitions: measured repetition of generated text, for the calibration record; empty if nothing was
             measured.
     """
     domains = selection.domains or ()
     saved = store.settings(domains)
     if saved is not None and saved.calibration is not None:
         query = {**saved.query, "scoring_only": scoring_only}
-        record = {**saved.calibration, "written": [asdict(repetition) for repetition in written]}
+        record = {**saved.calibration, "written": [asdict(repetition) for repetition in repetitions]}
         store.save_settings(replace(saved, query=query, calibration=record), domains)
 
 

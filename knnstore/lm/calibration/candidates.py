@@ -48,8 +48,8 @@ _SAMPLE_TOKENS, _SAMPLE_DOCUMENTS = 4_000, 64
 """Least number of tokens, and largest number of documents, of the sample on which the number of searched
 cells is chosen."""
 WORTH_PROBES = 1.005
-"""Factor above the lowest perplexity that is accepted. Each searched cell costs time, so the smallest
-number of cells is chosen whose perplexity is at most the lowest perplexity times this factor."""
+"""Largest accepted perplexity, as a multiple of the lowest one. Each searched cell costs time, so the
+smallest number of cells is chosen whose perplexity is accepted."""
 
 BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
@@ -60,8 +60,11 @@ BIN_FITS: dict[str, Fit] = {
     "bins 8x8 + T": partial(fit_bins, distance_bins=8, confidence_bins=8, temperatures=True),
     "bins 16x16 + T": partial(fit_bins, distance_bins=16, confidence_bins=16, temperatures=True),
 }
-"""Fits of bins, by name: the number of bins of the nearest distance, times bins of the model's confidence;
-``+ T`` also fits T in each bin."""
+"""Functions that fit bins, by the candidate's name.
+
+The name has the number of bins of the nearest distance: ``bins 8``; with bins of the model's confidence:
+``bins 8x8``. ``+ T`` means that T is fitted in each bin too, not only λ.
+"""
 
 
 class FittableMixer(Protocol):
@@ -410,8 +413,8 @@ def _make_judgeable(
         domains: search results for each domain alone; None if domains were not searched alone.
 
     Returns:
-        The settings, whose k is lowered if necessary to a k that was searched; None if the settings cannot be
-        judged. And the function that computes the tokens' log-probabilities with the settings.
+        Two values. First the settings, with k lowered to a k that was searched if necessary; None if the
+        settings cannot be judged. Then the function that computes the tokens' log-probabilities with them.
     """
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):
@@ -432,7 +435,10 @@ def _make_judgeable(
 
 
 def list_ks(largest: int) -> list[int]:
-    """Return `largest` and its quotients by 4, 16, 64, …, as far as they are at least 4, ascending."""
+    """Return `largest`, `largest` / 4, / 16, …, rounded down, without numbers below 4, ascending.
+
+    Example: ``list_ks(1024)`` is ``[4, 16, 64, 256, 1024]``. `largest` itself may be below 4.
+    """
     ks = [largest]
     while ks[0] // _K_STEP >= _K_STEP:
         ks.insert(0, ks[0] // _K_STEP)

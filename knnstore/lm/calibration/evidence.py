@@ -60,8 +60,8 @@ class GridEvidence:
         """Return the probabilities of the tokens that a mask selects.
 
         Args:
-            wanted: True for the tokens to keep, bool; one value for each token of the scored text, also for
-                tokens that are not in this object.
+            wanted: True for the tokens to keep, bool, with one value for each token of the scored text. (This
+                object may have only some of these tokens.)
         """
         rows = wanted[self.tokens]
         return replace(

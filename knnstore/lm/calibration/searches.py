@@ -154,8 +154,8 @@ class FurtherSearches:
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
         """Sum the weights of all records in the cells nearest to each query.
 
-        A cell is a group of records with near keys. The records of the query's target token are also summed
-        apart.
+        A cell is a group of records with near keys. The records of the query's target token also have a sum
+        of their own.
 
         Args:
             tokens: indices of q tokens of the text; their keys are the queries. int64, shape (q,).

@@ -19,7 +19,8 @@ _FOLDS = 16
 """Number of groups of stored documents that are left out together. The number is small because each group
 needs new counts of n-grams."""
 _MAX_LEFT_OUT_SHARE = 0.5
-"""A stored document is not used if more than this share of all documents had to be left out for it."""
+"""Largest share of all documents that may be left out of the search for one stored document. A stored
+document that would need more is not used."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def choose_text(
 def choose_stored(store: Reader, reader: TextReader, selection: Selection, tokens: int) -> HeldOut:
     """Choose beginnings of stored documents with about `tokens` tokens in total; the choice is deterministic.
 
-    The documents are divided into groups. When a document is scored, all stored documents of its group, and
-    stored documents that share much text with a document of the group, are left out of the search. A document
-    for which more than half of the store had to be left out is not chosen.
+    The chosen documents are divided into groups. When a document is scored, the search leaves out all
+    documents of its group, and the stored documents that share much text with a document of the group. A
+    document is not chosen if the search for it alone would leave out more than half of the store.
 
     Args:
         store: the store.

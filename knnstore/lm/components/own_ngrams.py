@@ -121,7 +121,7 @@ class OwnNGrams(CountedNGrams):
 
 
 def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Places, Places]:
-    """Concatenate the texts of contexts to one array; each text ends with its last position's target token.
+    """Concatenate the texts of contexts to one array, up to the target token of each text's last position.
 
     Args:
         contexts: n positions in texts.

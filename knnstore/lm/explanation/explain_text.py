@@ -269,9 +269,9 @@ def _choose_places(
         count: largest number of nearest places, and of causes, of each token.
 
     Returns:
-        For each token the nearest places, whatever token they predict: in the order of their distances, or
-        the largest share first if the settings use other components than the keys. And for each token its
-        causes, the largest share first.
+        Two lists with one item for each token. First the nearest places, which may predict any token. They
+        are sorted by distance, or by share, the largest first, if the settings use other components than the
+        keys. Then the causes, the largest share first.
     """
     nearest: list[list[Place]] = [[] for _ in targets]
     causes: list[list[Place]] = [[] for _ in targets]
@@ -443,7 +443,7 @@ class _DocumentEffects:
         """Look up the names of the affecting documents in turns, and yield all effects at the end.
 
         Yields:
-            None after each thousand documents except the last thousand; at the end, once, a tuple with the
+            None after each thousand documents, but not after the last ones. Then, once, a tuple with the
             effect of each document, the largest gain first. A document that has been removed meanwhile is
             left out.
         """
@@ -526,7 +526,8 @@ class _SourceDescriber:
 
         Args:
             index: index of the token.
-            end: the tokens after the token stop before this index, the position of the explained token.
+            end: position of the explained token. The text after the token ends before this position, so that
+                it shows no token that the model did not know yet.
         """
         continuation = self._tokens[index + 1 : min(index + 1 + _TOKENS_AFTER, end)]
         context = self._tokens[max(0, index - _TOKENS_BEFORE) : index]
@@ -577,9 +578,9 @@ class _SourceDescriber:
     def _decode_around(self, origin: Provenance) -> tuple[str, str, str]:
         """Return the text before a token, the text of the token, and the text after it.
 
-        A character may have several tokens. If not all of them are decoded, the character is left out of the
-        first two texts. All tokens are decoded together, because the tokens before decide whether a token's
-        text begins with a space.
+        All tokens are decoded together, because the tokens before decide whether a token's text begins with a
+        space. A character may span several tokens. If some of them are missing, the first two texts do not
+        contain the character.
 
         Args:
             origin: the token and the tokens around it.

@@ -49,11 +49,10 @@ _NOT_CROPPABLE = "the model's cache cannot take tokens back"
 
 
 def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the reason, in a few words, why drafts cannot be used with these arguments of `generate`.
+    """Return the reason why drafts cannot be used with these arguments of `generate`; None if they can.
 
-    A draft is a guess of several next tokens, which the model checks in one forward pass.
-
-    Returns None if drafts can be used. The KV cache is not checked here, because it does not exist yet;
+    A draft is a guess of several next tokens, which the model checks in one forward pass. The reason is a few
+    words for a warning. The KV cache is not checked here, because it does not exist yet;
     `generate_with_drafts` checks it.
 
     Args:
@@ -99,10 +98,11 @@ def warn_no_drafts(reason: str) -> None:
 def enable_drafts(
     store: KNNStore, settings: KNNSettings, tokenizer: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a copy of the options of `generate` with which `generate` calls `generate_with_drafts`.
+    """Return a copy of the options of `generate` that makes `generate` use drafts.
 
-    Stop strings, in the options or in the generation configuration, become a stopping criterion. The given
-    configuration is not changed.
+    With the returned options, `generate` calls `generate_with_drafts`. Stop strings in the options or in the
+    generation configuration become a stopping criterion. `options` and its generation configuration are not
+    changed.
 
     Args:
         store: the store; drafts are copied from its texts.
@@ -137,16 +137,15 @@ def generate_with_drafts(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate one text: each forward pass checks a draft, a guess of several next tokens.
+    """Generate one text with drafts: guesses of several next tokens, each checked by one forward pass.
 
-    Used as ``generate(custom_generate=...)``.
-
-    If the cache cannot remove tokens, logs one warning and generates without drafts.
+    The function is passed to transformers as ``generate(custom_generate=...)``. If the KV cache cannot remove
+    tokens, it logs one warning and generates without drafts.
 
     Args:
         model: the model with a store.
         input_ids: the prompt, int64, shape (1, t).
-        drafts: the object that proposes tokens, and that learns from the number of accepted tokens how many
+        drafts: the object that proposes tokens. From the number of accepted tokens it learns how many tokens
             to propose.
         streamer: the object that receives each generated token on the CPU, and the end of the text; None for
             no streaming.
@@ -222,7 +221,7 @@ def generate_with_drafts(
 
 
 def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return a copy of the model's arguments, with mask and positions extended by `count` tokens.
+    """Return a copy of the model's arguments with `count` more tokens in attention mask and position ids.
 
     Args:
         model: the model with a store.
@@ -236,7 +235,7 @@ def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> d
 
 
 def _may_remove_tokens(cache: Any) -> bool:
-    """Check whether an empty KV cache can probably remove tokens, by the classes of its layers.
+    """Guess from the classes of an empty cache's layers whether the KV cache can remove tokens.
 
     Returns False if a layer is static, or if a layer's class overrides `update` but not `crop` (for example a
     quantized layer). Returns False for None and for a cache of another kind, and True for a cache without

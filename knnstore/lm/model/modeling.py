@@ -62,18 +62,19 @@ _OTHER_WEIGHTS = (
 
 
 class _Text(NamedTuple):
-    """The texts of a forward pass, among the arguments of the model."""
+    """The arguments of a forward pass that describe its texts."""
 
     input_ids: Tensor | None
     """Token ids of the new positions, int64, shape (b, t); None if only embeddings are given."""
     embeddings: Tensor | None
-    """Embeddings that the model reads in place of the token ids, shape (b, t, h); None if it reads these."""
+    """Embeddings that the model processes in place of token ids, shape (b, t, h); None if it processes token
+    ids."""
     attention_mask: Tensor | None
     """0 at padding, shape (b, past + t), or a mask of another shape; None for no padding."""
     position_ids: Tensor | None
     """Positions of the tokens, shape (b, t)."""
     text_mask: Tensor | None
-    """0 where a new position is padding, shape (b, t); None if `attention_mask` tells."""
+    """0 where a new position is padding, shape (b, t); None if `attention_mask` shows the padding."""
 
 
 @delegate_to_base
@@ -87,8 +88,8 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
     Args:
         base: the language model.
         store: the store that is searched; its identity names the place in the model where keys are captured.
-        knn: the settings of calls without ``knn``; default are the settings that the store has.
-        tokenizer: the model's tokenizer, which methods that take texts need, and calls with n-grams.
+        knn: settings for calls without the argument ``knn``; default are the settings saved in the store.
+        tokenizer: the model's tokenizer. Methods that take texts need it, and so do n-grams.
 
     Raises:
         FingerprintMismatchError: the store was made with another model or tokenizer.
@@ -181,15 +182,16 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
 
         Args:
             knn: the settings of the call; default ``self.knn``.
-            purpose: scoring or generation; some components count in scoring only.
+            purpose: scoring or generation; some components are used in scoring only.
         """
         return self._resolver(knn or self.knn, purpose)
 
     def after_adding(self) -> None:
         """Save the default settings in the store, so that later documents do not change them.
 
-        Called after documents were added. If default settings were saved, and ``self.knn`` sets nothing but
-        the selection, ``self.knn`` is replaced by the settings that are then in force.
+        Called after documents were added. Does nothing if the store has saved settings already. If it saves
+        settings, and ``self.knn`` sets nothing but the selection, ``self.knn`` becomes the settings that are
+        then in force.
         """
         is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
         if save_default_settings(self.store) and is_unchosen:
@@ -214,7 +216,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         Args:
             base: the language model.
             store: the store that is searched.
-            knn: the settings of calls without ``knn``; default are the settings that the store has.
+            knn: settings for calls without the argument ``knn``; default are the settings saved in the store.
             tokenizer: the model's tokenizer; None if no method needs text.
 
         Raises:
@@ -234,7 +236,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         dtype: str | torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """Load the base model and open the store that `save_pretrained` wrote down in a folder.
+        """Load the base model and open the store whose names `save_pretrained` saved in a folder.
 
         Args:
             directory: the folder with ``knn_config.json``.
@@ -656,11 +658,11 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
 
 
 def _shift_labels(base: Any, labels: Tensor) -> Tensor:
-    """Return the decoder's input for labels: the labels, shifted to the right after the first token.
+    """Return the decoder's input for labels: the token that starts the decoder, then all labels but the last.
 
     Args:
-        base: the encoder-decoder model. Its own method is used if it has one: for some models the first token
-            depends on the labels.
+        base: the encoder-decoder model. If it has a method for this, the method is used, because in some
+            models the first token depends on the labels.
         labels: int64, shape (b, t); -100 becomes the padding token.
     """
     if hasattr(base, "prepare_decoder_input_ids_from_labels"):
@@ -673,15 +675,16 @@ def _shift_labels(base: Any, labels: Tensor) -> Tensor:
 
 
 def choose_model_class(base: PreTrainedModel) -> type[KNNLM]:
-    """Return the class that gives a store to a base model, by the base model's configuration."""
+    """Return the subclass of `KNNLM` for a base model: for encoder-decoder models or for causal models."""
     return KNNLMForSeq2SeqLM if reads_source(base) else KNNLMForCausalLM
 
 
 def _check_kind(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
-    """Check that a class is for base models of this kind, causal or encoder-decoder.
+    """Check that a model class can be used with a base model and a store.
 
     Raises:
-        ConfigError: it is for the other kind; or the store of an encoder-decoder model keeps no keys.
+        ConfigError: the class is for causal models and the base model is an encoder-decoder model, or the
+            reverse; or the base model is an encoder-decoder model and the store keeps no keys.
     """
     needed = choose_model_class(base)
     if model_class._reads_source != needed._reads_source:

@@ -71,7 +71,7 @@ def create(
         key: name of the place in the model where keys are captured; `locate` lists the names. Default is
             ``ffn_input``, or ``final_hidden`` if the model has no ``ffn_input``. None or ``none`` stores no
             keys: adding text does not need the model, and the store retrieves with n-grams only. For an
-            encoder-decoder model, `KeylessText` makes such a store.
+            encoder-decoder model, `KeylessText.create` creates such a store.
         states: number of hidden states that are combined in a key: the state of its token and of the
             preceding tokens. A key has as many components as one state.
         discounts: discount of the state of the preceding token, then of the token before the preceding one,
@@ -163,7 +163,7 @@ def load(
         params: parameters of the adapter (vector engine) that replace the saved parameters; for reading only.
         knn: settings that replace the saved settings.
         model: folder or hub id of the model, or a loaded model, e.g. quantized, distributed over devices or
-            with adapters of PEFT; default is the folder or hub id from which the store was created.
+            with adapters of PEFT; default is the folder or hub id that the store has saved.
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.

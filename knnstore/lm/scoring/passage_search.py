@@ -50,9 +50,10 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
 
     The store is searched with the key at each token of the text. Each token has the same share, which is
     divided among its neighbors by their weights in p_kNN (a softmax over distances). The share of a passage
-    is the sum over its records. A store without keys is searched for the same words: each token but the first
-    has the same share, which is divided among the places of this token with the longest match of the
-    preceding tokens.
+    is the sum over its records.
+
+    A store without keys is searched for the same words. Each token but the first has the same share. It is
+    divided among the stored places of this token where the most preceding tokens match.
 
     Args:
         lm: the model.

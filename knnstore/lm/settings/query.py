@@ -175,7 +175,7 @@ class KNNSettings:
 
     @property
     def chooses_temperature(self) -> bool:
-        """True if a network chooses the temperature of each token; `temperature` is then where it starts."""
+        """True if a network chooses the temperature of each token, starting from the value of `temperature`."""
         return self.gate is not None or isinstance(self.mixer, GateLambda)
 
     @property
@@ -241,7 +241,7 @@ class KNNSettings:
 
     @property
     def for_writing(self) -> "KNNSettings":
-        """Settings for generation, without components that count in scoring only.
+        """Settings for generation, without the components in `scoring_only`.
 
         This is a former name; use `resolve` instead.
         """
@@ -254,9 +254,10 @@ class KNNSettings:
 
     @property
     def model_generates_alone(self) -> bool:
-        """True if components are in use, but all of them in scoring only, so that the model generates alone.
+        """True if the model generates alone, because all components in use are used in scoring only.
 
-        A component is a source of predictions besides the model: keys, n-grams or a cache, for example.
+        False if no component is in use at all. A component is a source of predictions besides the model:
+        keys, n-grams or a cache, for example.
         """
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 

@@ -70,8 +70,8 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
 
     Args:
         values: the values.
-        load: function that loads weights by name, from `weights_for`. It is needed if the values name the
-            weights of a network; None otherwise.
+        load: function that loads weights by name, as `weights_for` returns it. It is needed only if the
+            values name the weights of a network.
 
     Raises:
         ConfigError: a name is unknown, a value is out of range, or `load` is needed and None.
@@ -167,9 +167,8 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
 def is_mixer_removed(query: Mapping[str, Any]) -> bool:
     """Check whether saved settings use a mixer of an earlier version that no installed package has.
 
-    A mixer is a rule that chooses the weight λ of each token.
-
-    If the result is True, a warning is logged, once in a process for each mixer.
+    A mixer is a rule that chooses the weight λ of each token. If the result is True, a warning is logged,
+    once in a process for each mixer.
 
     Args:
         query: the saved values of the settings.
