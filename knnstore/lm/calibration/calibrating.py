@@ -98,11 +98,10 @@ def calibrate(
     several numbers of cells), then in each domain alone. All candidates (settings of different kinds) are
     fitted on these results; see `compare`.
 
-    Settings are saved only if their perplexity is lower than the perplexity of the model alone, by more than
-    chance explains. If the settings in force are not the derived default, the new settings must also be
-    better than the settings in force, by more than chance explains. Saved settings that were fitted to this
-    same text are not compared, because the text cannot judge them; new settings replace them if the new
-    settings are better than the model alone.
+    Settings are saved only if they are better than the model alone. They must also be better than the
+    settings in force, unless these are the derived default. Better means that the perplexity is lower by more
+    than chance explains. Saved settings that were fitted to this same text are not compared, because the text
+    cannot judge them. New settings replace them if the new settings are better than the model alone.
 
     Saved settings use a continuous cache in scoring only, because with a cache generated text repeats itself.
     ``lm.knn`` is set to the saved settings if it selects the same domains.
@@ -305,10 +304,10 @@ def _measure_generation(
     """Find the components that make generated text repeat itself; save and return their names.
 
     The saved settings use these components when text is scored, and leave them out when text is generated. To
-    find them, the model continues beginnings of documents. These are the documents for whose search no stored
-    document must be left out; if there are none, a group of documents for whose search the same stored
-    documents must be left out. If there is too little text to measure, nothing is saved, and
-    ``settings.scoring_only`` is returned.
+    find them, the model continues beginnings of documents. It uses the documents whose searches leave out no
+    stored document. If there are none, it uses a group of documents whose searches leave out the same stored
+    documents. If there is too little text to measure, nothing is saved, and ``settings.scoring_only`` is
+    returned.
 
     Args:
         lm: the model.

@@ -187,16 +187,18 @@ def compare(
         InputError: the text is too short, or neither a neighbor nor an n-gram was found for any token.
     """
     shown = progress or Progress()
+    # 1) Divide the text into two halves.
     trial = Trial(scored, ngrams=ngrams, progress=shown)
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if scored.visited and len(scored.found) and not by_probes:
         by_probes = _judge_probes(trial, scored)
-    # A rough number: the mixers of other packages are not counted.
+    # 2) Count the candidates for the progress display, without the mixers of other packages.
     total = trial.count_further_candidates() + (domains is not None) + (current is not None) + networks
     if len(scored.found):
         total += (1 if by_probes else len(list_ks(scored.k))) + len(wide) + len(BIN_FITS) + networks
     shown.start("fitting", total=total, unit=" candidates")
+    # 3) Fit and judge the candidates: keys alone, domains, n-grams, other components, and a gate over all.
     if len(scored.found):
         of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
     else:
@@ -208,12 +210,14 @@ def compare(
     candidates += trial.try_other_components(candidates)
     if networks:
         candidates += trial.try_gate(candidates, evidence, fit_fixed)
+    # 4) Judge the settings in force, without a new fit.
     before = None
     if current is not None:
         current = current.without(*_find_unscored_components(current, scored))
         kept, mix = _make_judgeable(current, scored, wide, domains)
         before = trial.fit_candidate("current", lambda _: kept, at_best_k, mix) if kept else None
     shown.finish()
+    # 5) Compute the expected perplexity of the best candidate.
     nested = trial.compute_nested_log_probs(candidates)
     expected, change = trial.judge(nested)
     gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
@@ -235,7 +239,7 @@ def measure_probes(
 ) -> tuple[ScoredText, Mapping[int, float]]:
     """Search several numbers of cells for a sample of the documents, and judge each number.
 
-    A cell is a group of records with near keys. The sample is the whole text if this has at most twice
+    A cell is a group of records with near keys. The whole text is used if it has at most twice
     `_SAMPLE_TOKENS` tokens, or if its documents are so uneven that the sample would be too short.
 
     Args:

@@ -106,7 +106,7 @@ def evidence_without_keys(scored: ScoredText) -> GridEvidence:
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]:
     """Compute the probabilities of a text's tokens by their k nearest neighbors, for several k.
 
-    The neighbors that the text keeps are used; the store is not searched.
+    The neighbors are those in `scored`; the store is not searched.
 
     Args:
         scored: the text.

@@ -58,7 +58,7 @@ class Judge:
         self.base = compute_interval(self._sum_losses(self._base), self._lengths)
 
     def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
-        """Return the perplexity, and the perplexity divided by that of the model alone.
+        """Return the perplexity, and its ratio to the perplexity of the model alone.
 
         Both values have a 95 % confidence interval.
 

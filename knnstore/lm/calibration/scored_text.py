@@ -127,7 +127,7 @@ class ScoredText:
         return self.distances.shape[1]
 
     def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Split token indices into chunks, so that k neighbors of each token in a chunk need bounded memory.
+        """Split token indices into chunks whose neighbors, k for each token, fit in bounded memory.
 
         Args:
             k: number of neighbors, >= 1.
@@ -137,7 +137,7 @@ class ScoredText:
         return torch.split(every, max(1, CHUNK_VALUES // k))
 
     def chunks_for(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Split token indices into chunks, so that applying settings to a chunk needs bounded memory.
+        """Split token indices into chunks to which the settings can be applied in bounded memory.
 
         Args:
             settings: the settings; k and the size of their cache determine the size of a chunk.

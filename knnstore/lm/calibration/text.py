@@ -46,9 +46,10 @@ class TextToFit:
         return self.own | self.stored
 
     def is_known_to(self, fitted_on: frozenset[str]) -> bool:
-        """Check whether settings were fitted to more than half of this text; then the text cannot judge them.
+        """Check whether settings were fitted to this text, so that the text cannot judge them.
 
-        Returns False if the settings were fitted to all of this text and to other text too.
+        True if the settings were fitted to more than half of the documents. There is one exception: if they
+        were fitted to all documents and to further ones, the result is False.
 
         Args:
             fitted_on: content hashes of the documents that the settings were fitted to.

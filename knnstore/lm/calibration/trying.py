@@ -172,8 +172,8 @@ class Trial:
     def compute_nested_log_probs(self, candidates: Sequence[Candidate]) -> Tensor:
         """Return log p of every token by the candidate that is best on the other half of the text.
 
-        The lowest of many perplexities is too optimistic, because it is also the luckiest. A choice by one
-        half of the text is judged without this bias on the other half.
+        The lowest of many perplexities is too optimistic, because the best candidate is also the luckiest.
+        So for each half of the text, the candidate is chosen by its perplexity on the other half.
 
         Args:
             candidates: at least one candidate.

@@ -115,7 +115,7 @@ class Keys:
             reader: the store.
             settings: the settings in force.
             batch: the positions.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             The result of each search, at least one. Padding positions have no records. If λ is always 0, or

@@ -1,7 +1,8 @@
-"""The component `NGrams`: predictions from the tokens that followed the same last tokens in stored text.
+"""The component `NGrams`: it finds the last tokens of a text in the stored text, and predicts what follows.
 
-`CountedNGrams` is the base that n-grams of the text itself (`own_ngrams`) share. A suffix is the end of a
-context: its last 1 to 7 tokens. The prediction depends on the longest suffix that occurs in the counted text.
+`CountedNGrams` is the base class of this component and of n-grams of the text itself (`own_ngrams`). A suffix
+is the end of a context: its last 1 to 7 tokens. The prediction depends on the longest suffix that occurs in
+the counted text.
 """
 
 from collections.abc import Sequence
@@ -299,11 +300,11 @@ class NGrams(CountedNGrams):
     name = "n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Predict the next token from the tokens that followed the same last tokens in stored text.
+        """Predict the next token: find the last tokens in stored text, and count the tokens that follow.
 
         Args:
             question: the positions, the store, the selection and the order of the n-grams.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             A `Continuation` (several tokens for each position) if `form` is `Form.DISTRIBUTION`, else a

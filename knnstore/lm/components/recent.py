@@ -183,7 +183,7 @@ class RecentText:
 
         Args:
             question: the positions with their texts, and the settings of the cache.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             A `TargetRecent` (probabilities of the target tokens only) if `form` is `Form.TARGET` and at least
@@ -208,7 +208,7 @@ class RecentText:
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
     ) -> Contribution:
-        """Return each position's distribution, the softmax over distances, with its weight λ.
+        """Return, for each position, the softmax over distances as a distribution, and its weight λ.
 
         Args:
             settings: temperature and weight λ of the cache.

@@ -81,7 +81,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 def compute_fingerprint(
     sizes: Mapping[str, int], read_values: Callable[[str, Tensor], Tensor], config: PreTrainedConfig
 ) -> str:
-    """Compute a fingerprint of a model whose weights a function reads, e.g. from files, without loading it.
+    """Compute a fingerprint of a model from single values of its weights, which need not be loaded.
 
     Args:
         sizes: number of values of each weight, by its name in the model's `state_dict`. An empty mapping
@@ -180,9 +180,9 @@ def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
 
 
 def pair_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
-    """Hash everything that turns a pair of a source and a text into the input of an encoder-decoder model.
+    """Compute a fingerprint of an encoder-decoder model's tokenizer, its languages and its decoder prefix.
 
-    This is the tokenizer with its source and target language, and the tokens with which the decoder begins.
+    These turn a pair of a source and a text into the model's input.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -169,7 +169,7 @@ def generate_with_drafts(
             **model_kwargs,
         )
         return text
-    # 1) Prefill. Only then does the cache have layers, and is the window of a sliding layer full.
+    # 1) Prefill. Before it, the cache has no layers, and the window of a sliding layer is not full.
     output = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
     cache = find_cache(output)

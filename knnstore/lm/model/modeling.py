@@ -490,9 +490,9 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Run the base model, and mix the predictions of the store into its predictions.
 
-        The store is not searched for positions with attention mask 0. If the weight λ is 0, or if nothing is
-        found at any position, the base model's logits are returned unchanged and not normalized. On a GPU,
-        logits of positions where nothing is found are normalized.
+        The store is not searched for positions with attention mask 0. If the weight λ is 0, the base model's
+        logits are returned unchanged, so they are not normalized. On a CPU this also happens if nothing is
+        found at any position. On a GPU, all logits are then normalized to log-probabilities.
 
         Args:
             input_ids: int64, shape (b, t).
@@ -594,9 +594,9 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Run the base model, and mix the predictions of the store into its predictions.
 
-        The store is not searched for positions of the decoder with attention mask 0. If the weight λ is 0, or
-        if nothing is found at any position, the base model's logits are returned unchanged and not
-        normalized.
+        The store is not searched for positions of the decoder with attention mask 0. If the weight λ is 0,
+        the base model's logits are returned unchanged, so they are not normalized. On a CPU this also happens
+        if nothing is found at any position. On a GPU, all logits are then normalized to log-probabilities.
 
         Args:
             input_ids: the sources, int64, shape (b, s).

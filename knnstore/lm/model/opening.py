@@ -106,10 +106,12 @@ def create(
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, AUTO
+    # 1) Check the arguments.
     check_new(home, store)
     joining = Joining.from_states(states, discounts)
     if (dim is None) != (sample is None):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
+    # 2) Load the model, and describe it and the keys in the store's identity.
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)
     check_runs(base)
@@ -124,6 +126,7 @@ def create(
         stride=stride,
     )
     warn_of_unknown_tokens(vocabulary_size(base), tokenizer)
+    # 3) Fit the projection.
     projection = None
     if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)
@@ -133,6 +136,7 @@ def create(
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)
         projection = fitted.weights({**describe_keys(identity), "keys": len(keys), "kept": kept})
+    # 4) Create the store.
     made = KNNStore.create(
         home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
     )

@@ -134,6 +134,7 @@ def load_model(
     """
     if options.get("trust_remote_code"):
         raise ConfigError(f"{_NO_CODE}: trust_remote_code is not accepted")
+    # 1) Choose device, dtype and files.
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = dtype or ("float32" if place == "cpu" else "auto")
     if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
@@ -142,6 +143,7 @@ def load_model(
     folder, gguf_file = split_gguf_file(name)
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
+        # 2) Check the configuration, and that no code from a repository would run.
         _check_device_exists(torch.device(place))
         config, tokenizer = load_text_parts(name, revision=options.get("revision"))
         auto_class = _choose_auto_class(name, config, kind)
@@ -156,6 +158,7 @@ def load_model(
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
         if gguf_file is None:
             check_shards(folder, **options)
+        # 3) Load the weights.
         loading: Any = auto_class.from_pretrained(
             folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
@@ -174,7 +177,8 @@ def load_model(
         raise
     except MemoryError:
         raise
-    # Any exception is possible: transformers and torch do not check the types of values in a model's files.
+    # 4) Explain an error. It may be of any type, because transformers and torch do not check the types of
+    # values in a model's files.
     except BaseException as error:
         if not is_caused_by_files(error):
             raise

@@ -39,7 +39,7 @@ class DocumentTokenizer:
 
     @property
     def fields(self) -> Fields:
-        """Names of the fields that a row must have; pairs also have a field for the source."""
+        """Names of the fields of a row; a pair also has a field for its source."""
         return FIELDS if self.max_source is None else PAIR_FIELDS
 
     @property

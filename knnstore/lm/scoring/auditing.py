@@ -157,6 +157,7 @@ def _check_distributions(
         Three results: whether the probabilities sum to 1, whether scores equal those of the whole
         distribution, and whether no score depends on its own or a later token.
     """
+    # 1) Score copies of the texts whose last tokens are replaced.
     cuts = [int(rng.integers(1, len(tokens))) for tokens in sample]
     vocabulary = lm.store.identity.vocab_size
     replaced = [
@@ -165,6 +166,7 @@ def _check_distributions(
     ]
     sums, gaps, leaks, excess = [0.0], [0.0], [0.0], [torch.zeros(1)]
     rescored = _score_texts(lm, replaced, settings)
+    # 2) Compare the scores with the whole distribution, and with the scores of the copies.
     for text, other, cut, first, second in zip(sample, replaced, cuts, scored, rescored, strict=True):
         whole, whole_changed = (_compute_distributions(lm, tokens, settings) for tokens in (text, other))
         at = torch.tensor(first.positions)

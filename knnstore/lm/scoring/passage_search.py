@@ -75,18 +75,21 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:
         raise InputError("the text is empty")
+    # 1) Score the stored records, by keys or by words.
     if store.is_keyless:
         totals = _score_records_by_words(store, tokens, settings.selection)
     else:
         row = np.array([[*prefix, *tokens]], np.int64)
         keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
         totals = _score_records_by_keys(store, keys, settings)
+    # 2) Group neighboring records to passages, and choose the passages with the largest shares.
     places = store.provenance(np.array(list(totals), np.int64), before=0, after=0)
     hits = [
         _Hit(place, id, share) for place, (id, share) in zip(places, totals.items(), strict=True) if place
     ]
     groups = sorted(_group_hits(hits), key=lambda group: -sum(hit.share for hit in group))[:limit]
     best = [max(group, key=lambda hit: hit.share) for group in groups]
+    # 3) Read the text around the best record of each passage.
     around = store.provenance(
         np.array([hit.id for hit in best], np.int64), before=_TOKENS_BEFORE, after=_TOKENS_AFTER
     )

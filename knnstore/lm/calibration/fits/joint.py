@@ -25,8 +25,8 @@ def fit_together(
 ) -> KNNSettings:
     """Fit the keys, then the other components one after another, and last a gate. Return the fitted settings.
 
-    Each other component is fitted to be mixed with the components that were fitted before it. The gate is a
-    network that weighs all components anew for each token.
+    Each component is fitted as an addition to the mixture of the components before it. The gate is a network
+    that then chooses new weights of all components for each token.
 
     Args:
         evidence: probabilities of the tokens to fit on.
@@ -47,7 +47,7 @@ def fit_together(
 
 
 def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> JointGate:
-    """Train a gate, a network that weighs all components which settings use, on a scored text.
+    """Train a gate, a network that weighs all components in use, on a scored text.
 
     Args:
         scored: the text.
