@@ -190,7 +190,7 @@ class TextState:
 class TextBatch(NamedTuple):
     """The b texts of a forward pass with t positions for each text, as they are after the pass.
 
-    A later pass may extend the same `TextState` objects. `stops` remains the lengths after this pass.
+    A later pass may extend the same `TextState` objects. `stops` keeps the lengths after this pass.
     """
 
     texts: Sequence[TextState]

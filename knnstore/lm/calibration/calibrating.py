@@ -47,8 +47,8 @@ from knnstore.store import KNNStore, Lineage, Selection
 MAX_K = 4096
 """Largest k that is tried. p_kNN over more neighbors was hardly better, see docs/findings.md."""
 PASS_K = 1024
-"""Number of neighbors that are kept for each token, for mixers that use them. For larger k only p_kNN is
-kept."""
+"""Largest number of neighbors that are kept for each token, for mixers that use them. For larger k only p_kNN
+is kept."""
 PROBES = (4, 8, 16, 32, 64)
 """Numbers of searched cells (groups of records with near keys) that are tried for each query; the smallest
 sufficient number is chosen."""
@@ -63,8 +63,8 @@ class Calibration:
     comparison: Comparison
     """All tried settings with their perplexities."""
     record: CalibrationRecord | None
-    """The saved record. None if nothing was saved, because no candidate is better than the model alone, or
-    than the settings in force, beyond chance."""
+    """The saved record. None if nothing was saved: no candidate is better than the model alone and the
+    settings in force by more than chance explains."""
     scoring_seconds: float
     """Duration of scoring the text and of all searches, in seconds."""
     fitting_seconds: float
@@ -72,7 +72,7 @@ class Calibration:
     settings: KNNSettings | None = None
     """The settings that were saved, or the settings that were kept; None if nothing was saved or kept."""
     kept: bool = False
-    """True if earlier settings stay in force because no candidate is better beyond chance."""
+    """True if earlier settings stay in force, because no candidate is better by more than chance explains."""
     in_store: int = 0
     """Number of the documents that are in the store. When one of these documents is removed, the settings
     are deleted."""

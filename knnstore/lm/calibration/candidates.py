@@ -2,9 +2,9 @@
 
 The method is two-fold cross-fitting. Every candidate is fitted on each half of the documents and judged on
 the other half, so the settings that judge a token were not fitted on its document. The candidate with the
-lowest perplexity is then fitted on all documents. The lowest of many perplexities is too optimistic. So the
-expected perplexity is computed from each half by the candidate that is best on the other half. Intervals are
-over documents, because tokens of one document are not independent.
+lowest perplexity is then fitted on all documents. The lowest of many perplexities is too optimistic. For the
+expected perplexity, each half is therefore judged by the candidate that is best on the other half. Intervals
+are over documents, because tokens of one document are not independent.
 
 In a store with cells, the number of probes is chosen first, on a sample of the documents. For each number a
 fixed λ, n-grams and a continuous cache are fitted. The smallest number is chosen whose perplexity is at most
@@ -100,9 +100,14 @@ class Comparison:
     base: Interval
     """Perplexity of the model alone."""
     candidates: tuple[Candidate, ...]
-    """All candidates, in this order: keys alone, with a fixed λ for each k and with the other mixers; n-grams
-    alone, and mixed over the best candidate so far; the continuous cache alone, and mixed over the best
-    candidate so far; the same for each component of another package; one gate over all components."""
+    """All candidates, in this order:
+
+    1. the keys alone, with a fixed λ for each k and with the other mixers;
+    2. n-grams alone, and mixed over the best candidate so far;
+    3. the continuous cache alone, and mixed over the best candidate so far;
+    4. each component of another package in the same two ways;
+    5. one gate over all components.
+    """
     current: Candidate | None
     """The settings that were in force before, which are judged without a new fit. If their k was not
     searched, they are judged with the k of the first search. None if no settings were given, or if they
@@ -111,13 +116,13 @@ class Comparison:
     """Expected perplexity of the best candidate: each half of the text is judged by the candidate that is
     best on the other half."""
     change: Interval
-    """Expected perplexity divided by that of the model alone."""
+    """Expected perplexity divided by the perplexity of the model alone."""
     gain: Interval | None
-    """Expected perplexity divided by that of the settings in force; None if no settings in force were
-    judged."""
+    """Expected perplexity divided by the perplexity of the settings in force; None if no settings in force
+    were judged."""
     probes: Mapping[int, float] = field(default_factory=dict)
-    """For each number of searched cells (groups of records with near keys) that was tried, the perplexity
-    by which the number was chosen, of a sample of the text. Empty in a store without cells."""
+    """Perplexity on a sample of the text for each number of searched cells (groups of records with near keys)
+    that was tried. The number of cells was chosen by it. Empty in a store without cells."""
 
     @property
     def best(self) -> Candidate:

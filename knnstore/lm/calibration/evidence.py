@@ -1,6 +1,6 @@
 """Probabilities of scored tokens for fitting: p_kNN of each target token at every temperature of a grid.
 
-p_kNN is the next-token distribution of the retrieved records, p_LM that of the model alone.
+p_kNN is the next-token distribution of the retrieved records, p_LM is the distribution of the model alone.
 """
 
 from collections.abc import Iterable, Sequence

@@ -72,14 +72,15 @@ class ScoredText:
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
     evidence: Evidence
-    """Results of one search for keys, and of the look-ups of all other components, n-grams of the text itself
-    included, with `Form.TARGET` (target token only)."""
+    """Look-up results with `Form.TARGET` (target token only): of one search for keys, and of all other
+    components, including n-grams of the text itself."""
     targets: Tensor | None = None
     """The target tokens, int64, shape (n,); None if no component besides the keys is used."""
     metric: Metric | str = Metric.L2
     """``l2`` or ``ip``."""
     fitted_for: Mapping[str, Any] | None = None
-    """Metadata that networks fitted on this text get: the store's model and keys. None adds no metadata."""
+    """Metadata for networks that are fitted on this text: the store's model and keys. None for no
+    metadata."""
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """For each component of another package that was looked up, by name: the settings of the look-up."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)
@@ -174,10 +175,10 @@ class ScoredText:
         )
 
     def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
-        """Return the look-up results of some tokens, reduced to what settings use.
+        """Return the look-up results of some tokens, without values that the settings do not use.
 
-        The results have the neighbors or the searched cells (groups of records) that the settings ask for,
-        and the preceding tokens of their continuous cache.
+        The results have only the neighbors (or the sums over cells, i.e. groups of records) that the settings
+        ask for. If the settings have a continuous cache, its preceding tokens are added.
 
         Args:
             settings: the settings; their `k` is at most the text's k, or their `probes` is a key of
@@ -196,7 +197,7 @@ class ScoredText:
     def targets_for(self, tokens: Tensor) -> Tensor:
         """Return the target tokens at some indices, int64, shape (m,).
 
-        If `targets` is None, the indices are returned; then no component reads the result.
+        If `targets` is None, no component needs target tokens, and `tokens` itself is returned.
 
         Args:
             tokens: indices of tokens of the text, int64, shape (m,).

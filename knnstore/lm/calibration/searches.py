@@ -1,6 +1,6 @@
 """Further searches for a scored text (`FurtherSearches`): with larger k, in cells, and in each domain alone.
 
-Of each search only p_kNN (the probability by the retrieved records) of the target token is kept, at each
+Each search keeps only p_kNN (the probability by the retrieved records) of the target token, at each
 temperature of a grid, so memory does not grow with the number of records.
 """
 

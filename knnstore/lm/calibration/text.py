@@ -1,4 +1,7 @@
-"""Choosing the text to fit settings to: held-out documents, and stored documents that exclude themselves."""
+"""Choosing the text to fit settings to: held-out documents, and stored documents.
+
+A stored document is left out of its own search.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

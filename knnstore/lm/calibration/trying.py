@@ -35,7 +35,7 @@ Fit = Callable[[GridEvidence], KNNSettings]
 """A function that fits settings to the probabilities of some tokens."""
 Mix = Callable[[KNNSettings, Tensor], Mixed]
 """A function ``mix(settings, tokens)`` that computes log-probabilities of tokens in the mixture of the
-settings. Its second argument are the indices of the tokens, int64, shape (m,)."""
+settings. Its second argument has the indices of the tokens, int64, shape (m,)."""
 E = TypeVar("E", GridEvidence, DomainEvidence)
 
 

@@ -99,8 +99,8 @@ class OneWeightComponent(ABC):
     width: ClassVar[int] = 1
     """Number of values that `features` returns for each position."""
     default_settings: ClassVar[Mapping[str, Any]] = {"lam": 0.1}
-    """Default of each setting, a value of JSON. `lam` is λ, the weight of the component in the mixture with
-    the model and all earlier components, between 0 and 1."""
+    """Default value of each setting, by name. Values must be JSON values. `lam` is λ, the weight of the
+    component in the mixture with the model and all earlier components, between 0 and 1."""
 
     @abstractmethod
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Any:

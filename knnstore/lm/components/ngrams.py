@@ -426,8 +426,9 @@ def _match_contexts(
         order: number of tokens of the longest n-grams.
 
     Returns:
-        The matches at every position of the cut texts; the indices of the m contexts that are not padding;
-        and for each of the m contexts its index in the matches. Both arrays are int64, shape (m,).
+        Three values. First the matches at every position of the cut texts. Then the indices of the m contexts
+        that are not padding, int64, shape (m,). Last, for each of these contexts, the index of its last token
+        in the matches, int64, shape (m,).
     """
     cut = contexts.cut(order)
     matches = Matches.of(counts, cut.texts, cut.is_whole)

@@ -129,9 +129,9 @@ def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Pla
         contexts: n positions in texts.
 
     Returns:
-        The concatenated texts; the indices of the m contexts that are not padding; and for each of the m
-        contexts the place (index in the concatenated array) of its last token. Both arrays are int64, shape
-        (m,).
+        Three values. First the concatenated texts. Then the indices of the m contexts that are not padding,
+        int64, shape (m,). Last, for each of these contexts, the place (index in the concatenated array) of
+        its last token, int64, shape (m,).
     """
     cut = contexts.cut(_WHOLE_TEXT)
     texts = _ConcatenatedTexts.concatenate(cut.texts)

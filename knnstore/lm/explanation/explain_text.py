@@ -36,12 +36,12 @@ _TURN_TOKENS = 64
 """Largest number of tokens that are explained in one turn, a short piece of work after which a server can do
 other work."""
 _TURN_SOURCES = 512
-"""Largest number of neighbors that are described in one turn, and largest number of causes. Describing one
-takes about 60 µs."""
+"""Largest number of neighbors, and largest number of causes, that are described in one turn. One takes about
+60 µs."""
 _TOKENS_BEFORE, _TOKENS_AFTER = 16, 8
 """Number of tokens around a source in the explained text; the same as the default of `Reader.provenance`."""
 _MIN_CHANGE = np.log(1.01)
-"""A document counts as affecting a token if log p changes by more than this without the document."""
+"""Change of log p above which a document counts as affecting a token."""
 _TURN_DOCUMENTS = 1000
 """Number of documents whose names are looked up in one turn."""
 _ROUNDING = 1e-6
@@ -69,8 +69,8 @@ def explain(
         lm: the model.
         text: the text to explain.
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
-            token), of each token. With 0 there are none, and effects of documents are not computed.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         after: the text that precedes `text` and is not explained, e.g. the prompt.
         source: the source of the whole text for an encoder-decoder model, e.g. the sentence that `text`
             translates; None for a causal model.
@@ -110,8 +110,8 @@ def explain_tokens(
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
-            token), of each token. With 0 there are none, and effects of documents are not computed.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         start: index of the first token to explain; the tokens before are only context.
         source: tokens of the source for an encoder-decoder model, shape (m,); None for a causal model.
 
@@ -148,8 +148,8 @@ def explain_in_turns(
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
-            token), of each token. With 0 there are none, and effects of documents are not computed.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         start: index of the first token to explain; the tokens before are only context.
         source: tokens of the source for an encoder-decoder model, shape (m,); None for a causal model.
 

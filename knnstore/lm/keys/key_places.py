@@ -178,7 +178,8 @@ def _skip_norm(part: nn.Module) -> nn.Module:
     """Return the attention or feed-forward module of a part of a layer.
 
     Some models (T5) wrap this module together with its normalization. If the part contains a normalization
-    and exactly one module with matrices, the latter is returned; otherwise the part itself.
+    and exactly one module with matrices, the function returns the module with matrices. Otherwise it returns
+    the part itself.
     """
     children = list(part.children())
     inner = [child for child in children if _has_matrix(child)]

@@ -67,8 +67,8 @@ class _Text(NamedTuple):
     input_ids: Tensor | None
     """Token ids of the new positions, int64, shape (b, t); None if only embeddings are given."""
     embeddings: Tensor | None
-    """Embeddings that the model processes in place of token ids, shape (b, t, h); None if it processes token
-    ids."""
+    """Embeddings that replace the token ids as input of the model, shape (b, t, h); None for no
+    embeddings."""
     attention_mask: Tensor | None
     """0 at padding, shape (b, past + t), or a mask of another shape; None for no padding."""
     position_ids: Tensor | None
@@ -383,7 +383,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         """Run the base model, and mix the predictions of the store into its predictions.
 
         Args:
-            inputs: arguments of the base model; those that it does not accept are left out.
+            inputs: arguments of the base model. Arguments that it does not accept are left out.
             text: the texts among the arguments.
             cache: the KV cache of earlier tokens, None for no cache.
             labels: target token of each position as the loss function takes them; None for no loss.

@@ -124,7 +124,7 @@ def score_translations(
 ) -> TranslationScores:
     """Translate the source of each pair with the model alone and with the mixture, and score the texts.
 
-    BLEU and chrF are those of sacrebleu, over all pairs, with its default settings.
+    BLEU and chrF are computed by sacrebleu with its default settings, over all pairs.
 
     Args:
         lm: the encoder-decoder model with its store.

@@ -119,8 +119,8 @@ def load_model(
     Args:
         name: a folder or a hub id; or the path of a GGUF file, for example ``models/small.gguf``.
         device: device name of torch; default is the GPU if torch finds one, else the CPU.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; default is float32 on the CPU, and the dtype in which
-            the model was saved on a GPU.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. The default on a CPU is float32. The default on a GPU
+            is the dtype of the saved weights.
         gguf_file: name of the GGUF file in the folder or hub id `name`.
         kind: the kind of model that is accepted; the other kind raises ConfigError. None accepts both.
         **options: passed on to ``from_pretrained`` of the `Auto` class (revision, device_map, ...).
@@ -258,7 +258,7 @@ def load_decoder_prefix(name: str) -> tuple[int, ...]:
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
-    """Check whether a configuration is that of a causal language model, which continues a text.
+    """Check whether a configuration belongs to a causal language model, which continues a text.
 
     False for encoder-decoder models and for models that do not predict the next token of a text.
     """
@@ -266,7 +266,7 @@ def is_causal(config: PreTrainedConfig) -> bool:
 
 
 def is_seq2seq(config: PreTrainedConfig) -> bool:
-    """Check whether a configuration is that of an encoder-decoder model that reads and generates text."""
+    """Check whether a configuration belongs to an encoder-decoder model that reads and generates text."""
     return config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 

@@ -56,8 +56,8 @@ class Evaluation:
     words: int
     """Number of words of the texts, separated by white space."""
     base_word_ppl: float
-    """Perplexity per word of the model alone. Per word and per byte, models with different tokenizers can be
-    compared."""
+    """Perplexity per word of the model alone. Perplexities per word and per byte can be compared between
+    models with different tokenizers."""
     knn_word_ppl: float
     """Perplexity per word of the mixture."""
     bytes: int

@@ -242,7 +242,7 @@ def save_default_settings(store: KNNStore) -> bool:
 
 
 def find_outdated_components(store: Reader, selection: Selection = EVERYTHING) -> tuple[str, ...]:
-    """Return the names of saved components that are off because documents they were trained on were removed.
+    """Return the names of saved components that are off, because their training documents were removed.
 
     Args:
         store: the store.

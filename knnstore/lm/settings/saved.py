@@ -23,12 +23,12 @@ from knnstore.store import (
 )
 
 LoadWeights = Callable[[str], Weights]
-"""A function that loads weights by the name that settings have for them."""
+"""A function that loads weights by the name that saved settings contain."""
 
 T = TypeVar("T")
 
 _REMOVED = {"skip": "searches that are left out", "pointers": "searches that pointers save"}
-"""Names of settings of earlier versions that have no effect any more, each with what it was for."""
+"""Names of settings of earlier versions that have no effect any more, each with its former purpose."""
 
 _REMOVED_MIXERS = ("sk-mt", "relative-confidence")
 """Mixers of earlier versions that are in the package knnstore-research now."""
