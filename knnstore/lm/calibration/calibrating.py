@@ -313,7 +313,8 @@ def _measure_generation(
         lm: the model.
         settings: the calibrated settings, with their selection.
         documents: the text that the settings were fitted to.
-        reached: for the content hash of a document, the content hashes of stored documents to leave out.
+        reached: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents.
         progress: progress display, which receives the start and the end of each generation; None for no
             display.
     """

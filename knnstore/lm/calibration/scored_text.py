@@ -245,8 +245,8 @@ def score_once(
         probes: number of cells (groups of records with near keys) that are searched for each query; None
             searches for the k nearest records.
         ngrams: settings of n-grams; only their order is used. None scores without n-grams.
-        left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search.
+        left_out: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents.
         progress: progress display, which receives the number of scored tokens; None for no display.
     """
     if probes is not None:

@@ -47,8 +47,8 @@ class FurtherSearches:
         scored: the text, with target tokens and keys.
         documents: the documents of the scored text.
         selection: the documents to search.
-        left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search.
+        left_out: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents.
         progress: progress display, which receives the number of searched tokens; None for no display.
     """
 

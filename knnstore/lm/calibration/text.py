@@ -33,8 +33,8 @@ class TextToFit:
     documents: list[TextDocument]
     """Held-out documents, then beginnings of stored documents."""
     reached: Mapping[str, frozenset[str]]
-    """For the content hash of a document, the content hashes of the stored documents that are left out when
-    this document is scored."""
+    """Stored documents that the search for a document leaves out. It maps the content hash of the document to
+    the content hashes of the stored documents."""
     in_store: int
     """Number of the documents that are in the store, selected or not."""
     own: frozenset[str]

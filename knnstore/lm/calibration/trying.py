@@ -155,7 +155,7 @@ class Trial:
 
     @cached_property
     def _others(self) -> dict[str, Fitting]:
-        """For each component that is mixed after keys and n-grams, the object that fits it, by name.
+        """The objects that fit the components after keys and n-grams, by component name.
 
         The names are in the order of the mixture. Empty if the text was scored without target tokens.
         """

@@ -248,8 +248,8 @@ class DistributionComponent(OneWeightComponent):
             vocabulary: number of tokens that the model predicts.
 
         Returns:
-            Probabilities of k tokens at each position, float32, shape (n, k), 0 in all columns where nothing
-            is predicted; and the k tokens, int64, shape (n, k).
+            Two tensors. First the probabilities of k tokens at each position, float32, shape (n, k); a
+            position without a prediction has zeros. Then the k tokens, int64, shape (n, k).
         """
 
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places:

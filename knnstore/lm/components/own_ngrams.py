@@ -241,9 +241,9 @@ def _compute_target_probs(texts: _ConcatenatedTexts, order: int) -> tuple[NDArra
         order: number of tokens of the longest n-grams.
 
     Returns:
-        Probabilities, float32, shape (p,), NaN without a prediction; and the longest suffix that ends at each
-        place and occurs earlier (length in tokens, count, number of different next tokens), int64, shape (p,
-        3).
+        Two arrays. First the probabilities, float32, shape (p,); NaN without a prediction. Then, for each
+        place, the longest suffix that ends there and occurs earlier in the text: its length in tokens, its
+        count, and the number of different next tokens; int64, shape (p, 3).
     """
     contexts, following = texts.keys, np.roll(texts.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))

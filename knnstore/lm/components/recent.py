@@ -141,7 +141,7 @@ class TargetRecent(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of values that are kept for each position, counted as 1."""
+        """Number of values that are kept for each position, to estimate memory: always 1."""
         return 1
 
     def rows(self, rows: Rows) -> "TargetRecent":

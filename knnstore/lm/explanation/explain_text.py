@@ -181,8 +181,8 @@ def _explain_scored_tokens(
         settings: the settings in force.
         scored: the scores of groups of tokens, with the ids of the retrieved records; None for a turn (short
             piece of work) in which nothing was scored.
-        neighbors: largest number of neighbors that are listed for each token, and largest number of documents
-            that are listed as causes of its probability.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         start: index of the first token to explain.
 
     Yields:

@@ -609,7 +609,7 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
             decoder_inputs_embeds: input of the decoder in place of decoder_input_ids, shape (b, t, h). If
                 both are given, decoder_input_ids are the tokens of these embeddings.
             labels: target token of each position, shape (b, t), -100 is ignored; the output then has the loss
-                of the mixture. Without decoder inputs, the labels are shifted to the right to get these.
+                of the mixture. Without decoder inputs, the shifted labels are the decoder's input.
             use_cache: True to return a cache.
             logits_to_keep: number of last positions to predict from (0 means all), or indices of positions.
             knn: settings of this call, or a sequence with the settings of each row; default ``self.knn``.

@@ -49,8 +49,8 @@ def check_checkpoint(
 def _read_fingerprint(model: str, revision: str) -> str | None:
     """Compute the fingerprint of a model by reading 16 values of each weight from its safetensors files.
 
-    Returns None if the files cannot be read, have another format, such as GGUF, or lack a weight of the model
-    in transformers, or store it with another shape.
+    Returns None if the files cannot be read or have another format, such as GGUF. Also returns None if a
+    weight of the model in transformers is missing in the files, or has another shape.
     """
     with ExitStack() as opened:
         try:

@@ -223,13 +223,13 @@ class Encoder:
     ) -> Generator[None, None, Encoded]:
         """Compute the result of `encode` for one row, in several forward passes with a KV cache.
 
-        A row with a source is read in one pass.
+        A row with a source is processed in one pass.
 
         Args:
             input_ids: token ids, shape (1, t).
             at: indices of the n selected positions, int64, shape (n,).
-            most: largest number of tokens in a pass, >= 1. For a row with at most this number of tokens the
-                result equals that of `encode` to the bit; for a longer row it differs by rounding.
+            most: largest number of tokens in a pass, >= 1. A row that fits in one pass has exactly the same
+                result as with `encode`. The result for a longer row differs by rounding.
             source: the source of the row for an encoder-decoder model, else None.
 
         Yields:

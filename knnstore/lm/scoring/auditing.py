@@ -154,8 +154,8 @@ def _check_distributions(
         rng: random generator that chooses the positions and the other tokens.
 
     Returns:
-        Three results: whether the probabilities sum to 1, whether scores equal those of the whole
-        distribution, and whether no score depends on its own or a later token.
+        The results of three checks: the probabilities sum to 1; each score equals the token's value in the
+        whole distribution; and no score depends on the scored token itself or on later tokens.
     """
     # 1) Score copies of the texts whose last tokens are replaced.
     cuts = [int(rng.integers(1, len(tokens))) for tokens in sample]

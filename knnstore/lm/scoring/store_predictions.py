@@ -272,8 +272,8 @@ def rank_records(
         settings: the settings with which the tokens were scored.
 
     Returns:
-        Record ids, their tokens, distances and weights in p_kNN, each of shape (n, m). Missing records have
-        id and token -1 and weight 0.
+        Four arrays of shape (n, m): record ids, their tokens, their distances, and their weights in p_kNN.
+        Missing records have id and token -1 and weight 0.
     """
     distances, tokens = scores.evidence.distances.numpy(), scores.evidence.tokens
     assert tokens is not None

@@ -158,9 +158,9 @@ class HeldOut(NamedTuple):
     documents: list[TextDocument]
     """All held-out documents, in their order."""
     stored: Mapping[str, frozenset[str]]
-    """For the content hash of each held-out document that is in the store: the content hashes of the stored
-    documents that count as the same text. Two documents count as the same text if at least half (`KNOWN`) of
-    the shorter one is in the other."""
+    """The held-out documents that are in the store. The mapping has the content hash of each, and the content
+    hashes of the stored documents that count as the same text. Two documents count as the same text if at
+    least half (`KNOWN`) of the shorter one is in the other."""
 
     @classmethod
     def compare_with_store(
@@ -221,8 +221,8 @@ def score_held_out(
         reader: the object that tokenizes the documents and runs the model.
         documents: the held-out documents.
         settings: the settings in force.
-        left_out: for the content hash of a held-out document, the content hashes of stored documents that are
-            left out of its search.
+        left_out: stored documents that the search for a held-out document leaves out. It maps the content
+            hash of the held-out document to the content hashes of the stored documents.
         progress: progress display, which receives the number of scored tokens; None for no display.
 
     Yields:
@@ -243,8 +243,8 @@ def group_by_left_out(
 
     Args:
         documents: the documents.
-        left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search; a document without an entry leaves out nothing.
+        left_out: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents. Without an entry, nothing is left out.
 
     Returns:
         For each group the indices of its documents, ascending, and the content hashes of the stored documents

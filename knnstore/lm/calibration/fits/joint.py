@@ -32,8 +32,8 @@ def fit_together(
         evidence: probabilities of the tokens to fit on.
         scored: the text.
         ngrams: the object that fits n-grams, alternating with the keys; None leaves n-grams out.
-        others: for each component that is mixed after keys and n-grams, by name and in this order, the object
-            that fits it.
+        others: the objects that fit the components after keys and n-grams, by name and in the order of the
+            mixture.
         fit: function that fits the settings of the keys.
     """
     at = evidence.tokens
