@@ -194,9 +194,8 @@ class Trial:
 
         1. The n-grams are mixed with the model alone.
         2. The n-grams are mixed with the best candidate so far, which is not fitted again.
-        3. The best candidate in `fits` is fitted again, together with the n-grams. If it is the best
-        candidate
-           of all, the second way is left out.
+        3. The best candidate in `fits` is fitted again, together with the n-grams. If it is the best of all
+           candidates, the second way is left out.
 
         Args:
             candidates: the candidates so far. If there are none, only the first way is tried.

@@ -36,8 +36,8 @@ _TURN_TOKENS = 64
 """Largest number of tokens that are explained in one turn, a short piece of work after which a server can do
 other work."""
 _TURN_SOURCES = 512
-"""Largest number of neighbors, and largest number of causes, that are described in one turn. One takes about
-60 µs."""
+"""Largest number of neighbors, and largest number of causes, that are described in one turn. Describing one
+takes about 60 µs."""
 _TOKENS_BEFORE, _TOKENS_AFTER = 16, 8
 """Number of tokens around a source in the explained text; the same as the default of `Reader.provenance`."""
 _MIN_CHANGE = np.log(1.01)

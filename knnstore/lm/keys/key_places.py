@@ -235,7 +235,8 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     """Find the decoder of a model: the module that contains its layers but not its output head.
 
     The first candidate that contains a `ModuleList` is returned. The candidates are ``get_decoder()``,
-    ``base_model``, and the children of the model. The model itself is not a candidate.
+    ``base_model``, and the children of the model that are models of transformers. The model itself is not a
+    candidate.
 
     Raises:
         ConfigError: no candidate contains a list of layers.

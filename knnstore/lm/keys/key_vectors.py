@@ -208,10 +208,10 @@ class Projection:
 
 
 def describe_keys(identity: Identity) -> dict[str, Any]:
-    """Describe a store's keys, to check that a projection or network is used with the keys it was fitted for.
+    """Return the properties of a store's keys that a projection or network depends on.
 
-    The result is saved with the weights of projections and networks. It has the fields ``model`` (hash of the
-    model's weights), ``key`` (name of the key), ``metric`` and ``dim``.
+    They are ``model`` (hash of the model's weights), ``key`` (name of the key), ``metric`` and ``dim``. They
+    are saved with the weights of a projection or network, and compared when the weights are used.
     """
     return {
         "model": identity.model_fingerprint.partition(":")[0],

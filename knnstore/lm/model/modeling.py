@@ -189,9 +189,9 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
     def after_adding(self) -> None:
         """Save the default settings in the store, so that later documents do not change them.
 
-        Called after documents were added. Does nothing if the store has saved settings already. If it saves
-        settings, and ``self.knn`` sets nothing but the selection, ``self.knn`` becomes the settings that are
-        then in force.
+        Called after documents were added. Does nothing if settings are saved for the whole store already. If
+        it saves settings, and ``self.knn`` sets nothing but the selection, ``self.knn`` becomes the settings
+        that are then in force.
         """
         is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
         if save_default_settings(self.store) and is_unchosen:

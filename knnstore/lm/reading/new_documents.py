@@ -101,9 +101,9 @@ class NewDocuments:
     def _select_changed(
         self, chunk: list[TextDocument], versions: Mapping[str, StoredVersion]
     ) -> list[TextDocument]:
-        """Return the documents that are new or whose text has changed, and count all others as unchanged.
+        """Return the documents that are new or whose text has changed.
 
-        Also stores the new metadata and tags of the others.
+        Also counts the other documents, and stores their metadata and tags if these have changed.
 
         Args:
             chunk: documents to compare.

@@ -208,7 +208,7 @@ def find_saved_settings(
 ) -> SavedSettings | None:
     """Return the settings saved for exactly the selected domains, else the settings of the whole store.
 
-    Saved settings are ignored if their mixer (the rule that chooses λ) was removed in this version.
+    Saved settings are ignored if their mixer (the rule that chooses λ) does not exist any more.
 
     Args:
         store: the store.

@@ -15,7 +15,7 @@ from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, int
 from knnstore.lm.settings import KNNSettings
 
 MOST_DOMAINS = 16
-_MIN_WEIGHT = 1e-3  # a domain with less is not is_fitted a search
+_MIN_WEIGHT = 1e-3  # a domain with less is not worth a search
 _GAP = 1e-5  # nats for each token between weights found and the best ones, at most
 _ITERATIONS = 2_000
 _MAX_ROUNDS = 8
