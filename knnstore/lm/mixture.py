@@ -149,8 +149,8 @@ def _create_question(
         component: the component.
         part: the component's own settings.
         reader: the store.
-        settings: all settings. The function takes the selection from them and, if they have a gate (the
-            network that chooses weights), the gate's temperature factors for the component.
+        settings: all settings; their selection is used, and the temperature factors that their gate (network
+            of weights) has for the component.
         contexts: the positions with their texts.
         keys: query vector of each position, shape (n, d); None if they are not known.
         vocabulary: number of tokens that the model predicts; `cite` does not need it.

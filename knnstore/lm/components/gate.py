@@ -73,8 +73,7 @@ def collect_experts(
             entropy.
         factors: for each component that the gate weighs, the factors of its temperature; each factor gives
             one expert.
-        unit: a typical distance. Distances are divided by it, so that features do not depend on the scale of
-            the model's keys.
+        unit: distance by which distances are divided, so that features do not depend on the model.
 
     Returns:
         The distributions of each expert, the features of each position, and which experts have a prediction.

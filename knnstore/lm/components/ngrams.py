@@ -88,8 +88,7 @@ class Continuation(NamedTuple):
     """For each context, the remaining probability, which is divided among all tokens in proportion to
     `unigrams`, float32, shape (n,); None means 0."""
     unigrams: Tensor | None = None
-    """Distribution over the vocabulary by which `rest` is divided, float32, shape (v,); None if `rest` is
-    None."""
+    """Distribution of the rest over the vocabulary, float32, shape (v,); None if there is no rest."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":

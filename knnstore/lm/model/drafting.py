@@ -137,15 +137,16 @@ def generate_with_drafts(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate one text with drafts: guesses of several next tokens, each checked by one forward pass.
+    """Generate one text: each forward pass checks a draft, a guess of several next tokens.
 
-    The function is passed to transformers as ``generate(custom_generate=...)``. If the KV cache cannot remove
-    tokens, it logs one warning and generates without drafts.
+    Used as ``generate(custom_generate=...)``.
+
+    If the cache cannot remove tokens, logs one warning and generates without drafts.
 
     Args:
         model: the model with a store.
         input_ids: the prompt, int64, shape (1, t).
-        drafts: the object that proposes tokens. From the number of accepted tokens it learns how many tokens
+        drafts: the object that proposes tokens, and that learns from the number of accepted tokens how many
             to propose.
         streamer: the object that receives each generated token on the CPU, and the end of the text; None for
             no streaming.
@@ -169,7 +170,7 @@ def generate_with_drafts(
             **model_kwargs,
         )
         return text
-    # 1) Prefill. Before it, the cache has no layers, and the window of a sliding layer is not full.
+    # 1) Prefill. Only then does the cache have layers, and is the window of a sliding layer full.
     output = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
     cache = find_cache(output)

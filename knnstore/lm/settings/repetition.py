@@ -13,6 +13,6 @@ class Repetition:
     distinct_bigrams: float
     """Number of different bigrams of a continuation, divided by the number of its bigrams."""
     repeated_4grams: float
-    """Share of a continuation's 4-grams that occur earlier in the continuation."""
+    """Share of a continuation's 4-grams that occur earlier in it."""
     continuations: int
     """Number of continuations."""
