@@ -222,7 +222,7 @@ def generate_with_drafts(
 
 
 def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return a copy of the model's arguments with `count` more tokens in attention mask and position ids.
+    """Return a copy of the model's arguments, with mask and positions extended by `count` tokens.
 
     Args:
         model: the model with a store.
