@@ -1,7 +1,8 @@
-"""The contexts of positions whose next tokens are predicted; components retrieve for them.
+"""The text before each position whose next token is predicted. Components use it to retrieve.
 
-`Contexts` are made from a forward pass that continues texts (`Contexts.of_pass`), or from documents that are
-scored window by window (`DocumentTexts`). `CutTexts` is the part of the texts near the positions.
+`Contexts` holds positions and their texts. It is made from a forward pass that continues texts
+(`Contexts.of_pass`), or from documents that are scored window by window (`DocumentTexts`). `CutTexts` holds
+only the part of each text that is near its positions.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ Text = NDArray[np.integer[Any]]
 
 
 class CutTexts(NamedTuple):
-    """The texts of some contexts, cut: tokens far before every position of a text are left out."""
+    """The texts of contexts without the tokens that are far before all positions; see `Contexts.cut`."""
 
     texts: list[Text]
     """Token ids of each text that has a position, shapes (n_i,)."""
@@ -30,7 +31,7 @@ class CutTexts(NamedTuple):
     owners: Numbers
     """For each of the m contexts, the index of its text in `texts`, int64, shape (m,)."""
     lengths: Numbers
-    """For each of the m contexts, the number of tokens of its cut text before the position, int64, shape
+    """For each of the m contexts, the number of tokens in the cut text before its position, int64, shape
     (m,)."""
 
 
@@ -43,8 +44,8 @@ class Contexts:
     """
 
     texts: Sequence[Text]
-    """Token ids of each text, shapes (n_i,). A text reaches at least to its last position, or is the whole
-    document."""
+    """Token ids of each text, shapes (n_i,). A text is a whole document, or contains at least the tokens
+    before its last position."""
     is_whole: Sequence[bool]
     """True for each text that begins at the beginning of a document."""
     owners: Numbers
@@ -52,24 +53,25 @@ class Contexts:
     lengths: Numbers
     """Number of tokens of the text before each position, int64, shape (n,)."""
     states: Sequence[TextState]
-    """The `TextState` (tokens and their keys) of each text, for the continuous cache. A state contains the
-    prefix, if the text had one."""
+    """The `TextState` (tokens and their keys) of each text, for the continuous cache. Unlike the text, a
+    state contains the prefix, if the model read one."""
     heads: Sequence[int]
-    """Number of leading keys of each state that predict a token of the prefix, which no component uses."""
+    """For each text, the number of keys at the beginning of its state that components skip, because these
+    keys predict tokens of the prefix."""
     ends: Numbers
-    """Number of tokens of the text's state up to each position, int64, shape (n,).
+    """Number of tokens in the text's state before each predicted token, int64, shape (n,).
 
-    The last of these tokens is the token from which the model predicts the next one.
+    It is like `lengths`, but also counts the prefix.
     """
     known: dict[Any, Any]
-    """Cache of values that components computed from the texts. Contexts made by `select_rows` or
-    `at_positions` share this dictionary."""
+    """Cache of values that components computed from the texts. The results of `select_rows` and
+    `at_positions` share this dictionary with the original."""
 
     @classmethod
     def of_pass(cls, batch: TextBatch, prefix: Sequence[int], kept: Numbers) -> Self:
         """Create the contexts of selected positions of one forward pass of the model.
 
-        The context of a position is the tokens of its text up to this position, with the token at the
+        The context of a position is the tokens of its text up to this position, including the token at the
         position. The model predicts the next token from them. At padding, `owners` is -1.
 
         Args:
@@ -99,11 +101,12 @@ class Contexts:
         Args:
             states: the state of each text.
             stops: number of tokens to use of each text, counted from its beginning, at most its length.
-            prefix: the tokens that precede every document; empty if documents have no prefix. A text begins
-                a document if it begins with them, or if it consists of the first ones. A position that
-                predicts a token of the prefix counts as padding.
+            prefix: the tokens that precede every document; empty if documents have no prefix. `is_whole` is
+                True for a text that begins with the prefix, and for a text that is still shorter than the
+                prefix but equals its beginning. A position that predicts a token of the prefix counts as
+                padding.
             owners: index of the text of each position, int64, shape (n,).
-            ends: number of tokens of the text's state up to each position, int64, shape (n,).
+            ends: number of tokens in the text's state before each predicted token, int64, shape (n,).
             is_text: False at padding, shape (n,); None means no padding.
         """
         texts, is_whole, headed = list[Text](), list[bool](), list[int]()
@@ -123,7 +126,7 @@ class Contexts:
 
     @classmethod
     def of_documents(cls, texts: Sequence[Text]) -> Self:
-        """Create contexts that hold whole documents but no positions; `at_positions` adds positions.
+        """Create contexts of whole documents, without positions; `at_positions` adds positions.
 
         Args:
             texts: token ids of each document, without the prefix.
@@ -132,7 +135,7 @@ class Contexts:
         return cls(texts, [True] * len(texts), none, none, (), (), none, {})
 
     def at_positions(self, owners: Numbers, lengths: Numbers) -> Self:
-        """Return contexts with the same texts and with other positions. Their `ends` are 0.
+        """Return contexts with the same texts and with other positions; all their `ends` are 0.
 
         Args:
             owners: index into `texts` for each new position, int64, shape (n,); -1 at padding.
@@ -193,11 +196,11 @@ class Contexts:
         return found
 
     def cut(self, before: int) -> CutTexts:
-        """Return the texts without the tokens that are far before every position.
+        """Return the texts shortened to the part around their positions.
 
-        A cut text begins `before` tokens before its first position (or at its beginning) and ends with the
-        target token of its last position, if the text contains this token. A text without positions is left
-        out.
+        A cut text begins `before` tokens before its first position, or where the text begins. It ends with
+        the target token of its last position if the text contains this token. Texts without positions are
+        left out.
 
         Args:
             before: number of tokens to keep before the first position of each text.
@@ -221,15 +224,15 @@ class Contexts:
 
 
 class DocumentTexts:
-    """Builds contexts for documents that are scored window by window, one document after another.
+    """Creates contexts for documents that are scored window by window, one document after another.
 
     A window is the part of a document that the model processes in one forward pass.
 
     Args:
         texts: token ids of each document, shapes (n_i,).
-        prefix: the tokens that precede every document; empty if documents have no prefix. Only the last one
-            has a key that predicts a token of the document.
-        keys_kept: number of the latest keys of a document that later batches need; 0 stores no keys.
+        prefix: the tokens that precede every document; empty if documents have no prefix. Only its last token
+            is used: the key at this token predicts the first token of the document.
+        keys_kept: number of a document's latest keys that are kept for later batches; 0 keeps no keys.
     """
 
     def __init__(self, texts: Sequence[Text], prefix: Sequence[int], keys_kept: int) -> None:
@@ -240,14 +243,14 @@ class DocumentTexts:
         self._read: list[int] = []
         self._known: dict[Any, Any] = {}
 
-    def read_on(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
-        """Append the keys of a batch of windows to the texts, and return the contexts of its positions.
+    def append_batch(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
+        """Append the keys of a batch of windows to the texts, and return the contexts of the batch.
 
-        The context of a position is the text before it; the positions are those of the batch's target tokens.
-        Frees the memory of keys and texts that later positions do not need.
+        The contexts have one position for each of the batch's n target tokens: the context is the text before
+        the token. Also frees the memory of keys and texts that later positions do not need.
 
         Args:
-            keys: float32, shape (n, d): the key at the token before each position.
+            keys: the key at the token before each target token, float32, shape (n, d).
             documents: index of the document of each position, int64, shape (n,). The positions of a document
                 are adjacent and in order, and only the last document may continue in the next batch.
             positions: position of the target token in its document, int64, shape (n,).

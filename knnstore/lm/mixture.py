@@ -55,10 +55,11 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
         settings: the settings in force; they say which components are in use.
         batch: the positions. It must have contexts if `settings.needs_text`, and targets unless `form` is
             `Form.DISTRIBUTION`.
-        form: how much of each component's result is kept, e.g. all tokens or the target token only.
+        form: which probabilities each result contains, e.g. of all tokens or of the target token only.
 
     Returns:
-        The results of the components with the model's confidence, on the device of the batch.
+        The result of each component, and the model's own confidence (`lm_max` and `lm_entropy`), on the
+        device of the batch.
 
     Raises:
         ConfigError: the store contains a token that the model does not predict.
@@ -72,7 +73,7 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
         for component in components:
             if component.name in parts:
                 part = parts[component.name]
-                question = _ask(
+                question = _create_question(
                     component, part, reader, settings, batch.contexts, batch.keys, batch.vocabulary
                 )
                 found[component.name] = component.look_up(question, form).to(batch.lm_max.device)
@@ -83,9 +84,9 @@ def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
     """Choose each component's weight at n positions, and return the mixture of all components with the model.
 
     Args:
-        settings: the settings in force. Their gate (a network) chooses all weights. Without a gate, the mixer
-            of the settings chooses λ and T of the keys, and every other component has the λ of its own
-            settings.
+        settings: the settings in force. If they have a gate (a network), it chooses all weights. Without a
+            gate, the settings' mixer chooses the weight λ and the temperature T of the keys. Every other
+            component then has the λ of its own settings.
         evidence: the results of the components' look-ups at the n positions.
     """
     components, parts = all_components(), settings.parts
@@ -104,10 +105,10 @@ def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
 def cite_places(
     reader: Reader, settings: KNNSettings, contexts: Contexts, evidence: Evidence, mixture: Mixture, most: int
 ) -> dict[str, Citations]:
-    """List the places that each component's predictions of n tokens come from.
+    """List the sources of each component's predictions of n tokens.
 
-    A component is a memory that is mixed with the model, such as the keys or n-grams. A place is a stored
-    record, or an earlier token of the text.
+    A component is a memory that is mixed with the model, such as the keys or n-grams. A source is a place: a
+    stored record, or an earlier token of the text.
 
     Args:
         reader: the store.
@@ -115,8 +116,8 @@ def cite_places(
         contexts: the positions of the tokens; the texts contain the tokens.
         evidence: the look-up results for the tokens, made with `Form.SOURCES`.
         mixture: the mixture of this evidence.
-        most: largest number of nearest places, and of causes, for each token. A component may return more
-            causes.
+        most: for each token, the largest number of nearest places, and also of causes, which are the places
+            that add most to the token's probability. A component may return more causes.
 
     Returns:
         The places of each component in use, by its name. Components that list no places are left out.
@@ -126,14 +127,14 @@ def cite_places(
     for number, contribution in enumerate(mixture.components):
         name = contribution.name
         component, part = components[name], parts.get(name, settings)
-        question = _ask(component, part, reader, settings, contexts, evidence.keys)
+        question = _create_question(component, part, reader, settings, contexts, evidence.keys)
         places = component.cite(question, find_by_name(evidence, name), mixture.weights_in(number), most)
         if places is not None:
             cited[name] = places
     return cited
 
 
-def _ask(
+def _create_question(
     component: Component,
     part: Any,
     reader: Reader,

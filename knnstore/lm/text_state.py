@@ -1,7 +1,7 @@
-"""The state of a text that a model processes: its tokens, their keys, and hidden states if keys join several.
+"""The state of a text that a model processes: its tokens, their keys, and hidden states if keys need them.
 
 The model's KV cache is not enough to predict with a store: a key may join the hidden states of several
-tokens, the recent-text cache compares keys of the same text, and n-grams need its tokens. A program that runs
+tokens, the recent-text cache compares keys of the same text, and n-grams need the tokens. A program that runs
 the model keeps one `TextState` for each text, next to the KV cache of that text, and calls `append_pass`
 after every forward pass::
 
@@ -29,10 +29,10 @@ from knnstore.lm.keys import Joining
 Tokens = NDArray[np.int64]
 
 _NO_TOKEN = -1
-"""Stored in place of each token of a pass that the model received as embeddings."""
+"""Token id that is stored for each position that the model received as an embedding, without a token."""
 
 _ROOM = 64
-"""Least number of positions that are allocated beyond a text's end, so that most steps do not copy."""
+"""Number of positions that are at least reserved after a text's end, so that most appends do not copy."""
 
 
 class TextState:
@@ -188,9 +188,9 @@ class TextState:
 
 
 class TextBatch(NamedTuple):
-    """The b texts of a forward pass that had t positions for each text; the state after the pass.
+    """The b texts of a forward pass with t positions for each text, as they are after the pass.
 
-    Later passes may extend the same texts. `stops` says where each text ended after this pass.
+    A later pass may extend the same `TextState` objects. `stops` keeps the lengths after this pass.
     """
 
     texts: Sequence[TextState]
@@ -208,7 +208,7 @@ class TextBatch(NamedTuple):
 
     @property
     def has_all_tokens(self) -> bool:
-        """True if every token id of every text is known; False if a text has a part that is not known."""
+        """True if every token id of every text is known; see `TextState.has_all_tokens`."""
         return all(text.has_all_tokens for text in self.texts)
 
 
@@ -276,7 +276,8 @@ def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_]
 def _write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
     """Write rows into a buffer at index `start`, and return the buffer.
 
-    If `buffer` is None or too small, a new, larger buffer with a copy of the first `start` rows is returned.
+    If `buffer` is too small or None, the function returns a new, larger buffer, into which the first `start`
+    rows are copied.
     """
     stop = start + len(rows)
     if buffer is None or stop > len(buffer):

@@ -1,4 +1,4 @@
-"""Copies from main memory to a device such as a GPU for which the program does not wait (`upload`)."""
+"""Copying numbers from main memory to a device such as a GPU, without waiting for the copy (`upload`)."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, without waiting until the device has done everything before the copy.
+    """Copy a tensor to a device, without waiting for the device to finish its earlier work.
 
-    `Tensor.to` waits, and so does `torch.tensor` with a device.
+    `Tensor.to` and ``torch.tensor(..., device=device)`` would wait.
 
     Args:
-        values: a tensor in main memory, which is not changed afterwards, or already on the device.
+        values: a tensor in main memory or on the device. The caller must not change it afterwards.
         device: the device.
 
     Returns:
-        The tensor on the device; `values` itself if it is there already.
+        The tensor on the device; `values` itself if it is already on the device.
     """
     if values.device == device:
         return values
@@ -26,5 +26,5 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting: float32, shape (len(values),); see `upload`."""
+    """Copy numbers to a device without waiting (see `upload`); return float32, shape (len(values),)."""
     return upload(torch.tensor(values, dtype=torch.float32), device)

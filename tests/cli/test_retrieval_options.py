@@ -7,7 +7,7 @@ import knnstore as library
 from knnstore import Selection
 from knnstore.cli.retrieval_options import Query
 from knnstore.lm import CacheSettings, JointGate, KNNSettings, NGramSettings, save_settings
-from knnstore.lm.keys import described
+from knnstore.lm.keys import describe_keys
 from knnstore.lm.mixing import Network
 from knnstore.store import SavedSettings
 
@@ -38,7 +38,7 @@ def test_the_saved_cache_is_used_and_changed_by_what_is_given(cache_of):
 def test_a_weight_by_hand_counts_in_place_of_the_gate(store):
     network = Network(torch.zeros(4), torch.ones(4), [0.0])
     with library.open(store, "a") as opened:
-        purpose = {**described(opened.identity), "unit": 1.0, "experts": []}
+        purpose = {**describe_keys(opened.identity), "unit": 1.0, "experts": []}
         gate = JointGate(network.weights(purpose))
         save_settings(opened, KNNSettings(gate=gate, ngrams=NGramSettings(), cache=CacheSettings()))
 

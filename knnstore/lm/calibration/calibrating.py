@@ -47,8 +47,8 @@ from knnstore.store import KNNStore, Lineage, Selection
 MAX_K = 4096
 """Largest k that is tried. p_kNN over more neighbors was hardly better, see docs/findings.md."""
 PASS_K = 1024
-"""Number of neighbors that are kept for each token, for mixers that use them. For larger k only p_kNN is
-kept."""
+"""Largest number of neighbors that are kept for each token, for mixers that use them. For larger k only p_kNN
+is kept."""
 PROBES = (4, 8, 16, 32, 64)
 """Numbers of searched cells (groups of records with near keys) that are tried for each query; the smallest
 sufficient number is chosen."""
@@ -63,8 +63,8 @@ class Calibration:
     comparison: Comparison
     """All tried settings with their perplexities."""
     record: CalibrationRecord | None
-    """The saved record. None if nothing was saved, because no candidate is better than the model alone, or
-    than the settings in force, beyond chance."""
+    """The saved record. None if nothing was saved: no candidate is better than the model alone and the
+    settings in force by more than chance explains."""
     scoring_seconds: float
     """Duration of scoring the text and of all searches, in seconds."""
     fitting_seconds: float
@@ -72,7 +72,7 @@ class Calibration:
     settings: KNNSettings | None = None
     """The settings that were saved, or the settings that were kept; None if nothing was saved or kept."""
     kept: bool = False
-    """True if earlier settings stay in force because no candidate is better beyond chance."""
+    """True if earlier settings stay in force, because no candidate is better by more than chance explains."""
     in_store: int = 0
     """Number of the documents that are in the store. When one of these documents is removed, the settings
     are deleted."""
@@ -98,14 +98,13 @@ def calibrate(
     several numbers of cells), then in each domain alone. All candidates (settings of different kinds) are
     fitted on these results; see `compare`.
 
-    Settings are saved only if their perplexity is lower than the perplexity of the model alone, by more than
-    chance explains. If the settings in force are not the derived default, the new settings must also be
-    better than the settings in force, by more than chance explains. Saved settings that were fitted to this
-    same text are not compared, because the text cannot judge them; new settings replace them if the new
-    settings are better than the model alone.
+    Settings are saved only if they are better than the model alone. They must also be better than the
+    settings in force, unless these are the derived default. Better means that the perplexity is lower by more
+    than chance explains. Saved settings that were fitted to this same text are not compared, because the text
+    cannot judge them. New settings replace them if the new settings are better than the model alone.
 
-    A cache counts in scoring only, because generated text repeats itself with it. ``lm.knn`` is set to the
-    saved settings if it selects the same domains.
+    Saved settings use a continuous cache in scoring only, because with a cache generated text repeats itself.
+    ``lm.knn`` is set to the saved settings if it selects the same domains.
 
     Args:
         lm: the model; its store is opened for writing.
@@ -117,18 +116,19 @@ def calibrate(
             settings are deleted.
         max_k: largest number of neighbors to try; smaller numbers are tried too. In a store with cells
             (groups of records with near keys), numbers of searched cells are tried instead: the numbers in
-            `PROBES`. On a sample of the documents, the smallest number is chosen with which the perplexity
-            of keys, n-grams and cache together is at most 0.5 % above the lowest, because each searched cell
-            takes time.
+            `PROBES`. Each number is tried with keys, n-grams and cache together on a sample of the documents.
+            Each searched cell takes time, so the smallest number is chosen whose perplexity is at most 0.5 %
+            above the lowest.
         leave_out: True to leave a document that is in the store out of its own search; when the stored
             document is removed or replaced, the settings are deleted. With False, the document raises an
             error.
         networks: True to fit gates (networks that choose weights for each token) as further candidates.
         ngrams: True to try n-grams of the stored text and, with a continuous cache, of the text itself.
-        repetition: True to continue beginnings of the documents in the end, also for settings that stay in
-            force, and to let further components that make generated text repeat itself count in scoring only.
-            This takes longer than all other steps. Without it, new settings leave out of generation only a
-            cache, also if an earlier calibration had found other components.
+        repetition: True to find, as a last step, components besides the cache that make generated text repeat
+            itself, and to use them in scoring only. The model continues beginnings of the documents, which
+            takes longer than all other steps. Settings that stay in force are measured too. If False, new
+            settings use everything but the cache in generation, even if an earlier calibration has found more
+            such components.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
         progress: progress display, which receives the number of tokens of each batch; None for no display.
@@ -304,16 +304,17 @@ def _measure_generation(
     """Find the components that make generated text repeat itself; save and return their names.
 
     The saved settings use these components when text is scored, and leave them out when text is generated. To
-    find them, the model continues beginnings of documents. It uses the documents that leave no stored
-    document out of their search. If there is no such document, a group of documents that leave out the same
-    stored documents is used. If there is too little text to measure, nothing is saved, and the names that
-    `settings` have are returned.
+    find them, the model continues beginnings of documents. It uses the documents whose searches leave out no
+    stored document. If there are none, it uses a group of documents whose searches leave out the same stored
+    documents. If there is too little text to measure, nothing is saved, and ``settings.scoring_only`` is
+    returned.
 
     Args:
         lm: the model.
         settings: the calibrated settings, with their selection.
         documents: the text that the settings were fitted to.
-        reached: for the content hash of a document, the content hashes of stored documents to leave out.
+        reached: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents.
         progress: progress display, which receives the start and the end of each generation; None for no
             display.
     """
@@ -328,24 +329,27 @@ def _measure_generation(
 
 
 def _save_scoring_only(
-    store: KNNStore, selection: Selection, scoring_only: tuple[str, ...], written: Sequence[Repetition] = ()
+    store: KNNStore,
+    selection: Selection,
+    scoring_only: tuple[str, ...],
+    repetitions: Sequence[Repetition] = (),
 ) -> None:
-    """Change which components of saved, calibrated settings count in scoring only.
+    """Change which components of saved, calibrated settings are used in scoring only.
 
-    Nothing is changed if no calibrated settings are saved for the selection.
+    Does nothing if no calibrated settings are saved for the selection.
 
     Args:
         store: the store, opened for writing.
         selection: the domains whose settings are changed.
         scoring_only: names of the components.
-        written: measured repetition of generated text, for the calibration record; empty if nothing was
+        repetitions: measured repetition of generated text, for the calibration record; empty if nothing was
             measured.
     """
     domains = selection.domains or ()
     saved = store.settings(domains)
     if saved is not None and saved.calibration is not None:
         query = {**saved.query, "scoring_only": scoring_only}
-        record = {**saved.calibration, "written": [asdict(repetition) for repetition in written]}
+        record = {**saved.calibration, "written": [asdict(repetition) for repetition in repetitions]}
         store.save_settings(replace(saved, query=query, calibration=record), domains)
 
 

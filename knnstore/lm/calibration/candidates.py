@@ -2,9 +2,9 @@
 
 The method is two-fold cross-fitting. Every candidate is fitted on each half of the documents and judged on
 the other half, so the settings that judge a token were not fitted on its document. The candidate with the
-lowest perplexity is then fitted on all documents. The lowest of many perplexities is too optimistic. So the
-expected perplexity is computed from each half by the candidate that is best on the other half. Intervals are
-over documents, because tokens of one document are not independent.
+lowest perplexity is then fitted on all documents. The lowest of many perplexities is too optimistic. For the
+expected perplexity, each half is therefore judged by the candidate that is best on the other half. Intervals
+are over documents, because tokens of one document are not independent.
 
 In a store with cells, the number of probes is chosen first, on a sample of the documents. For each number a
 fixed λ, n-grams and a continuous cache are fitted. The smallest number is chosen whose perplexity is at most
@@ -48,8 +48,8 @@ _SAMPLE_TOKENS, _SAMPLE_DOCUMENTS = 4_000, 64
 """Least number of tokens, and largest number of documents, of the sample on which the number of searched
 cells is chosen."""
 WORTH_PROBES = 1.005
-"""Factor above the lowest perplexity that is accepted. Each searched cell costs time, so the smallest
-number of cells is chosen whose perplexity is at most the lowest perplexity times this factor."""
+"""Largest accepted perplexity, as a multiple of the lowest one. Each searched cell costs time, so the
+smallest number of cells is chosen whose perplexity is accepted."""
 
 BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
@@ -60,8 +60,11 @@ BIN_FITS: dict[str, Fit] = {
     "bins 8x8 + T": partial(fit_bins, distance_bins=8, confidence_bins=8, temperatures=True),
     "bins 16x16 + T": partial(fit_bins, distance_bins=16, confidence_bins=16, temperatures=True),
 }
-"""Fits of bins, by name: the number of bins of the nearest distance, times bins of the model's confidence;
-``+ T`` also fits T in each bin."""
+"""Functions that fit bins, by the candidate's name.
+
+The name has the number of bins of the nearest distance: ``bins 8``; with bins of the model's confidence:
+``bins 8x8``. ``+ T`` means that T is fitted in each bin too, not only λ.
+"""
 
 
 class FittableMixer(Protocol):
@@ -97,9 +100,14 @@ class Comparison:
     base: Interval
     """Perplexity of the model alone."""
     candidates: tuple[Candidate, ...]
-    """All candidates, in this order: keys alone, with a fixed λ for each k and with the other mixers; n-grams
-    alone, and mixed over the best candidate so far; the continuous cache alone, and mixed over the best
-    candidate so far; the same for each component of another package; one gate over all components."""
+    """All candidates, in this order:
+
+    1. the keys alone, with a fixed λ for each k and with the other mixers;
+    2. n-grams alone, and mixed over the best candidate so far;
+    3. the continuous cache alone, and mixed over the best candidate so far;
+    4. each component of another package in the same two ways;
+    5. one gate over all components.
+    """
     current: Candidate | None
     """The settings that were in force before, which are judged without a new fit. If their k was not
     searched, they are judged with the k of the first search. None if no settings were given, or if they
@@ -108,13 +116,13 @@ class Comparison:
     """Expected perplexity of the best candidate: each half of the text is judged by the candidate that is
     best on the other half."""
     change: Interval
-    """Expected perplexity divided by that of the model alone."""
+    """Expected perplexity divided by the perplexity of the model alone."""
     gain: Interval | None
-    """Expected perplexity divided by that of the settings in force; None if no settings in force were
-    judged."""
+    """Expected perplexity divided by the perplexity of the settings in force; None if no settings in force
+    were judged."""
     probes: Mapping[int, float] = field(default_factory=dict)
-    """For each number of searched cells (groups of records with near keys) that was tried, the perplexity
-    by which the number was chosen, of a sample of the text. Empty in a store without cells."""
+    """Perplexity on a sample of the text for each number of searched cells (groups of records with near keys)
+    that was tried. The number of cells was chosen by it. Empty in a store without cells."""
 
     @property
     def best(self) -> Candidate:
@@ -184,16 +192,18 @@ def compare(
         InputError: the text is too short, or neither a neighbor nor an n-gram was found for any token.
     """
     shown = progress or Progress()
+    # 1) Divide the text into two halves.
     trial = Trial(scored, ngrams=ngrams, progress=shown)
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if scored.visited and len(scored.found) and not by_probes:
         by_probes = _judge_probes(trial, scored)
-    # A rough number: the mixers of other packages are not counted.
+    # 2) Count the candidates for the progress display, without the mixers of other packages.
     total = trial.count_further_candidates() + (domains is not None) + (current is not None) + networks
     if len(scored.found):
         total += (1 if by_probes else len(list_ks(scored.k))) + len(wide) + len(BIN_FITS) + networks
     shown.start("fitting", total=total, unit=" candidates")
+    # 3) Fit and judge the candidates: keys alone, domains, n-grams, other components, and a gate over all.
     if len(scored.found):
         of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
     else:
@@ -205,12 +215,14 @@ def compare(
     candidates += trial.try_other_components(candidates)
     if networks:
         candidates += trial.try_gate(candidates, evidence, fit_fixed)
+    # 4) Judge the settings in force, without a new fit.
     before = None
     if current is not None:
         current = current.without(*_find_unscored_components(current, scored))
         kept, mix = _make_judgeable(current, scored, wide, domains)
         before = trial.fit_candidate("current", lambda _: kept, at_best_k, mix) if kept else None
     shown.finish()
+    # 5) Compute the expected perplexity of the best candidate.
     nested = trial.compute_nested_log_probs(candidates)
     expected, change = trial.judge(nested)
     gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
@@ -232,7 +244,7 @@ def measure_probes(
 ) -> tuple[ScoredText, Mapping[int, float]]:
     """Search several numbers of cells for a sample of the documents, and judge each number.
 
-    A cell is a group of records with near keys. The sample is the whole text if this has at most twice
+    A cell is a group of records with near keys. The whole text is used if it has at most twice
     `_SAMPLE_TOKENS` tokens, or if its documents are so uneven that the sample would be too short.
 
     Args:
@@ -410,8 +422,8 @@ def _make_judgeable(
         domains: search results for each domain alone; None if domains were not searched alone.
 
     Returns:
-        The settings, whose k is lowered if necessary to a k that was searched; None if the settings cannot be
-        judged. And the function that computes the tokens' log-probabilities with the settings.
+        Two values. First the settings, with k lowered to a k that was searched if necessary; None if the
+        settings cannot be judged. Then the function that computes the tokens' log-probabilities with them.
     """
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):
@@ -432,7 +444,10 @@ def _make_judgeable(
 
 
 def list_ks(largest: int) -> list[int]:
-    """Return `largest` and its quotients by 4, 16, 64, …, as far as they are at least 4, ascending."""
+    """Return `largest`, `largest` / 4, / 16, …, rounded down, without numbers below 4, ascending.
+
+    Example: ``list_ks(1024)`` is ``[4, 16, 64, 256, 1024]``. `largest` itself may be below 4.
+    """
     ks = [largest]
     while ks[0] // _K_STEP >= _K_STEP:
         ks.insert(0, ks[0] // _K_STEP)

@@ -1,6 +1,6 @@
 """Probabilities of scored tokens for fitting: p_kNN of each target token at every temperature of a grid.
 
-p_kNN is the next-token distribution of the retrieved records, p_LM that of the model alone.
+p_kNN is the next-token distribution of the retrieved records, p_LM is the distribution of the model alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,8 +60,8 @@ class GridEvidence:
         """Return the probabilities of the tokens that a mask selects.
 
         Args:
-            wanted: True for the tokens to keep, bool; one value for each token of the scored text, also for
-                tokens that are not in this object.
+            wanted: True for the tokens to keep, bool, with one value for each token of the scored text. (This
+                object may have only some of these tokens.)
         """
         rows = wanted[self.tokens]
         return replace(
@@ -106,7 +106,7 @@ def evidence_without_keys(scored: ScoredText) -> GridEvidence:
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]:
     """Compute the probabilities of a text's tokens by their k nearest neighbors, for several k.
 
-    The neighbors that the text keeps are used; the store is not searched.
+    The neighbors are those in `scored`; the store is not searched.
 
     Args:
         scored: the text.

@@ -58,7 +58,7 @@ class Judge:
         self.base = compute_interval(self._sum_losses(self._base), self._lengths)
 
     def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
-        """Return the perplexity, and the perplexity divided by that of the model alone.
+        """Return the perplexity, and its ratio to the perplexity of the model alone.
 
         Both values have a 95 % confidence interval.
 
@@ -68,7 +68,7 @@ class Judge:
         return compute_interval(self._sum_losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
 
     def ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
-        """Return the perplexity of `log_probs` divided by that of `reference`, with its 95 % interval.
+        """Return the ratio of two perplexities, of `log_probs` and of `reference`, with its 95 % interval.
 
         Args:
             log_probs: log p of every token of the text, shape (n,).

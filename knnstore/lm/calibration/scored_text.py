@@ -20,7 +20,7 @@ from knnstore.lm.components import (
     other_components,
 )
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.keys import described
+from knnstore.lm.keys import describe_keys
 from knnstore.lm.mixing import (
     CHUNK_VALUES,
     DISTINCT_AMONG,
@@ -72,14 +72,15 @@ class ScoredText:
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
     evidence: Evidence
-    """Results of one search for keys, and of the look-ups of all other components, n-grams of the text itself
-    included, with `Form.TARGET` (target token only)."""
+    """Look-up results with `Form.TARGET` (target token only): of one search for keys, and of all other
+    components, including n-grams of the text itself."""
     targets: Tensor | None = None
     """The target tokens, int64, shape (n,); None if no component besides the keys is used."""
     metric: Metric | str = Metric.L2
     """``l2`` or ``ip``."""
     fitted_for: Mapping[str, Any] | None = None
-    """Metadata that networks fitted on this text get: the store's model and keys. None adds no metadata."""
+    """Metadata for networks that are fitted on this text: the store's model and keys. None for no
+    metadata."""
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """For each component of another package that was looked up, by name: the settings of the look-up."""
     visited: Mapping[int, TargetSums] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class ScoredText:
         return self.distances.shape[1]
 
     def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Split token indices into chunks, so that k neighbors of each token in a chunk need bounded memory.
+        """Split token indices into chunks whose neighbors, k for each token, fit in bounded memory.
 
         Args:
             k: number of neighbors, >= 1.
@@ -137,7 +138,7 @@ class ScoredText:
         return torch.split(every, max(1, CHUNK_VALUES // k))
 
     def chunks_for(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
-        """Split token indices into chunks, so that applying settings to a chunk needs bounded memory.
+        """Split token indices into chunks to which the settings can be applied in bounded memory.
 
         Args:
             settings: the settings; k and the size of their cache determine the size of a chunk.
@@ -174,10 +175,10 @@ class ScoredText:
         )
 
     def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
-        """Return the look-up results of some tokens, reduced to what settings use.
+        """Return the look-up results of some tokens, without values that the settings do not use.
 
-        The results have the neighbors or the searched cells (groups of records) that the settings ask for,
-        and the preceding tokens of their continuous cache.
+        The results have only the neighbors (or the sums over cells, i.e. groups of records) that the settings
+        ask for. If the settings have a continuous cache, its preceding tokens are added.
 
         Args:
             settings: the settings; their `k` is at most the text's k, or their `probes` is a key of
@@ -196,7 +197,7 @@ class ScoredText:
     def targets_for(self, tokens: Tensor) -> Tensor:
         """Return the target tokens at some indices, int64, shape (m,).
 
-        If `targets` is None, the indices are returned; then no component reads the result.
+        If `targets` is None, no component needs target tokens, and `tokens` itself is returned.
 
         Args:
             tokens: indices of tokens of the text, int64, shape (m,).
@@ -244,8 +245,8 @@ def score_once(
         probes: number of cells (groups of records with near keys) that are searched for each query; None
             searches for the k nearest records.
         ngrams: settings of n-grams; only their order is used. None scores without n-grams.
-        left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search.
+        left_out: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents.
         progress: progress display, which receives the number of scored tokens; None for no display.
     """
     if probes is not None:
@@ -274,7 +275,7 @@ def score_once(
         replace(evidence, found={**evidence.found, OwnNGrams.name: own}),
         targets=read.targets,
         metric=store.identity.metric,
-        fitted_for=described(store.identity),
+        fitted_for=describe_keys(store.identity),
         others=settings.others,
     )
 

@@ -1,11 +1,11 @@
-"""Find the components that make generated text repeat itself, so that they count in scoring only.
+"""Finding the components that make generated text repeat itself, so that settings use them in scoring only.
 
 Settings are fitted to text that people wrote. On generated text they may give too much weight to recent
-tokens. The cache of recent text always counts in scoring only: with it, generated text repeated itself more
+tokens. The cache of recent text is always used in scoring only: with it, generated text repeated itself more
 in every measurement (docs/benchmarks.md, "Repetition"). For the other components, this module continues
-beginnings of held-out documents greedily. It leaves out of generation one component after another, while
-generated text repeats itself clearly more than text of the model alone. If all components are left out, the
-model generates alone.
+beginnings of held-out documents greedily. As long as the generated text repeats itself clearly more than text
+of the model alone, one component more is left out of generation. If all components are left out, the model
+generates alone.
 
 A text repeats itself clearly more if its share of repeated bigrams, or of repeated 4-grams, is larger by more
 than two standard errors. Generating takes longer than scoring and fitting together, so `calibrate` uses this
@@ -160,9 +160,9 @@ def find_scoring_only(
 ) -> tuple[tuple[str, ...], tuple[Repetition, ...]]:
     """Find the components of settings that make generated text repeat itself.
 
-    The cache is always one of them. For the others, the model continues beginnings of documents greedily:
-    alone, with all components but the cache, and, if that text repeats itself clearly more, without further
-    components.
+    The cache is always one of them. To find others, the model continues beginnings of documents greedily:
+    once alone, and once with all components but the cache. If the second text repeats itself clearly more,
+    further components are left out, one by one.
 
     Args:
         lm: the model that generates.
@@ -173,8 +173,8 @@ def find_scoring_only(
             display.
 
     Returns:
-        The names of the components that must count in scoring only; all components if the model must generate
-        alone. And the measured repetition of each generation; empty if nothing was measured.
+        Two values. First the names of the components to use in scoring only; all components if the model must
+        generate alone. Then the measured repetition of each generation; empty if nothing was measured.
     """
     settings = replace(settings, scoring_only=())
     components, progress = settings.components, progress or Progress()

@@ -1,6 +1,6 @@
 """Further searches for a scored text (`FurtherSearches`): with larger k, in cells, and in each domain alone.
 
-Of each search only p_kNN (the probability by the retrieved records) of the target token is kept, at each
+Each search keeps only p_kNN (the probability by the retrieved records) of the target token, at each
 temperature of a grid, so memory does not grow with the number of records.
 """
 
@@ -47,8 +47,8 @@ class FurtherSearches:
         scored: the text, with target tokens and keys.
         documents: the documents of the scored text.
         selection: the documents to search.
-        left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search.
+        left_out: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents.
         progress: progress display, which receives the number of searched tokens; None for no display.
     """
 
@@ -154,8 +154,8 @@ class FurtherSearches:
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
         """Sum the weights of all records in the cells nearest to each query.
 
-        A cell is a group of records with near keys. The records of the query's target token are also summed
-        apart.
+        A cell is a group of records with near keys. The records of the query's target token also have a sum
+        of their own.
 
         Args:
             tokens: indices of q tokens of the text; their keys are the queries. int64, shape (q,).

@@ -1,4 +1,7 @@
-"""Choosing the text to fit settings to: held-out documents, and stored documents that exclude themselves."""
+"""Choosing the text to fit settings to: held-out documents, and stored documents.
+
+A stored document is left out of its own search.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +22,8 @@ _FOLDS = 16
 """Number of groups of stored documents that are left out together. The number is small because each group
 needs new counts of n-grams."""
 _MAX_LEFT_OUT_SHARE = 0.5
-"""A stored document is not used if more than this share of all documents had to be left out for it."""
+"""Largest share of all documents that may be left out of the search for one stored document. A stored
+document that would need more is not used."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class TextToFit:
     documents: list[TextDocument]
     """Held-out documents, then beginnings of stored documents."""
     reached: Mapping[str, frozenset[str]]
-    """For the content hash of a document, the content hashes of the stored documents that are left out when
-    this document is scored."""
+    """Stored documents that the search for a document leaves out. It maps the content hash of the document to
+    the content hashes of the stored documents."""
     in_store: int
     """Number of the documents that are in the store, selected or not."""
     own: frozenset[str]
@@ -45,9 +49,10 @@ class TextToFit:
         return self.own | self.stored
 
     def is_known_to(self, fitted_on: frozenset[str]) -> bool:
-        """Check whether settings were fitted to more than half of this text; then the text cannot judge them.
+        """Check whether settings were fitted to this text, so that the text cannot judge them.
 
-        Returns False if the settings were fitted to all of this text and to other text too.
+        True if the settings were fitted to more than half of the documents. There is one exception: if they
+        were fitted to all documents and to further ones, the result is False.
 
         Args:
             fitted_on: content hashes of the documents that the settings were fitted to.
@@ -121,9 +126,9 @@ def choose_text(
 def choose_stored(store: Reader, reader: TextReader, selection: Selection, tokens: int) -> HeldOut:
     """Choose beginnings of stored documents with about `tokens` tokens in total; the choice is deterministic.
 
-    The documents are divided into groups. When a document is scored, all stored documents of its group, and
-    stored documents that share much text with a document of the group, are left out of the search. A document
-    for which more than half of the store had to be left out is not chosen.
+    The chosen documents are divided into groups. When a document is scored, the search leaves out all
+    documents of its group, and the stored documents that share much text with a document of the group. A
+    document is not chosen if the search for it alone would leave out more than half of the store.
 
     Args:
         store: the store.

@@ -34,8 +34,8 @@ from knnstore.progress import Progress
 Fit = Callable[[GridEvidence], KNNSettings]
 """A function that fits settings to the probabilities of some tokens."""
 Mix = Callable[[KNNSettings, Tensor], Mixed]
-"""A function that computes the log-probabilities, in the mixture of these settings, of the tokens with these
-indices (int64, shape (m,))."""
+"""A function ``mix(settings, tokens)`` that computes log-probabilities of tokens in the mixture of the
+settings. Its second argument has the indices of the tokens, int64, shape (m,)."""
 E = TypeVar("E", GridEvidence, DomainEvidence)
 
 
@@ -155,7 +155,7 @@ class Trial:
 
     @cached_property
     def _others(self) -> dict[str, Fitting]:
-        """For each component that is mixed after keys and n-grams, the object that fits it, by name.
+        """The objects that fit the components after keys and n-grams, by component name.
 
         The names are in the order of the mixture. Empty if the text was scored without target tokens.
         """
@@ -172,8 +172,8 @@ class Trial:
     def compute_nested_log_probs(self, candidates: Sequence[Candidate]) -> Tensor:
         """Return log p of every token by the candidate that is best on the other half of the text.
 
-        The lowest of many perplexities is too optimistic, because it is also the luckiest. A choice by one
-        half of the text is judged without this bias on the other half.
+        The lowest of many perplexities is too optimistic, because the best candidate is also the luckiest.
+        So for each half of the text, the candidate is chosen by its perplexity on the other half.
 
         Args:
             candidates: at least one candidate.
@@ -192,9 +192,10 @@ class Trial:
     ) -> list[Candidate]:
         """Fit n-grams in up to three ways, and return the new candidates.
 
-        1. The n-grams are mixed with the model alone. 2. The n-grams are mixed with the best candidate so
-        far, which stays as it is. 3. Keys and n-grams are fitted together, with the kind of fit of the best
-        candidate that can be fitted again. If this is the best candidate of all, the second way is left out.
+        1. The n-grams are mixed with the model alone.
+        2. The n-grams are mixed with the best candidate so far, which is not fitted again.
+        3. The best candidate in `fits` is fitted again, together with the n-grams. If it is the best of all
+           candidates, the second way is left out.
 
         Args:
             candidates: the candidates so far. If there are none, only the first way is tried.
@@ -220,7 +221,7 @@ class Trial:
     ) -> tuple[Candidate, GridEvidence]:
         """Find the best candidate that can be fitted again; return it and the probabilities to fit on.
 
-        Only candidates whose name is in `fits` and whose k was searched first are considered.
+        These are the candidates whose name is in `fits`, and whose k is not larger than the scored text's k.
 
         Args:
             fits: for each candidate's name, the function that fits the keys.
@@ -239,8 +240,8 @@ class Trial:
         Each component is tried with the model alone, and with the best candidate so far.
 
         Args:
-            candidates: the candidates so far. Each new candidate counts as a candidate for the next
-                component.
+            candidates: the candidates so far. The new candidates of a component are added to them before the
+                next component is tried.
 
         Returns:
             The new candidates, two for each component; one if there is no candidate so far.

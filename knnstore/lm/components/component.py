@@ -22,7 +22,7 @@ S = TypeVar("S")
 
 
 class Form(Enum):
-    """How much of the result of a look-up is kept."""
+    """The part of a look-up's result that is kept."""
 
     DISTRIBUTION = "distribution"
     """The probabilities of all tokens, to generate text."""
@@ -68,8 +68,8 @@ class Place(NamedTuple):
     token: int
     """The token at the place, which the place predicts."""
     share: float
-    """Weight of the place among the places of all components, between 0 and 1. Multiplied by the λ of all
-    components together, it is the probability that the place adds to its token."""
+    """Share of the place among the places of all components, between 0 and 1. The place adds the probability
+    share · λ to its token, where λ is the weight of all components together."""
     component: str
     """Name of the component that found the place."""
     distance: float | None = None
@@ -87,8 +87,7 @@ class Citations(NamedTuple):
     """The places that one component's predictions of n tokens come from."""
 
     nearest: Sequence[Sequence[Place]]
-    """For each of the n tokens, the places whose contexts are most similar, whatever token a place
-    predicts."""
+    """For each of the n tokens, the places whose contexts are most similar. They may predict other tokens."""
     causes: Sequence[Sequence[Place]]
     """For each of the n tokens, the places that add most to the probability of this token."""
 
@@ -127,7 +126,8 @@ class Component(Protocol):
     def factors(self) -> tuple[float, ...]:
         """Factors by which a gate multiplies the component's temperature.
 
-        A gate is a network that weighs all components. It weighs the component once with each factor.
+        A gate is a network that weighs all components. It gives the component a weight of its own at each of
+        these temperatures.
         """
         ...
 
@@ -159,8 +159,8 @@ class Component(Protocol):
             found: the result of the look-up with `Form.SOURCES`.
             weights: weight of each column of the component's `Contribution`, float32, shape (n, columns). A
                 weight is between 0 and 1; the columns of all components together sum to 1.
-            most: largest number of nearest places, and of causes, of each token. A component may return more
-                causes.
+            most: for each token, the largest number of places in `Citations.nearest`, and in
+                `Citations.causes`. A component may return more causes.
 
         Returns:
             The places of each token; None if the component cannot name any.
@@ -174,7 +174,8 @@ class Component(Protocol):
 
         Args:
             found: the result of the look-up at n positions.
-            unit: distance by which distances are divided, so that features do not depend on the model.
+            unit: a typical distance, e.g. the median distance to the nearest neighbor. Distances are divided
+                by it, so that features do not depend on the scale of the model's keys.
 
         Returns:
             Float32, shape (n, width); arbitrary where nothing was found.
@@ -221,10 +222,10 @@ class TextComponent(Component, Protocol):
 
         Args:
             question: the positions, the store and the settings.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
-            The result for n positions, also for positions that are padding or have no prediction.
+            The result for all n positions, including padding and positions without a prediction.
         """
         ...
 
@@ -241,8 +242,8 @@ def find_by_name(evidence: Evidence, name: str) -> Any:
         name: name of the component.
 
     Returns:
-        The result that `look_up` of the component returned. For the component `KEYS` the evidence itself,
-        because it holds the searches for keys.
+        The result that `look_up` of the component returned. For the component `KEYS` it is `evidence` itself,
+        which holds the searches for keys.
 
     Raises:
         KeyError: the component was not looked up.

@@ -94,13 +94,13 @@ class OneWeightComponent(ABC):
     name: ClassVar[str]
     """Unique name of the component in settings, gates and explanations."""
     factors: ClassVar[tuple[float, ...]] = (1.0,)
-    """Factors by which a gate multiplies the component's temperature; the gate weighs the component at each
-    one. The default means one temperature only."""
+    """Factors by which a gate multiplies the component's temperature. The gate gives the component a weight
+    of its own at each temperature. The default is one temperature only."""
     width: ClassVar[int] = 1
     """Number of values that `features` returns for each position."""
     default_settings: ClassVar[Mapping[str, Any]] = {"lam": 0.1}
-    """Default of each setting, a value of JSON. `lam` is λ, the weight of the component in the mixture with
-    the model and all earlier components, between 0 and 1."""
+    """Default value of each setting, by name. Values must be JSON values. `lam` is λ, the weight of the
+    component in the mixture with the model and all earlier components, between 0 and 1."""
 
     @abstractmethod
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Any:
@@ -108,11 +108,12 @@ class OneWeightComponent(ABC):
 
         Args:
             question: the positions, the store and the component's settings.
-            form: how much of the result is kept: probabilities of all tokens, or of the target token only.
+            form: the part of the result that is kept: probabilities of all tokens, or of the target token
+                only.
 
         Returns:
-            The result for n positions, also for positions that are padding or have no prediction; any type
-            with the methods of `Found`.
+            The result for all n positions, including padding and positions without a prediction. Its type has
+            the methods of `Found`.
         """
 
     @abstractmethod
@@ -133,7 +134,8 @@ class OneWeightComponent(ABC):
 
         Args:
             found: the result of `look_up` at n positions.
-            unit: distance by which distances are divided, so that features do not depend on the model.
+            unit: a typical distance. Features that are distances should be divided by it, so that they do not
+                depend on the scale of the model's keys.
 
         Returns:
             Float32, shape (n, width); arbitrary where nothing was found.
@@ -167,8 +169,9 @@ class OneWeightComponent(ABC):
         A component with trained weights may have two more settings: ``weights`` is the name of a file of
         weights, and ``traces`` says which documents the weights were trained on (a `Lineage` as a dict). The
         store keeps the file while saved settings name it. When one of these documents is removed or replaced,
-        the store deletes the file; the settings then stay in force without the component. Settings that
-        select documents, but not all of these documents, raise an error.
+        the store deletes the file; the saved settings then stay in force without the component. If settings
+        select documents, they must select all documents that the weights were trained on; otherwise the
+        store raises an error.
 
         Args:
             settings: all settings of the component, by name.
@@ -245,8 +248,8 @@ class DistributionComponent(OneWeightComponent):
             vocabulary: number of tokens that the model predicts.
 
         Returns:
-            Probabilities of k tokens at each position, float32, shape (n, k), 0 in all columns where nothing
-            is predicted; and the k tokens, int64, shape (n, k).
+            Two tensors. First the probabilities of k tokens at each position, float32, shape (n, k); a
+            position without a prediction has zeros. Then the k tokens, int64, shape (n, k).
         """
 
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places:

@@ -167,8 +167,8 @@ def fit_gate_over(
 ) -> JointGate:
     """Train a gate (a network that weighs all components in use) to give scored tokens a high likelihood.
 
-    The fit starts from weights that are equal for all tokens: the constant weights with the largest
-    likelihood.
+    At the beginning of the fit, the gate gives all tokens the same weights: the constant weights with the
+    largest likelihood.
 
     Args:
         components: all available components.
@@ -176,7 +176,8 @@ def fit_gate_over(
         scored: groups of tokens to fit on, n tokens in all; at least one group.
         blocks: number of each token's document, or of its block in a long document, int64, shape (n,). Some
             blocks are held out to decide when the fit of the network stops.
-        unit: distance by which distances are divided, so that features do not depend on the model.
+        unit: a typical distance. Distances are divided by it, so that features do not depend on the scale of
+            the model's keys.
         purpose: metadata that is saved with the weights: the store and the model that they were fitted for.
 
     Returns:
@@ -268,8 +269,8 @@ def _stack_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
     """Stack values as columns that broadcast to shape (n, len(values)), with dtype and device of `like`.
 
     Args:
-        values: each a float, which is valid for all rows, or a tensor of shape (n,). If all are floats, the
-            result has shape (len(values),).
+        values: floats and tensors of shape (n,); a float is repeated in all rows. If all values are floats,
+            the result has shape (len(values),).
         like: a tensor of shape (n,).
     """
     if not any(isinstance(value, Tensor) for value in values):

@@ -115,7 +115,7 @@ class Keys:
             reader: the store.
             settings: the settings in force.
             batch: the positions.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             The result of each search, at least one. Padding positions have no records. If λ is always 0, or
@@ -189,7 +189,8 @@ class Keys:
 
         Args:
             found: the search results at n positions.
-            unit: distance by which distances are divided, so that features do not depend on the model.
+            unit: a typical distance. Distances are divided by it, so that features do not depend on the scale
+                of the model's keys.
 
         Returns:
             Float32, shape (n, width).
@@ -209,17 +210,17 @@ def probes_cells(reader: Reader, settings: KeySettings) -> bool:
 def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
     """Return the number of neighbors to search for: the settings' k, or less if fewer records are selected.
 
-    A lower number saves memory. It is at least `DISTINCT_AMONG`, the number of records from which weights are
-    chosen, so that the weights do not change.
+    A lower number saves memory. The number is never reduced below `DISTINCT_AMONG`, because weights are
+    chosen from this number of records.
 
     Args:
         reader: the store.
         settings: the settings in force.
 
     Returns:
-        The settings' k if it is at most `DISTINCT_AMONG`, or if whole cells (groups of records with near
-        keys) are searched. Else the number of records of the largest search, but at least `DISTINCT_AMONG`
-        and at most k.
+        The smaller of k and the number of records of the largest search, but not less than `DISTINCT_AMONG`.
+        k itself if it is at most `DISTINCT_AMONG`, or if whole cells (groups of records with near keys) are
+        searched.
 
     Raises:
         DomainNotFoundError: a selected domain does not exist.
@@ -290,8 +291,8 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
 def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings) -> CellSums:
     """Run one search, and sum the weights of all records in the cells that each query searches.
 
-    A cell is a group of records with near keys. The records of the query's target token are also summed
-    apart.
+    A cell is a group of records with near keys. The records of the query's target token also have a sum of
+    their own.
 
     Args:
         reader: a store with cells.
@@ -387,8 +388,8 @@ def _check_largest_token(largest: int, batch: Batch) -> None:
     """Raise ConfigError if a record's token is outside the vocabulary of the batch.
 
     Args:
-        largest: largest token of the found records; on a GPU of all records, because reading the found ones
-            would mean to wait.
+        largest: largest token of the found records. On a GPU it may be the largest token of all records,
+            because to read the found tokens the program would have to wait for the GPU.
         batch: the batch.
     """
     if largest >= batch.vocabulary:
@@ -472,8 +473,8 @@ def _search_within_selection(
 ) -> T | None:
     """Search one of the selections that the mixer asks for, if the user has selected its domains.
 
-    The mixer is the rule that chooses the weight λ. It can ask for one search in each domain. The search is
-    also limited to the tags, documents and metadata that the user has selected.
+    The mixer is the rule that chooses the weight λ. It may ask for several searches, e.g. one in each domain.
+    The search is also limited to the tags, documents and metadata that the user has selected.
 
     Args:
         reader: the store.

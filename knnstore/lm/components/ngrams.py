@@ -1,7 +1,8 @@
-"""The component `NGrams`: predictions from the tokens that followed the same last tokens in stored text.
+"""The component `NGrams`: it finds the last tokens of a text in the stored text, and predicts what follows.
 
-`CountedNGrams` is the base that n-grams of the text itself (`own_ngrams`) share. A suffix is the end of a
-context: its last 1 to 7 tokens. The prediction depends on the longest suffix that occurs in the counted text.
+`CountedNGrams` is the base class of this component and of n-grams of the text itself (`own_ngrams`). A suffix
+is the end of a context: its last 1 to 7 tokens. The prediction depends on the longest suffix that occurs in
+the counted text.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence
 
 Rows = slice | Tensor
 _MAX_ENDS = 64
-"""Largest number of contexts whose ends are matched one by one, as in a decoding step."""
+"""Largest number of contexts, e.g. of a decoding step, whose ends are matched one by one."""
 _MIN_CITED_PLACES = 32
 """Least number of places that are cited for each length of n-grams, if the text has as many."""
 
@@ -84,8 +85,8 @@ class Continuation(NamedTuple):
     """The longest suffix of each context that occurs in the counted text: its length in tokens, its count,
     and the number of different next tokens; zeros if no suffix occurs. int64, shape (n, 3)."""
     rest: Tensor | None = None
-    """The probability of each context that is spread over all tokens like `unigrams`, float32, shape (n,);
-    None means 0."""
+    """For each context, the remaining probability, which is divided among all tokens in proportion to
+    `unigrams`, float32, shape (n,); None means 0."""
     unigrams: Tensor | None = None
     """Distribution of the rest over the vocabulary, float32, shape (v,); None if there is no rest."""
 
@@ -298,11 +299,11 @@ class NGrams(CountedNGrams):
     name = "n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Predict the next token from the tokens that followed the same last tokens in stored text.
+        """Predict the next token: find the last tokens in stored text, and count the tokens that follow.
 
         Args:
             question: the positions, the store, the selection and the order of the n-grams.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             A `Continuation` (several tokens for each position) if `form` is `Form.DISTRIBUTION`, else a
@@ -336,9 +337,9 @@ class NGrams(CountedNGrams):
     ) -> Citations:
         """List the places in stored text where the target token follows the end of its context.
 
-        For each length of n-grams, up to `_MIN_CITED_PLACES` places are listed, or up to `most` places if
-        `most` is larger. Places with a longer match before the token come first. So more than `most` places
-        may be returned; the effects of documents are computed from all places.
+        Places with a longer match before the token come first. Up to `_MIN_CITED_PLACES` places are listed
+        for each length of n-grams, or up to `most` places if `most` is larger. So the result may have more
+        than `most` places in total; callers compute the effects of documents from all of them.
 
         Args:
             question: the n positions, the store and the settings; the texts contain the target tokens.
@@ -392,7 +393,7 @@ _unigrams: WeakKeyDictionary[NGramCounts, dict[tuple[int, torch.device], Tensor]
 
 
 def _get_unigrams(counts: NGramCounts, vocabulary: int, device: torch.device) -> Tensor:
-    """Return the distribution of single tokens on a device; it is copied once.
+    """Return the distribution of single tokens on a device. The copy on the device is cached.
 
     Args:
         counts: the counts of the selected documents.
@@ -416,7 +417,7 @@ def _match_contexts(
 ) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
     """Find the end of each context in the counted text.
 
-    Only the last tokens of each text that n-grams can use are matched: the texts are cut before.
+    The texts are first cut to the tokens that n-grams can use.
 
     Args:
         counts: the counts of the selected documents.
@@ -424,8 +425,9 @@ def _match_contexts(
         order: number of tokens of the longest n-grams.
 
     Returns:
-        The matches at every position of the cut texts; the indices of the m contexts that are not padding;
-        and for each of the m contexts its index in the matches. Both arrays are int64, shape (m,).
+        Three values. First the matches at every position of the cut texts. Then the indices of the m contexts
+        that are not padding, int64, shape (m,). Last, for each of these contexts, the index of its last token
+        in the matches, int64, shape (m,).
     """
     cut = contexts.cut(order)
     matches = Matches.of(counts, cut.texts, cut.is_whole)

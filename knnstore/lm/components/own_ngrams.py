@@ -1,4 +1,4 @@
-"""The component `OwnNGrams`: the tokens that followed the same words earlier in the same text.
+"""The component `OwnNGrams`: it finds the last tokens earlier in the same text, and predicts what followed.
 
 The probabilities use absolute discounting. For a context h, its suffix h' without the first token, and a
 token w:
@@ -50,11 +50,11 @@ class OwnNGrams(CountedNGrams):
     name = "own n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Predict the next token from the tokens that followed the same last tokens earlier in the same text.
+        """Predict the next token: find the last tokens earlier in the same text, and count what followed.
 
         Args:
             question: the positions and the order of the n-grams.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             A `Continuation` (several tokens for each position) if `form` is `Form.DISTRIBUTION`, else a
@@ -63,10 +63,10 @@ class OwnNGrams(CountedNGrams):
         contexts, order = question.contexts, question.settings.order
         if form is not Form.DISTRIBUTION:
             return self.look_up_targets(contexts, order)
-        laid, rows, at = _concatenate_contexts(contexts)
-        seen = _find_continuations(laid, at, order)
+        texts, rows, at = _concatenate_contexts(contexts)
+        seen = _find_continuations(texts, at, order)
         weights, tokens = arrange_by_row(
-            rows[seen.rows], seen.probs, laid.symbols[seen.places] - 1, len(contexts)
+            rows[seen.rows], seen.probs, texts.symbols[seen.places] - 1, len(contexts)
         )
         suffixes = torch.zeros((len(contexts), 3), dtype=torch.int64)
         suffixes[rows] = torch.from_numpy(seen.suffixes)
@@ -84,8 +84,8 @@ class OwnNGrams(CountedNGrams):
         """
         key = self.name, order
         if key not in contexts.known:  # once for all positions of the texts
-            laid = _ConcatenatedTexts.concatenate(contexts.texts)
-            contexts.known[key] = laid.firsts, *_compute_target_probs(laid, order)
+            texts = _ConcatenatedTexts.concatenate(contexts.texts)
+            contexts.known[key] = texts.firsts, *_compute_target_probs(texts, order)
         firsts, probs, suffixes = contexts.known[key]
         found, rows = TargetContinuation.empty(order, len(contexts)), np.flatnonzero(contexts.owners >= 0)
         at = firsts[contexts.owners[rows]] + contexts.lengths[rows] - 1
@@ -95,7 +95,9 @@ class OwnNGrams(CountedNGrams):
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
-        """List earlier places of the same text where the target token followed the same last token or tokens.
+        """List earlier occurrences of the target token in the same text, after the context's last token.
+
+        Places where more of the preceding tokens match have larger probabilities.
 
         Args:
             question: the n positions, whose texts contain the target tokens.
@@ -104,9 +106,9 @@ class OwnNGrams(CountedNGrams):
             most: largest number of places of each token; the places with the largest probabilities are kept.
         """
         contexts = question.contexts
-        laid, _, at = _concatenate_contexts(contexts)
-        symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
-        seen = _find_continuations(laid, at, question.settings.order)
+        texts, _, at = _concatenate_contexts(contexts)
+        symbols, firsts = texts.symbols, texts.firsts[texts.text[at]]
+        seen = _find_continuations(texts, at, question.settings.order)
         same = np.flatnonzero(symbols[seen.places] == symbols[at + 1][seen.rows])
         same = same[np.lexsort((-seen.probs[same], seen.rows[same]))]
         ends = np.searchsorted(seen.rows[same], np.arange(1, len(at)))
@@ -121,19 +123,19 @@ class OwnNGrams(CountedNGrams):
 
 
 def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Places, Places]:
-    """Concatenate the texts of contexts to one array; each text ends with its last position's target token.
+    """Concatenate the texts of contexts to one array, up to the target token of each text's last position.
 
     Args:
         contexts: n positions in texts.
 
     Returns:
-        The concatenated texts; the indices of the m contexts that are not padding; and for each of the m
-        contexts the place (index in the concatenated array) of its last token. Both arrays are int64, shape
-        (m,).
+        Three values. First the concatenated texts. Then the indices of the m contexts that are not padding,
+        int64, shape (m,). Last, for each of these contexts, the place (index in the concatenated array) of
+        its last token, int64, shape (m,).
     """
     cut = contexts.cut(_WHOLE_TEXT)
-    laid = _ConcatenatedTexts.concatenate(cut.texts)
-    return laid, cut.rows, laid.firsts[cut.owners] + cut.lengths - 1
+    texts = _ConcatenatedTexts.concatenate(cut.texts)
+    return texts, cut.rows, texts.firsts[cut.owners] + cut.lengths - 1
 
 
 _WHOLE_TEXT = 1 << 62
@@ -186,7 +188,7 @@ class _Continuations(NamedTuple):
     number of different next tokens. Shape (q, 3)."""
 
 
-def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
+def _find_continuations(texts: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
     """Find the earlier places of a text that continue the end of a context, with their probabilities.
 
     A context is the text up to a token. A place is an index of the concatenated texts. For each context,
@@ -194,22 +196,25 @@ def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Co
     probabilities use absolute discounting; the module's docstring has the formula.
 
     Args:
-        laid: the concatenated texts.
+        texts: the concatenated texts.
         at: place of the last token of each of q contexts, int64, shape (q,).
         order: number of tokens of the longest n-grams; at most order - 1 tokens of a context are compared.
     """
-    symbols, none = laid.symbols, np.zeros(0, np.int64)
-    begins = (laid.firsts[laid.text[at]] - 1).tolist()
+    # 1) Find the earlier occurrences of each context's last token.
+    symbols, none = texts.symbols, np.zeros(0, np.int64)
+    begins = (texts.firsts[texts.text[at]] - 1).tolist()
     found = [
         np.flatnonzero(symbols[begin:end] == symbols[end]) + begin
         for begin, end in zip(begins, at.tolist(), strict=True)
     ]
     rows = np.repeat(np.arange(len(at)), [len(places) for places in found])
     ends = np.concatenate([*found, none])
+    # 2) Count how many tokens match, up to each occurrence.
     matched, matching = np.ones(len(rows), np.int64), np.arange(len(rows))
     for back in range(1, order - 1):
         matching = matching[symbols[ends[matching] - back] == symbols[at[rows[matching]] - back]]
         matched[matching] += 1
+    # 3) Compute the probabilities, from the longest n-grams to the shortest.
     probs, left, suffixes = np.zeros(len(rows)), np.ones(len(at)), np.zeros((len(at), 3), np.int64)
     following = rows << _BITS | symbols[ends + 1]
     for length in range(order - 1, 0, -1):
@@ -228,25 +233,25 @@ def _find_continuations(laid: _ConcatenatedTexts, at: Places, order: int) -> _Co
     return _Continuations(rows, ends + 1, matched, (probs / (1 - left)[rows]).astype(np.float32), suffixes)
 
 
-def _compute_target_probs(laid: _ConcatenatedTexts, order: int) -> tuple[NDArray[np.float32], Places]:
-    """Compute, for every place, the probability that n-grams of the earlier text give to the token after it.
+def _compute_target_probs(texts: _ConcatenatedTexts, order: int) -> tuple[NDArray[np.float32], Places]:
+    """Compute, for every place, the probability of the next token by n-grams of the text up to the place.
 
     Args:
-        laid: the concatenated texts, p places.
+        texts: the concatenated texts, p places.
         order: number of tokens of the longest n-grams.
 
     Returns:
-        Probabilities, float32, shape (p,), NaN without a prediction; and the longest suffix that ends at each
-        place and occurs earlier (length in tokens, count, number of different next tokens), int64, shape (p,
-        3).
+        Two arrays. First the probabilities, float32, shape (p,); NaN without a prediction. Then, for each
+        place, the longest suffix that ends there and occurs earlier in the text: its length in tokens, its
+        count, and the number of different next tokens; int64, shape (p, 3).
     """
-    contexts, following = laid.keys, np.roll(laid.symbols, -1)
+    contexts, following = texts.keys, np.roll(texts.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))
     left += 1
     suffixes = np.zeros((len(contexts), 3), np.int64)
     for length in range(1, order):
         if length > 1:
-            contexts = contexts << _BITS | np.roll(laid.symbols, length - 1)
+            contexts = contexts << _BITS | np.roll(texts.symbols, length - 1)
         contexts = np.unique(contexts, return_inverse=True)[1]
         total, in_order = _count_earlier_equals(contexts)
         seen, _ = _count_earlier_equals(contexts << _BITS | following)

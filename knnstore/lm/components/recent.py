@@ -141,7 +141,7 @@ class TargetRecent(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of columns that count for memory: always 1."""
+        """Number of values that are kept for each position, to estimate memory: always 1."""
         return 1
 
     def rows(self, rows: Rows) -> "TargetRecent":
@@ -183,7 +183,7 @@ class RecentText:
 
         Args:
             question: the positions with their texts, and the settings of the cache.
-            form: how much of the result is kept.
+            form: the part of the result that is kept.
 
         Returns:
             A `TargetRecent` (probabilities of the target tokens only) if `form` is `Form.TARGET` and at least
@@ -208,7 +208,7 @@ class RecentText:
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
     ) -> Contribution:
-        """Return each position's distribution, the softmax over distances, with its weight λ.
+        """Return, for each position, the softmax over distances as a distribution, and its weight λ.
 
         Args:
             settings: temperature and weight λ of the cache.

@@ -36,12 +36,12 @@ _TURN_TOKENS = 64
 """Largest number of tokens that are explained in one turn, a short piece of work after which a server can do
 other work."""
 _TURN_SOURCES = 512
-"""Largest number of neighbors that are described in one turn, and largest number of causes. Describing one
+"""Largest number of neighbors, and largest number of causes, that are described in one turn. Describing one
 takes about 60 µs."""
 _TOKENS_BEFORE, _TOKENS_AFTER = 16, 8
 """Number of tokens around a source in the explained text; the same as the default of `Reader.provenance`."""
 _MIN_CHANGE = np.log(1.01)
-"""A document counts as affecting a token if log p changes by more than this without the document."""
+"""Change of log p above which a document counts as affecting a token."""
 _TURN_DOCUMENTS = 1000
 """Number of documents whose names are looked up in one turn."""
 _ROUNDING = 1e-6
@@ -69,8 +69,8 @@ def explain(
         lm: the model.
         text: the text to explain.
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
-            token), of each token. With 0 there are none, and effects of documents are not computed.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         after: the text that precedes `text` and is not explained, e.g. the prompt.
         source: the source of the whole text for an encoder-decoder model, e.g. the sentence that `text`
             translates; None for a causal model.
@@ -110,8 +110,8 @@ def explain_tokens(
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
-            token), of each token. With 0 there are none, and effects of documents are not computed.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         start: index of the first token to explain; the tokens before are only context.
         source: tokens of the source for an encoder-decoder model, shape (m,); None for a causal model.
 
@@ -148,8 +148,8 @@ def explain_in_turns(
         lm: the model.
         tokens: tokens of the text, shape (n,).
         knn: settings of this call; default ``lm.knn``.
-        neighbors: largest number of neighbors (nearest records), and of causes (records that predict the
-            token), of each token. With 0 there are none, and effects of documents are not computed.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         start: index of the first token to explain; the tokens before are only context.
         source: tokens of the source for an encoder-decoder model, shape (m,); None for a causal model.
 
@@ -181,8 +181,8 @@ def _explain_scored_tokens(
         settings: the settings in force.
         scored: the scores of groups of tokens, with the ids of the retrieved records; None for a turn (short
             piece of work) in which nothing was scored.
-        neighbors: largest number of neighbors that are listed for each token, and largest number of documents
-            that are listed as causes of its probability.
+        neighbors: for each token, the largest number of neighbors (nearest records) and the largest number of
+            causes (records that predict the token). If 0, effects of documents are not computed either.
         start: index of the first token to explain.
 
     Yields:
@@ -269,9 +269,9 @@ def _choose_places(
         count: largest number of nearest places, and of causes, of each token.
 
     Returns:
-        For each token the nearest places, whatever token they predict: in the order of their distances, or
-        the largest share first if the settings use other components than the keys. And for each token its
-        causes, the largest share first.
+        Two lists with one item for each token. First the nearest places, which may predict any token. They
+        are sorted by distance, or by share, the largest first, if the settings use other components than the
+        keys. Then the causes, the largest share first.
     """
     nearest: list[list[Place]] = [[] for _ in targets]
     causes: list[list[Place]] = [[] for _ in targets]
@@ -443,7 +443,7 @@ class _DocumentEffects:
         """Look up the names of the affecting documents in turns, and yield all effects at the end.
 
         Yields:
-            None after each thousand documents except the last thousand; at the end, once, a tuple with the
+            None after each thousand documents, but not after the last ones. Then, once, a tuple with the
             effect of each document, the largest gain first. A document that has been removed meanwhile is
             left out.
         """
@@ -526,7 +526,8 @@ class _SourceDescriber:
 
         Args:
             index: index of the token.
-            end: the tokens after the token stop before this index, the position of the explained token.
+            end: position of the explained token. The text after the token ends before this position, so that
+                it shows no token that the model did not know yet.
         """
         continuation = self._tokens[index + 1 : min(index + 1 + _TOKENS_AFTER, end)]
         context = self._tokens[max(0, index - _TOKENS_BEFORE) : index]
@@ -577,9 +578,9 @@ class _SourceDescriber:
     def _decode_around(self, origin: Provenance) -> tuple[str, str, str]:
         """Return the text before a token, the text of the token, and the text after it.
 
-        A character may have several tokens. If not all of them are decoded, the character is left out of the
-        first two texts. All tokens are decoded together, because the tokens before decide whether a token's
-        text begins with a space.
+        All tokens are decoded together, because the tokens before decide whether a token's text begins with a
+        space. A character may span several tokens. If some of them are missing, the first two texts do not
+        contain the character.
 
         Args:
             origin: the token and the tokens around it.

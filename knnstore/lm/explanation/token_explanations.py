@@ -82,8 +82,9 @@ class TokenExplanation:
     p: float
     """Probability of the token in the mixture."""
     neighbors: tuple[Source, ...]
-    """The nearest records, whatever token they predict, nearest first. With a continuous cache or n-grams:
-    the sources with the largest shares, of which n-grams have only places of the token itself."""
+    """The nearest records, nearest first; they may predict any token. With a continuous cache, n-grams or
+    other components: the sources with the largest shares. N-grams list only places that predict this
+    token."""
     parts: tuple[Part, ...] = ()
     """Contribution of each component, the model first."""
     causes: tuple[Source, ...] = ()
@@ -111,9 +112,9 @@ class DocumentEffect:
 
     The probability without the document is estimated from the records that were retrieved, without another
     search: the records of the document are removed, and the weights of the other records are normalized
-    again. λ and T stay. If no record is left, the model's probability is used. The contributions of n-grams
-    in the document are subtracted, and n-grams are not counted again. A search without the document would
-    find other records in place of the removed records; `Selection.without` makes such a search.
+    again, with the same λ and T. If no record is left, the model's probability is used. The contributions of
+    n-grams in the document are subtracted, and n-grams are not counted again. A real search without the
+    document (`Selection.without`) would find other records in place of the removed records.
     """
 
     document: str

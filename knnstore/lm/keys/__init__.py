@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         Joining,
         KeyDescription,
         Projection,
-        described,
+        describe_keys,
         fit_projection,
     )
 else:
@@ -47,7 +47,7 @@ __all__ = [
     "Projection",
     "Source",
     "compute_fingerprint",
-    "described",
+    "describe_keys",
     "fit_projection",
     "hidden_forward",
     "in_full_precision",

@@ -1,4 +1,4 @@
-"""Fingerprints of models and tokenizers, to check that a store is used with the ones it was made with."""
+"""Fingerprints of models and tokenizers, to check that a store is used with the right model."""
 
 import base64
 import hashlib
@@ -81,12 +81,12 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 def compute_fingerprint(
     sizes: Mapping[str, int], read_values: Callable[[str, Tensor], Tensor], config: PreTrainedConfig
 ) -> str:
-    """Compute a fingerprint of a model from values of its weights that a function reads, e.g. from files.
+    """Compute a fingerprint of a model from single values of its weights, which need not be loaded.
 
     Args:
-        sizes: number of values of each weight, by its name in the model's `state_dict`; an empty mapping
-            gives a fingerprint of the configuration alone, which matches no loaded model.
-        read_values: function that returns values of a weight; its arguments are the name of the weight, and
+        sizes: number of values of each weight, by its name in the model's `state_dict`. An empty mapping
+            gives a fingerprint of the configuration alone; it matches no loaded model.
+        read_values: function that returns values of one weight. Its arguments are the name of the weight, and
             the indices of the values in the flattened weight, int64, shape (m,).
         config: the model's configuration.
 
@@ -165,11 +165,11 @@ def _check_shared_fields(one: Any, other: Any) -> bool:
 
 
 def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
-    """Return a mask: True where `fine` and `coarse` may be the same number in two precisions.
+    """Check, for each pair of values, whether they may be one number in two precisions; return a mask.
 
-    `coarse` is the value in the lower precision. True where `coarse` equals `fine`, or equals `fine` rounded
-    to float16 or bfloat16; also where `fine` is a float16, `coarse` is a bfloat16, and one float32 may have
-    been rounded to both.
+    The mask is True where `coarse` (the value in the lower precision) equals `fine`, or equals `fine` rounded
+    to float16 or bfloat16. It is also True where `fine` is a float16, `coarse` is a bfloat16, and a float32
+    exists that may have been rounded to both.
     """
     half, brain = fine.half().float(), fine.bfloat16().float()
     rounded = (coarse == fine) | (coarse == half) | (coarse == brain)
@@ -180,16 +180,16 @@ def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
 
 
 def pair_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
-    """Hash everything that turns a pair of a source and a text into the input of an encoder-decoder model.
+    """Compute a fingerprint of an encoder-decoder model's tokenizer, its languages and its decoder prefix.
 
-    This is the tokenizer with its source and target language, and the tokens with which the decoder begins.
+    These turn a pair of a source and a text into the model's input.
 
     Args:
         tokenizer: the model's tokenizer.
         prefix: the tokens with which the decoder begins every text.
 
     Returns:
-        `PAIR_MARK`, and the beginning of a SHA-256, hexadecimal; 64 characters together.
+        `PAIR_MARK` and the beginning of a SHA-256, hexadecimal; 64 characters in total.
     """
     digest = hashlib.sha256(tokenizer_fingerprint(tokenizer).encode())
     for probe in _PROBE_TEXTS:

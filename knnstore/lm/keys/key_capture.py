@@ -74,7 +74,7 @@ def reads_source(model: PreTrainedModel) -> bool:
 
 
 def make_inputs(model: PreTrainedModel, input_ids: Tensor, source: Source | None) -> dict[str, Tensor]:
-    """Return the arguments with which a model, or its base model, reads texts.
+    """Return the keyword arguments of a forward pass over texts, for a model or for its base model.
 
     Args:
         model: the model.
@@ -203,7 +203,7 @@ class KeyCapture:
         return isinstance(error, _KeysCaptured)
 
     def keys(self, batch: int, length: int) -> Tensor:
-        """Return the keys of the latest forward pass; a second call without a new pass raises an error.
+        """Return the keys of the latest forward pass, and forget them.
 
         Args:
             batch: number of texts in the pass.
@@ -213,8 +213,8 @@ class KeyCapture:
             Shape (batch, length, d), in the model's dtype, detached from the autograd graph.
 
         Raises:
-            ConfigError: the pass did not call the location's module, or the captured tensor is not one vector
-                for each input token.
+            ConfigError: no pass has run since the last call, the pass did not call the location's module, or
+                the captured tensor is not one vector for each input token.
         """
         captured, self._captured = self._captured, None
         if captured is None:
@@ -244,7 +244,7 @@ class KeyCapture:
     def _capture_first(self, values: tuple[Any, ...]) -> None:
         """Keep the first floating-point tensor among some values as the captured keys.
 
-        Does nothing in another thread than the one that entered the context.
+        Does nothing if another thread than the one that entered the context runs the model.
 
         Args:
             values: inputs or outputs of the hooked module.
@@ -260,7 +260,7 @@ class KeyCapture:
 
 
 def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the positions whose logits are computed, as transformers does before the output head.
+    """Return the rows of the positions whose logits are computed, as transformers selects them.
 
     Args:
         values: shape (b, t, ...).

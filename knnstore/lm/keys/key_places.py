@@ -167,7 +167,7 @@ def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int)
 def _get_parts(layer: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a layer by name, e.g. normalizations, attention and feed-forward module.
 
-    A layer that has nothing but one list of its parts (T5) gives the modules of this list.
+    If the only child of the layer is a `ModuleList` (T5), the modules of this list are returned.
     """
     children = dict(layer.named_children())
     only = next(iter(children.values())) if len(children) == 1 else None
@@ -175,9 +175,11 @@ def _get_parts(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _skip_norm(part: nn.Module) -> nn.Module:
-    """Return the attention or feed-forward module inside a part that also has its normalization (T5).
+    """Return the attention or feed-forward module of a part of a layer.
 
-    A part that has no normalization next to exactly one module with matrices is returned itself.
+    Some models (T5) wrap this module together with its normalization. If the part contains a normalization
+    and exactly one module with matrices, the function returns the module with matrices. Otherwise it returns
+    the part itself.
     """
     children = list(part.children())
     inner = [child for child in children if _has_matrix(child)]
@@ -230,10 +232,11 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """Find the decoder without its output head.
+    """Find the decoder of a model: the module that contains its layers but not its output head.
 
-    Candidates are the results of `get_decoder` and `base_model`, and the model's children. The model itself,
-    and candidates without a list of layers (in some models the output head), are skipped.
+    The first candidate that contains a `ModuleList` is returned. The candidates are ``get_decoder()``,
+    ``base_model``, and the children of the model that are models of transformers. The model itself is not a
+    candidate.
 
     Raises:
         ConfigError: no candidate contains a list of layers.
@@ -271,7 +274,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Check by its class name whether a module is an attention module (not the normalization before one)."""
+    """Check by its class name whether a module is an attention module; ``AttentionLayerNorm`` is not."""
     name = type(module).__name__.lower()
     return ("attention" in name or "attn" in name) and not name.endswith("norm")
 

@@ -1,4 +1,4 @@
-"""From the hidden states that are captured to keys: joining with earlier states, and projection.
+"""Computing keys from captured hidden states: joining with earlier states, and projection.
 
 `Joining` adds the hidden states of the previous tokens to the hidden state of a token:
 
@@ -144,7 +144,7 @@ class Joining:
 
 
 class KeyDescription(Protocol):
-    """An object that says how keys are computed: a store, or the folder of a plan."""
+    """An object that says how keys are computed: a store, or the folder of a plan to add documents."""
 
     @property
     def identity(self) -> Identity:
@@ -181,7 +181,7 @@ class Projection:
         return projected
 
     def weights(self, metadata: Mapping[str, Any]) -> Weights:
-        """Return the projection's tensors with metadata, in the form that a store saves."""
+        """Return the projection's tensors, together with `metadata`, in the form that a store saves."""
         return Weights({"mean": self.mean.numpy(), "matrix": self.matrix.numpy()}, metadata)
 
     @classmethod
@@ -195,7 +195,7 @@ class Projection:
         identity = store.identity
         if identity.projection is None:
             return None
-        weights, expected = store.load_weights(identity.projection), described(identity)
+        weights, expected = store.load_weights(identity.projection), describe_keys(identity)
         fitted_for = {name: weights.metadata.get(name) for name in expected}
         mean, matrix = (torch.from_numpy(weights.tensors[name]) for name in ("mean", "matrix"))
         if fitted_for != expected or matrix.shape[1] != identity.dim:
@@ -207,11 +207,11 @@ class Projection:
         return cls(mean, matrix)
 
 
-def described(identity: Identity) -> dict[str, Any]:
-    """Return the parts of a store's identity that weights fitted for the store must match.
+def describe_keys(identity: Identity) -> dict[str, Any]:
+    """Return the properties of a store's keys that a projection or network depends on.
 
-    The keys are ``model`` (hash of the weights), ``key``, ``metric`` and ``dim``. The result is saved as
-    metadata of projections and of networks.
+    They are ``model`` (hash of the model's weights), ``key`` (name of the key), ``metric`` and ``dim``. They
+    are saved with the weights of a projection or network, and compared when the weights are used.
     """
     return {
         "model": identity.model_fingerprint.partition(":")[0],
@@ -230,8 +230,8 @@ def fit_projection(
         keys: the sample, float32, shape (n, d).
         dim: number of directions, 1 to d.
         metric: ``l2`` or ``ip``.
-        keys_per_direction: least number of keys in the sample for each direction. In total at most 16,384
-            keys are required, or `dim` if it is larger.
+        keys_per_direction: number of keys that the sample must have for each direction. A sample of 16,384
+            keys is enough for any number of directions up to 16,384.
 
     Returns:
         The projection, and the fraction of the variance (for ``ip``: of the squared norms) that it preserves,

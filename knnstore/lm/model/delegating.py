@@ -49,7 +49,7 @@ _BY_CLASS_NAME = frozenset({"_prepare_cache_for_generation", "_supports_default_
 class _BaseAttribute:
     """Descriptor that reads and sets an attribute on the base model instead of the model with a store.
 
-    Access through the class returns the attribute of transformers.
+    If the attribute is read from the class, not from an object, it is the attribute of transformers.
     """
 
     def __init__(self, name: str, inherited: Any) -> None:
@@ -88,11 +88,12 @@ class _GenerationStep:
 
 
 def delegate_to_base(model_class: Model) -> Model:
-    """Decorate a model class so that its attributes are delegated to the attribute `base`.
+    """Decorate a model class: its objects take the attributes of transformers from their attribute `base`.
 
-    Attributes that the class and its ancestors in this package define, attributes of `nn.Module`, and
-    `_NOT_DELEGATED` are not delegated. Private methods of `generate` are delegated only if the class of the
-    base model overrides them. Changes `model_class` and returns it.
+    Changes `model_class` and returns it. Attributes that the class inherits from transformers are read and
+    set on the base model, with these exceptions: attributes that this package defines, attributes of
+    `nn.Module`, and `_NOT_DELEGATED`. Public methods of `GenerationMixin` are not delegated either, and its
+    private methods only if the class of the base model overrides them.
     """
     package = __name__.partition(".")[0]
     own_classes = [

@@ -49,11 +49,10 @@ _NOT_CROPPABLE = "the model's cache cannot take tokens back"
 
 
 def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the reason, in a few words, why drafts cannot be used with these arguments of `generate`.
+    """Return the reason why drafts cannot be used with these arguments of `generate`; None if they can.
 
-    A draft is a guess of several next tokens, which the model checks in one forward pass.
-
-    Returns None if drafts can be used. The KV cache is not checked here, because it does not exist yet;
+    A draft is a guess of several next tokens, which the model checks in one forward pass. The reason is a few
+    words for a warning. The KV cache is not checked here, because it does not exist yet;
     `generate_with_drafts` checks it.
 
     Args:
@@ -99,10 +98,11 @@ def warn_no_drafts(reason: str) -> None:
 def enable_drafts(
     store: KNNStore, settings: KNNSettings, tokenizer: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a copy of the options of `generate` with which `generate` calls `generate_with_drafts`.
+    """Return a copy of the options of `generate` that makes `generate` use drafts.
 
-    Stop strings, in the options or in the generation configuration, become a stopping criterion. The given
-    configuration is not changed.
+    With the returned options, `generate` calls `generate_with_drafts`. Stop strings in the options or in the
+    generation configuration become a stopping criterion. `options` and its generation configuration are not
+    changed.
 
     Args:
         store: the store; drafts are copied from its texts.
@@ -236,7 +236,7 @@ def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> d
 
 
 def _may_remove_tokens(cache: Any) -> bool:
-    """Check whether an empty KV cache can probably remove tokens, by the classes of its layers.
+    """Guess from the classes of an empty cache's layers whether the KV cache can remove tokens.
 
     Returns False if a layer is static, or if a layer's class overrides `update` but not `crop` (for example a
     quantized layer). Returns False for None and for a cache of another kind, and True for a cache without

@@ -1,9 +1,10 @@
 """`generate` of transformers for a model with a store.
 
-`generate` keeps the settings of a call (``knn``) among the arguments for the model. It passes these arguments
-also to an assistant model and to the second text of classifier-free guidance; this module gives each of them
-the arguments that it accepts. The texts so far are in the cache, see `knnstore.lm.model.text_layer`. Modes of
-`generate` that do not work with a store raise an error before generation begins.
+`generate` keeps the settings of a call (``knn``) among the arguments for the model. But it passes the same
+arguments to an assistant model and to the encoder, which do not accept them, and the classifier-free guidance
+of transformers ignores them. This module corrects all three. The texts so far are in the cache, see
+`knnstore.lm.model.text_layer`. Modes of `generate` that do not work with a store raise an error before
+generation begins.
 """
 
 from collections.abc import Mapping
@@ -31,12 +32,16 @@ class Ends(NamedTuple):
     """The tokens that end the texts of a call of `generate`."""
 
     prompt_length: int
-    """Number of columns of the prompts; an end token there ends nothing."""
+    """Number of tokens in each prompt, padding included. End tokens in a prompt do not end the text."""
     tokens: Tensor
     """End tokens, int64, shape (n,)."""
 
     def find_ended(self, input_ids: Tensor) -> list[bool]:
-        """Check for each of the texts so far, int64, shape (b, n), whether it has ended."""
+        """Return, for each text, True if its generated tokens contain an end token.
+
+        Args:
+            input_ids: prompts and generated tokens, int64, shape (b, n).
+        """
         ended: list[bool] = torch.isin(input_ids[:, self.prompt_length :], self.tokens).any(1).tolist()
         return ended
 
@@ -45,9 +50,9 @@ class StoreGeneration(GenerationMixin):
     """The `generate` of transformers (`GenerationMixin`) for a model with a store."""
 
     text_argument = "input_ids"
-    """Argument of the model with the token ids of the text that is generated."""
+    """Name of the model's argument that has the token ids of the generated text."""
     text_mask_argument = "attention_mask"
-    """Argument of the model with the mask of padding of this text."""
+    """Name of the model's argument that has the padding mask of the generated text."""
 
     def generate(
         self: Any, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any
@@ -56,12 +61,12 @@ class StoreGeneration(GenerationMixin):
 
         Args:
             *args: arguments of `GenerationMixin.generate`.
-            knn: settings of this call, resolved for generation; default ``self.knn``.
+            knn: settings of this call; default ``self.knn``. Unset fields get their values for generation.
             draft: True to check several drafted tokens in one forward pass (speculative decoding). A draft is
-                copied from a place in the store or earlier in the text where the same tokens precede it.
-                Greedy text stays the same. Works for a single text of a causal model without beams, if the
-                model's cache can remove tokens; otherwise a warning with the reason is logged, and text is
-                generated without drafts.
+                copied from stored text, or from an earlier part of the text, where it follows the same
+                tokens. Greedy text stays the same. Drafts work for a single text of a causal model without
+                beams, if the model's cache can remove tokens. Otherwise a warning with the reason is logged,
+                and text is generated without drafts.
             **kwargs: arguments of `GenerationMixin.generate`.
 
         Returns:
@@ -107,28 +112,30 @@ class StoreGeneration(GenerationMixin):
         delayed_check: DelayedCheck | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare the arguments of the next forward pass, with the settings and the mask of padding.
+        """Prepare the arguments of the next forward pass, with the settings and the padding mask.
 
-        In a batch, the texts that have ended are read on by the model alone: transformers drops what follows.
+        For texts that have ended the store is not searched any more (λ is 0), because transformers replaces
+        their next tokens by padding.
 
         Args:
             input_ids: the texts so far, or the next chunk of the prompts, int64, shape (b, n).
             *args: arguments of `GenerationMixin.prepare_inputs_for_generation`.
             inputs_embeds: embeddings of the prompts, in place of token ids; None for token ids.
             knn: settings of the call.
-            ends: how texts end; None if they end by their length only.
-            delayed_check: check of the logits of the last step; its result is read. None checks each step at
-                once.
+            ends: the tokens that end a text; None if texts end by their length only.
+            delayed_check: check of the last step's logits. This call reads its result, and passes the object
+                on to the next step. None if each step checks its logits at once.
             **kwargs: arguments of `GenerationMixin.prepare_inputs_for_generation`.
 
         Returns:
-            The base model's inputs; ``knn``, one for all texts or one for each; ``text_mask``, shape (b,
-            new), 0 at padding, or None if there is no mask; and ``delayed_check`` if it is given.
+            The base model's arguments, and three more: ``knn``, the settings for all texts or a list with the
+            settings of each; ``text_mask``, shape (b, new), 0 at padding, None if there is no mask; and
+            ``delayed_check`` if it is not None.
 
         Raises:
             ModelOutputError: logits of the last step are NaN or infinite.
-            ConfigError: beam search has reordered rows, but the texts in a cache that is not a `Cache` of
-                transformers cannot follow.
+            ConfigError: beam search has reordered the rows, and the cache is not a `Cache` of transformers,
+                so the texts in it cannot be reordered.
         """
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
@@ -161,10 +168,11 @@ class StoreGeneration(GenerationMixin):
     def _prefill(  # type: ignore[override]
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
-        """Run the model over the prompts, as `GenerationMixin._prefill` does, and note how texts end.
+        """Run the model over the prompts, as `GenerationMixin._prefill` does.
 
-        If another model filled the cache and the settings need the earlier text, a causal base model first
-        computes the cached tokens again, and their `TextState` (tokens and keys) is added to the cache.
+        Also adds the end tokens (`Ends`) to `model_kwargs`. If another model has filled the cache, and the
+        settings need the earlier text, a causal base model first processes the cached tokens again, to add
+        their `TextState` (tokens and keys) to the cache.
 
         Args:
             input_ids: the prompts, int64, shape (b, n).
@@ -197,10 +205,13 @@ class StoreGeneration(GenerationMixin):
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **options: Any
     ) -> dict[str, Any]:
-        """Run the encoder over the sources, as `GenerationMixin` does; return its output with the arguments.
+        """Run the encoder over the sources, as `GenerationMixin` does.
 
-        The encoder does not receive the arguments that only a model with a store has, such as the settings.
-        The returned dict still has them.
+        The encoder does not receive the arguments in `_OWN_ARGUMENTS`, which only a model with a store
+        accepts.
+
+        Returns:
+            A copy of `model_kwargs` with the encoder's output.
         """
         others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
         prepared = super()._prepare_text_encoder_decoder_kwargs_for_generation(  # type: ignore[misc]
@@ -230,9 +241,9 @@ class StoreGeneration(GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self: Any, *, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Create the object that guesses tokens in assisted decoding; the settings ``knn`` are left out.
+        """Create the object that guesses tokens in assisted decoding, as `GenerationMixin` does.
 
-        The assistant model, which makes the guesses, does not accept ``knn``.
+        The assistant model, which makes the guesses, does not receive the arguments in `_OWN_ARGUMENTS`.
         """
         others = {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS}
         return super()._get_candidate_generator(model_kwargs=others, **kwargs)  # type: ignore[misc]
@@ -240,7 +251,7 @@ class StoreGeneration(GenerationMixin):
     def _get_logits_processor(
         self: Any, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Return the logits processors of transformers, but with `Guidance` instead of its own guidance.
+        """Return the logits processors of transformers, with `Guidance` in place of its guidance processor.
 
         `Guidance` uses the store and the settings ``knn`` of the call.
         """
@@ -282,10 +293,10 @@ _CAUSAL_OPTIONS = ("guidance_scale", "prompt_lookup_num_tokens", "prefill_chunk_
 
 
 def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the options of `generate`, with the KV cache under the expected name.
+    """Return a copy of the options of `generate`, with the KV cache under the name that transformers expects.
 
-    The installed version of transformers expects either ``cache`` or ``past_key_values``. A cache under the
-    other name is renamed. If both names are given, the option with the other name is left out.
+    The installed version of transformers expects either ``cache`` or ``past_key_values``. If the caller used
+    the other name, the option is renamed. If the caller used both, the expected name wins.
 
     Args:
         options: keyword arguments of `generate`.
@@ -300,9 +311,9 @@ def _rename_cache_option(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _get_option(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option of `generate`: from its arguments, else from the configuration.
+    """Return the value of an option of `generate`: from `options` or, if missing there, the configuration.
 
-    None if neither has the option.
+    Returns None if neither has the option.
     """
     return options.get(name, getattr(options.get("generation_config") or model.generation_config, name, None))
 
@@ -312,8 +323,8 @@ def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: an option runs code from the hub (`custom_generate` as a string, `trust_remote_code`),
-            sets `assistant_early_exit`, `use_mtp` or `speculation_type`, or selects a paged cache. For an
-            encoder-decoder model, also if an option gives an assistant model, guidance or a KV cache.
+            sets `assistant_early_exit`, `use_mtp` or `speculation_type`, or selects a paged cache. With an
+            encoder-decoder model, an assistant model, a KV cache and `_CAUSAL_OPTIONS` raise the error too.
     """
     if isinstance(options.get("custom_generate"), str):
         raise ConfigError(

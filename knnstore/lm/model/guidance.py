@@ -68,8 +68,8 @@ class Guidance(LogitsProcessor):
     def _compute_unconditional(self, input_ids: Tensor) -> Tensor:
         """Compute log-probabilities after negative prompts and generated tokens, float32, shape (b, v).
 
-        If all tokens but the last are those of the previous call, the model processes only the last token.
-        The tokens and the KV cache are kept for the next call.
+        The tokens and the KV cache are kept for the next call. If that call has only one token more, the
+        model processes only this token.
 
         Args:
             input_ids: prompts and generated tokens, int64, shape (b, t); the prompts are replaced by the

@@ -57,8 +57,9 @@ class KeylessText:
     ) -> Self:
         """Create an empty store without keys for a model of any class, e.g. an encoder-decoder model.
 
-        The weights are not loaded. The n-grams of the store can be used with `NGramLogitsProcessor`. The
-        other functions of knnstore need a causal language model: for one, use ``create(..., key=None)``.
+        The weights are not loaded. The n-grams of the store can be used with `NGramLogitsProcessor`. All
+        other functions of knnstore need a causal language model. For such a model, use
+        ``knnstore.create(..., key=None)`` instead.
 
         Args:
             home: the folder of the store; new or empty.

@@ -34,8 +34,8 @@ class LogitMixer:
             each: one element, the settings for all texts; or b elements, the settings of each text.
 
         Returns:
-            Log-probabilities, shape (b, kept, v). If nothing was retrieved at any position, `read.logits`
-            itself, the same object and not normalized.
+            Log-probabilities, shape (b, kept, v). If nothing was retrieved at any position, the object
+            `read.logits` itself, whose values are logits, not log-probabilities.
 
         Raises:
             ConfigError: `each` has neither one nor b elements, or the settings need the earlier text and it
@@ -76,8 +76,8 @@ class LogitMixer:
 
 
 def _get_contexts(read: ForwardPass) -> Contexts | None:
-    """Return the contexts (earlier text) of the positions of a pass whose logits were computed.
+    """Return the contexts (earlier text) of the kept positions of a pass.
 
-    None if a token of the earlier text is not known.
+    Returns None if a token of the earlier text is not known.
     """
     return None if read.batch is None or not read.batch.has_all_tokens else read.contexts

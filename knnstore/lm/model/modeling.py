@@ -62,18 +62,19 @@ _OTHER_WEIGHTS = (
 
 
 class _Text(NamedTuple):
-    """The texts of a forward pass, among the arguments of the model."""
+    """The arguments of a forward pass that describe its texts."""
 
     input_ids: Tensor | None
     """Token ids of the new positions, int64, shape (b, t); None if only embeddings are given."""
     embeddings: Tensor | None
-    """Embeddings that the model reads in place of the token ids, shape (b, t, h); None if it reads these."""
+    """Embeddings that replace the token ids as input of the model, shape (b, t, h); None for no
+    embeddings."""
     attention_mask: Tensor | None
     """0 at padding, shape (b, past + t), or a mask of another shape; None for no padding."""
     position_ids: Tensor | None
     """Positions of the tokens, shape (b, t)."""
     text_mask: Tensor | None
-    """0 where a new position is padding, shape (b, t); None if `attention_mask` tells."""
+    """0 where a new position is padding, shape (b, t); None if `attention_mask` shows the padding."""
 
 
 @delegate_to_base
@@ -87,8 +88,8 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
     Args:
         base: the language model.
         store: the store that is searched; its identity names the place in the model where keys are captured.
-        knn: the settings of calls without ``knn``; default are the settings that the store has.
-        tokenizer: the model's tokenizer, which methods that take texts need, and calls with n-grams.
+        knn: settings for calls without the argument ``knn``; default are the settings saved in the store.
+        tokenizer: the model's tokenizer. Methods that take texts need it, and so do n-grams.
 
     Raises:
         FingerprintMismatchError: the store was made with another model or tokenizer.
@@ -181,15 +182,16 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
 
         Args:
             knn: the settings of the call; default ``self.knn``.
-            purpose: scoring or generation; some components count in scoring only.
+            purpose: scoring or generation; some components are used in scoring only.
         """
         return self._resolver(knn or self.knn, purpose)
 
     def after_adding(self) -> None:
         """Save the default settings in the store, so that later documents do not change them.
 
-        Called after documents were added. If default settings were saved, and ``self.knn`` sets nothing but
-        the selection, ``self.knn`` is replaced by the settings that are then in force.
+        Called after documents were added. Does nothing if settings are saved for the whole store already. If
+        it saves settings, and ``self.knn`` sets nothing but the selection, ``self.knn`` becomes the settings
+        that are then in force.
         """
         is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
         if save_default_settings(self.store) and is_unchosen:
@@ -214,7 +216,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         Args:
             base: the language model.
             store: the store that is searched.
-            knn: the settings of calls without ``knn``; default are the settings that the store has.
+            knn: settings for calls without the argument ``knn``; default are the settings saved in the store.
             tokenizer: the model's tokenizer; None if no method needs text.
 
         Raises:
@@ -234,7 +236,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         dtype: str | torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """Load the base model and open the store that `save_pretrained` wrote down in a folder.
+        """Load the base model and open the store whose names `save_pretrained` saved in a folder.
 
         Args:
             directory: the folder with ``knn_config.json``.
@@ -381,7 +383,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         """Run the base model, and mix the predictions of the store into its predictions.
 
         Args:
-            inputs: arguments of the base model; those that it does not accept are left out.
+            inputs: arguments of the base model. Arguments that it does not accept are left out.
             text: the texts among the arguments.
             cache: the KV cache of earlier tokens, None for no cache.
             labels: target token of each position as the loss function takes them; None for no loss.
@@ -488,9 +490,9 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Run the base model, and mix the predictions of the store into its predictions.
 
-        The store is not searched for positions with attention mask 0. If the weight λ is 0, or if nothing is
-        found at any position, the base model's logits are returned unchanged and not normalized. On a GPU,
-        logits of positions where nothing is found are normalized.
+        The store is not searched for positions with attention mask 0. If the weight λ is 0, the base model's
+        logits are returned unchanged, so they are not normalized. On a CPU this also happens if nothing is
+        found at any position. On a GPU, all logits are then normalized to log-probabilities.
 
         Args:
             input_ids: int64, shape (b, t).
@@ -592,9 +594,9 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Run the base model, and mix the predictions of the store into its predictions.
 
-        The store is not searched for positions of the decoder with attention mask 0. If the weight λ is 0, or
-        if nothing is found at any position, the base model's logits are returned unchanged and not
-        normalized.
+        The store is not searched for positions of the decoder with attention mask 0. If the weight λ is 0,
+        the base model's logits are returned unchanged, so they are not normalized. On a CPU this also happens
+        if nothing is found at any position. On a GPU, all logits are then normalized to log-probabilities.
 
         Args:
             input_ids: the sources, int64, shape (b, s).
@@ -607,7 +609,7 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
             decoder_inputs_embeds: input of the decoder in place of decoder_input_ids, shape (b, t, h). If
                 both are given, decoder_input_ids are the tokens of these embeddings.
             labels: target token of each position, shape (b, t), -100 is ignored; the output then has the loss
-                of the mixture. Without decoder inputs, the labels are shifted to the right to get these.
+                of the mixture. Without decoder inputs, the shifted labels are the decoder's input.
             use_cache: True to return a cache.
             logits_to_keep: number of last positions to predict from (0 means all), or indices of positions.
             knn: settings of this call, or a sequence with the settings of each row; default ``self.knn``.
@@ -656,11 +658,11 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
 
 
 def _shift_labels(base: Any, labels: Tensor) -> Tensor:
-    """Return the decoder's input for labels: the labels, shifted to the right after the first token.
+    """Return the decoder's input for labels: the token that starts the decoder, then all labels but the last.
 
     Args:
-        base: the encoder-decoder model. Its own method is used if it has one: for some models the first token
-            depends on the labels.
+        base: the encoder-decoder model. If it has a method for this, the method is used, because in some
+            models the first token depends on the labels.
         labels: int64, shape (b, t); -100 becomes the padding token.
     """
     if hasattr(base, "prepare_decoder_input_ids_from_labels"):
@@ -673,15 +675,16 @@ def _shift_labels(base: Any, labels: Tensor) -> Tensor:
 
 
 def choose_model_class(base: PreTrainedModel) -> type[KNNLM]:
-    """Return the class that gives a store to a base model, by the base model's configuration."""
+    """Return the subclass of `KNNLM` for a base model: for encoder-decoder models or for causal models."""
     return KNNLMForSeq2SeqLM if reads_source(base) else KNNLMForCausalLM
 
 
 def _check_kind(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
-    """Check that a class is for base models of this kind, causal or encoder-decoder.
+    """Check that a model class can be used with a base model and a store.
 
     Raises:
-        ConfigError: it is for the other kind; or the store of an encoder-decoder model keeps no keys.
+        ConfigError: the class is for causal models and the base model is an encoder-decoder model, or the
+            reverse; or the base model is an encoder-decoder model and the store keeps no keys.
     """
     needed = choose_model_class(base)
     if model_class._reads_source != needed._reads_source:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
+from knnstore.lm.keys import AUTO, Joining, describe_keys, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLM, choose_model_class
 from knnstore.lm.reading import (
     Encoder,
@@ -71,7 +71,7 @@ def create(
         key: name of the place in the model where keys are captured; `locate` lists the names. Default is
             ``ffn_input``, or ``final_hidden`` if the model has no ``ffn_input``. None or ``none`` stores no
             keys: adding text does not need the model, and the store retrieves with n-grams only. For an
-            encoder-decoder model, `KeylessText` makes such a store.
+            encoder-decoder model, `KeylessText.create` creates such a store.
         states: number of hidden states that are combined in a key: the state of its token and of the
             preceding tokens. A key has as many components as one state.
         discounts: discount of the state of the preceding token, then of the token before the preceding one,
@@ -106,10 +106,12 @@ def create(
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, AUTO
+    # 1) Check the arguments.
     check_new(home, store)
     joining = Joining.from_states(states, discounts)
     if (dim is None) != (sample is None):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
+    # 2) Load the model, and describe it and the keys in the store's identity.
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)
     check_runs(base)
@@ -124,6 +126,7 @@ def create(
         stride=stride,
     )
     warn_of_unknown_tokens(vocabulary_size(base), tokenizer)
+    # 3) Fit the projection.
     projection = None
     if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)
@@ -132,7 +135,8 @@ def create(
         keys = sample_keys(reader, given, on_bad=on_bad, progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)
-        projection = fitted.weights({**described(identity), "keys": len(keys), "kept": kept})
+        projection = fitted.weights({**describe_keys(identity), "keys": len(keys), "kept": kept})
+    # 4) Create the store.
     made = KNNStore.create(
         home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
     )
@@ -163,7 +167,7 @@ def load(
         params: parameters of the adapter (vector engine) that replace the saved parameters; for reading only.
         knn: settings that replace the saved settings.
         model: folder or hub id of the model, or a loaded model, e.g. quantized, distributed over devices or
-            with adapters of PEFT; default is the folder or hub id from which the store was created.
+            with adapters of PEFT; default is the folder or hub id that the store has saved.
         tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
         device: device of the model; default is the GPU if torch finds one, else the CPU.
         dtype: dtype of the weights; default is float32 on the CPU, and the saved dtype on a GPU.

@@ -49,7 +49,7 @@ class ForwardPass:
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
-        """For each position whose logits were computed: False if it is padding; shape (n,).
+        """False at padding, for the positions whose logits were computed, shape (n,).
 
         None if none of these positions is padding.
         """
@@ -62,7 +62,7 @@ class ForwardPass:
     def contexts(self) -> Contexts:
         """Contexts of the positions whose logits were computed.
 
-        The context of a position is the tokens of its text up to this position, with the token at the
+        The context of a position is the tokens of its text up to this position, including the token at the
         position. `batch` must not be None.
         """
         assert self.batch is not None

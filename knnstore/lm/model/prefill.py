@@ -25,13 +25,13 @@ def read_part(
     *,
     logits_to_keep: int = 0,
 ) -> ForwardPass:
-    """Run the base model on the next chunk of a text. Nothing is retrieved.
+    """Run the base model on the next chunk of a text (prefill). The store is not searched.
 
     Args:
         lm: the model with a store.
         tokens: the text up to the end of the chunk, int64, shape (1, n).
-        past: the KV cache of the earlier tokens; the chunk is appended.
-        text: the tokens in `past` with their keys; the chunk is appended.
+        past: the KV cache of the earlier tokens; the call appends the chunk.
+        text: the tokens in `past` with their keys; the call appends the chunk.
         knn: settings for scoring or continuing the text.
         logits_to_keep: number of last positions whose logits are computed; 0 means all positions.
 
@@ -58,7 +58,7 @@ def read_part(
 
 
 def following(lm: KNNLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
-    """Predict the token after a chunk of a text, with retrieval.
+    """Predict the token after a chunk of a text, with retrieval from the store.
 
     Args:
         lm: the model with a store.

@@ -56,7 +56,7 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
 
 class KNNSeq2SeqConfig(KNNLMConfig):  # type: ignore[no-untyped-call]
-    """The same for an encoder-decoder model."""
+    """Content of ``config.json`` in the saved folder of an encoder-decoder model, as `KNNLMConfig`."""
 
     model_type = "knnstore_seq2seq"
     _architecture = "KNNLMForSeq2SeqLM"
@@ -98,9 +98,10 @@ def write_transformers_config(
 def select_base_model_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `from_pretrained` that are passed on to load the base model.
 
-    If an `Auto` class has called `from_pretrained`, it has set ``config``. Then options in `_FOLDER_OPTIONS`
-    and options that are None are removed, and ``torch_dtype`` becomes ``dtype`` unless ``dtype`` is set.
-    Without such a ``config`` the same options are returned.
+    An `Auto` class that calls `from_pretrained` adds options of its own, among them ``config``. If the
+    options have this ``config``, the options in `_FOLDER_OPTIONS` and all options that are None are removed,
+    and ``torch_dtype`` is renamed to ``dtype`` unless ``dtype`` is set. Otherwise `options` itself is
+    returned.
     """
     if not isinstance(options.get("config"), KNNLMConfig):
         return options

@@ -68,20 +68,20 @@ def generate_text(
         lm: the model with a store.
         prompt: a text, or a list of texts.
         max_new_tokens: largest number of tokens in a continuation.
-        knn: settings of this call, resolved for generation; default ``lm.knn``.
+        knn: settings of this call; default ``lm.knn``. Unset fields get their values for generation.
         seed: random seed, set before sampling for repeatable results; None sets no seed.
         num_return_sequences: number of continuations of each prompt; None leaves the number to the
             generation configuration. More than one continuation needs ``do_sample=True`` or at least as many
             beams.
-        stop_strings: end a continuation after the token that completes one of these strings, which need not
-            begin or end with a token. The continuation contains the string and all other text of the token,
-            as with `generate` of transformers.
+        stop_strings: strings that end a continuation. Generation stops after the token that completes one of
+            them; the string may begin and end inside tokens. The continuation contains the string and the
+            rest of this token, as with `generate` of transformers.
         **options: passed on to `generate` (do_sample, temperature, top_p, num_beams, streamer, ...).
 
     Returns:
         The continuation: the decoded text of all tokens without the decoded prompt. Special tokens are left
-        out, and spaces are not cleaned up. A list of continuations if `num_return_sequences` is above 1. For
-        a list of prompts a list with one of these results for each prompt.
+        out, and spaces are not cleaned up. If `num_return_sequences` is above 1, a list of continuations. If
+        `prompt` is a list, a list with the result for each prompt.
 
     Raises:
         InputError: prompt and continuation exceed the model's window, a prompt is empty and the tokenizer has
@@ -109,7 +109,7 @@ def _continue_text(
 ) -> str | list[str]:
     """Generate one or several continuations of one prompt.
 
-    Adds the padding token, the tokenizer and the stop strings to `options`.
+    Also changes `options`: adds the padding token, the tokenizer and a stopping criterion for `stops`.
 
     Args:
         lm: the model with a store.
@@ -117,7 +117,7 @@ def _continue_text(
         max_new_tokens: largest number of tokens in a continuation.
         knn: settings of this call; None uses ``lm.knn``.
         stops: strings after which a continuation ends; empty for none.
-        options: arguments for `generate`; changed.
+        options: arguments for `generate`, changed by this call.
 
     Returns:
         The continuation without the prompt; a list if there are several.
@@ -172,11 +172,11 @@ def _continue_text(
 
 
 def decode_continuation(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """Return the text of a continuation, joined from the same pieces as those of streaming.
+    """Return the text of a continuation, without special tokens: the joined pieces that streaming returns.
 
     Args:
         texts: the texts of the tokens.
-        prompt: tokens before the continuation, which decide about spaces at its beginning.
+        prompt: tokens before the continuation. They decide whether the continuation begins with a space.
         tokens: tokens of the continuation.
     """
     detokenizer = Detokenizer(texts, prompt)

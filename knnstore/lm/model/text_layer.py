@@ -82,8 +82,8 @@ def get_cached_length(values: Mapping[str, Any]) -> int | None:
         values: arguments of the forward pass.
 
     Returns:
-        The number of tokens; 0 without a cache. None if the cache does not know its length: the cache of a
-        recurrent model that is not empty, and every cache that is not a `Cache` of transformers.
+        The number of tokens; 0 without a cache. None if the length is not known, because the cache is a
+        recurrent model's cache that is not empty, or is not a `Cache` of transformers.
     """
     cache = _get_self_attention_cache(values)
     if cache is None:
@@ -113,8 +113,8 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
     """Store texts in the KV cache of a forward pass; they replace texts that were stored earlier.
 
     Args:
-        values: arguments or results of the forward pass. Nothing is done if the arguments or results have no
-            cache. A cache that is a list or tuple is replaced in `values`, because it has no attributes.
+        values: arguments or results of the forward pass. If they have no cache, nothing is done. If the cache
+            is a list or tuple, which has no attributes, it is replaced in `values` by a `_ListWithTexts`.
         texts: one text for each row; None removes the texts.
     """
     cache = _get_self_attention_cache(values)

@@ -16,7 +16,7 @@ from knnstore.lm.settings import GeneratingModel, KNNSettings, Purpose, resolve
 from knnstore.progress import Progress
 
 _FACTOR, _ADDED = 2, 20
-"""A text has at most this many times the tokens of its source, and this many tokens more."""
+"""Default limit of a text's length in tokens: `_FACTOR` times the length of its source, plus `_ADDED`."""
 
 
 def translate(
@@ -32,17 +32,17 @@ def translate(
 ) -> list[str]:
     """Generate the text of each source, for example its translation.
 
-    Sources of similar length are read together. Sources without a letter give empty texts.
+    Sources of similar length are processed in one batch. A source that is empty or only spaces gives an empty
+    text.
 
     Args:
         lm: the encoder-decoder model with its store.
         sources: the sources.
-        knn: settings of this call, resolved for generation; default ``lm.knn``.
+        knn: settings of this call; default ``lm.knn``. Unset fields get their values for generation.
         num_beams: number of beams of beam search; 1 is greedy search.
-        max_new_tokens: largest number of tokens of a text; default is twice the tokens of the longest source
-            that is read together with it, and 20 more.
-        batch_tokens: number of tokens of the sources that are read together, padding included; each beam
-            counts.
+        max_new_tokens: largest number of tokens of a text. The default is twice the number of tokens in the
+            longest source of the batch, plus 20.
+        batch_tokens: largest number of source tokens in a batch, padding included, times `num_beams`.
         progress: progress display, which receives the number of tokens of the sources; None for no display.
         **options: passed on to `generate`.
 
@@ -52,7 +52,7 @@ def translate(
     Raises:
         InputError: a source has too many tokens, or a token that the model does not have; the message has the
             number of the source, from 1.
-        ConfigError: several texts are asked for each source.
+        ConfigError: ``num_return_sequences`` is above 1.
     """
     if options.get("num_return_sequences") not in (None, 1):
         raise ConfigError("translate gives one text for each source: for several, use generate_text")
@@ -124,12 +124,12 @@ def score_translations(
 ) -> TranslationScores:
     """Translate the source of each pair with the model alone and with the mixture, and score the texts.
 
-    BLEU and chrF are those of sacrebleu, over all pairs, with its default settings.
+    BLEU and chrF are computed by sacrebleu with its default settings, over all pairs.
 
     Args:
         lm: the encoder-decoder model with its store.
         pairs: pairs that are not in the store, in any form that `add` takes; each text is the reference.
-        knn: settings of this call, resolved for generation; default ``lm.knn``.
+        knn: settings of this call; default ``lm.knn``. Unset fields get their values for generation.
         num_beams: number of beams of beam search; 1 is greedy search.
         progress: progress display, which receives the number of tokens of the sources; None for no display.
         **options: passed on to `translate`.

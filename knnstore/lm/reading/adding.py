@@ -82,7 +82,10 @@ class Synced:
 
 
 class Adds(Protocol):
-    """A store with the tokenizer and the reader for its documents: `KNNLMForCausalLM` or `KeylessText`."""
+    """Protocol of the object to which `add` adds documents: `KNNLMForCausalLM` or `KeylessText`.
+
+    It has a store, and the tokenizer and the model that process the store's documents.
+    """
 
     store: KNNStore
     tokenizer: PreTrainedTokenizerBase | None
@@ -95,9 +98,9 @@ class Adds(Protocol):
         """
 
     def after_adding(self) -> None:
-        """Do what must follow the adding of documents, such as saving default settings.
+        """Run the steps that must follow after documents were added, such as saving default settings.
 
-        `add` calls it if at least one document was processed, even an unchanged document.
+        `add` calls it if there was at least one document, even an unchanged one.
         """
 
 
@@ -213,8 +216,8 @@ def sync(
 ) -> Synced:
     """Make a domain contain exactly the documents: add new and changed ones, then remove all others.
 
-    A document that cannot be used keeps its stored version, which is found by its id. If the id of a document
-    that cannot be used is not known, nothing is removed.
+    If a document cannot be used, the stored document with its id is kept. If a document cannot be used and
+    its id is not known either, no document is removed.
 
     Args:
         lm: the model; its store is opened for writing.
@@ -299,8 +302,8 @@ class _GroupSize:
     """Chooses how many tokens are committed together, from the measured speed of the model.
 
     Args:
-        reader: the object with the model, whose speed is estimated from its size until it is measured; None
-            if the store needs no model.
+        reader: the object with the model. The size of the model gives a first estimate of its speed. None if
+            the store needs no model.
         tokens: largest number of tokens in a group.
         seconds: time in seconds that a group should take.
 

@@ -49,8 +49,8 @@ def check_checkpoint(
 def _read_fingerprint(model: str, revision: str) -> str | None:
     """Compute the fingerprint of a model by reading 16 values of each weight from its safetensors files.
 
-    Returns None if the files have other names or shapes than the model in transformers, cannot be read, or
-    are of another format, such as GGUF.
+    Returns None if the files cannot be read or have another format, such as GGUF. Also returns None if a
+    weight of the model in transformers is missing in the files, or has another shape.
     """
     with ExitStack() as opened:
         try:
@@ -91,7 +91,7 @@ def _open_weights(model: str, revision: str, opened: ExitStack) -> dict[str, Any
         opened: the context that closes the files when it ends.
 
     Returns:
-        For each weight's name an object that reads slices of the weight from its file.
+        A dictionary from each weight's name to an object that reads slices of the weight from its file.
 
     Raises:
         OSError: a file does not exist or cannot be read.

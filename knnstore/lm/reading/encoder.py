@@ -1,4 +1,4 @@
-"""Running the base model on packed windows, for keys and log-probabilities; and checks of its logits."""
+"""Running the base model on windows of text to compute keys and log-probabilities; checks of its logits."""
 
 import math
 from collections.abc import Generator
@@ -70,11 +70,11 @@ class LogProbs(NamedTuple):
 class Encoder:
     """Computes keys and target-token probabilities with a language model.
 
-    An encoder-decoder model reads a source with each text.
+    For an encoder-decoder model, each text comes with its source.
 
     The output head is most of the cost of a small model, so it runs only in `log_probs` and only on the
-    selected positions. Some models cap or scale the output of the head. The encoder detects this with one
-    trial, and then uses the logits of the full model.
+    selected positions. Some models cap or scale the output of the head. The encoder detects such a model with
+    one trial, and then takes the logits from full forward passes.
 
     Args:
         model: a language model in evaluation mode.
@@ -109,7 +109,7 @@ class Encoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, store: KeyDescription) -> Self:
-        """Create the encoder that computes keys as a store has them: same place, joining and projection.
+        """Create the encoder that computes keys like a store's: same place, joining and projection.
 
         Args:
             model: the language model.
@@ -124,10 +124,10 @@ class Encoder:
         return cls(model, locate(model, place), joining, Projection.load(store))
 
     def check_once(self, input_ids: NDArray[np.int64], source: SourceBatch | None = None) -> None:
-        """Check the model's logits for the first tokens of a text; later calls do nothing after one success.
+        """Check that the model's logits for the first tokens of a text are finite.
 
-        Adding documents computes only keys, so without this check a model with damaged logits would not be
-        noticed.
+        After one success, later calls do nothing. Adding documents computes only keys, so without this check
+        nobody would notice that the model's logits are damaged.
 
         Args:
             input_ids: tokens of the text that will be stored, shape (b, t). Empty input is not checked.
@@ -223,13 +223,13 @@ class Encoder:
     ) -> Generator[None, None, Encoded]:
         """Compute the result of `encode` for one row, in several forward passes with a KV cache.
 
-        A row with a source is read in one pass.
+        A row with a source is processed in one pass.
 
         Args:
             input_ids: token ids, shape (1, t).
             at: indices of the n selected positions, int64, shape (n,).
-            most: largest number of tokens in a pass, >= 1. For a row with at most this number of tokens the
-                result equals that of `encode` to the bit; for a longer row it differs by rounding.
+            most: largest number of tokens in a pass, >= 1. A row that fits in one pass has exactly the same
+                result as with `encode`. The result for a longer row differs by rounding.
             source: the source of the row for an encoder-decoder model, else None.
 
         Yields:
@@ -318,19 +318,19 @@ class Encoder:
             logits: Tensor = self.head(states)
         return logits
 
-    def project(self, keys: Tensor) -> Tensor:
-        """Convert joined states to keys: apply the projection to fewer dimensions, if there is one.
+    def project(self, states: Tensor) -> Tensor:
+        """Convert joined hidden states to keys: apply the projection to fewer dimensions, if there is one.
 
         Args:
-            keys: joined states, shape (..., h).
+            states: results of `joining`, shape (..., h).
 
         Returns:
             float32, shape (..., d).
         """
-        return keys.float() if self.projection is None else self.projection(keys)
+        return states.float() if self.projection is None else self.projection(states)
 
     def _make_inputs(self, ids: Tensor, source: SourceBatch | None) -> dict[str, Tensor]:
-        """Return the model's arguments for a pass over texts, with the source of each text if it reads one.
+        """Return the keyword arguments of a forward pass of the model over texts (and their sources, if any).
 
         Args:
             ids: token ids of the texts, on the model's device, shape (b, t).
@@ -346,11 +346,11 @@ class Encoder:
 
     @cached_property
     def _stops_at_keys(self) -> bool:
-        """True if the model may stop after the layer that gives the keys, because the keys stay the same.
+        """True if a forward pass that stops at the keys computes the same keys as a full pass.
 
-        The first use runs the model on 8 tokens twice, with this stop and without it, and compares the keys.
-        For a model that accelerate has placed on devices (`hf_device_map`), the value is False without this
-        test, because layers that accelerate moves to the device would stay there after a stop.
+        The first use runs both passes on 8 tokens and compares their keys. For a model that accelerate has
+        placed on devices (`hf_device_map`), the value is always False, because layers that accelerate moves
+        to the device would stay on it after a stopped pass.
         """
         ids = torch.arange(8, device=self.model.device)[None]
         source = Source.make_probe(self.model, 1)
@@ -398,7 +398,9 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = None) -> None:
-    """Check that a token can be predicted at each position. Single logits may be -inf.
+    """Check that the largest logit of each position is finite, so that a token can be predicted.
+
+    Other logits may be -inf.
 
     Args:
         model: the model that computed the logits; its dtype is in the message.
@@ -421,10 +423,11 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
 
 
 class DelayedCheck:
-    """Does what `check_logits` does for the decoding steps on a GPU, but one step later.
+    """Checks the logits of decoding steps on a GPU like `check_logits`, but reports an error one step later.
 
-    `check_logits` waits for the GPU before the next token can be chosen. The result of this check is read
-    when the next step begins, or the text ends, after the program has waited for the token anyway.
+    `check_logits` makes the program wait for the GPU once more in each step. `DelayedCheck` only starts the
+    check in a step, and reads its result when the next step begins or the text ends: the program has then
+    already waited for the step's token.
 
     Args:
         model: the model that computes the logits.
@@ -435,7 +438,10 @@ class DelayedCheck:
         self._begun: tuple[Tensor, Tensor] | None = None
 
     def begin(self, logits: Tensor) -> Tensor:
-        """Begin to check the logits of a step without padding, shape (b, 1, v).
+        """Begin to check the logits of a step.
+
+        Args:
+            logits: logits of a step without padding, shape (b, 1, v).
 
         Returns:
             A tensor on the device of the logits, bool, shape (): False if a logit is NaN or +inf, or all

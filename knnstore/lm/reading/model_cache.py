@@ -1,7 +1,8 @@
-"""The cache of earlier tokens among the arguments and the results of a model's forward pass; its empty layer.
+"""Finding the KV cache among the arguments and the results of a model's forward pass.
 
 The name of the cache argument differs between models of transformers. Since transformers 5.24 the name is
-``cache``; before, it was ``past_key_values``, and ``cache_params`` for state space models.
+``cache``; before, it was ``past_key_values``, and ``cache_params`` for state space models. The module also
+has `DummyLayer`, the layer of a cache that holds nothing, for versions of transformers without this class.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from transformers import cache_utils
 from knnstore.errors import ConfigError
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-"""All names that models have for the argument with the KV cache, the newest name first."""
+"""All names that models use for the argument with the KV cache, the newest name first."""
 
 
 def get_cache_argument_name(forward: Callable[..., Any]) -> str | None:

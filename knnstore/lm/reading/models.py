@@ -55,7 +55,7 @@ from knnstore.store import Identity
 _logger = logging.getLogger(__name__)
 
 _LOGIT_ROUNDING = 0.05
-"""Difference of logits that may be rounding, as a fraction of the largest logit."""
+"""Largest difference of two logits that counts as a rounding error, as a fraction of the largest logit."""
 
 _NO_CODE = "knnstore runs no code that comes with a model"
 
@@ -72,11 +72,17 @@ all memory.
 """
 
 _WORD_START = "▁"
-"""Token of the beginning of a word, the only one that some tokenizers without files have."""
+"""Token that marks the beginning of a word.
+
+If a tokenizer's files are missing, transformers may create a tokenizer that has only this token and special
+tokens.
+"""
 
 _DEFAULT_WINDOW = 2_048
-"""Number of tokens in a window of an encoder-decoder model that names no limit (T5), and of a store without
-keys for such a model, where nothing depends on it."""
+"""Number of tokens in a window if an encoder-decoder model (T5) names no limit.
+
+A store without keys for a model without a limit has this number too, although it cuts no windows.
+"""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""
@@ -113,10 +119,10 @@ def load_model(
     Args:
         name: a folder or a hub id; or the path of a GGUF file, for example ``models/small.gguf``.
         device: device name of torch; default is the GPU if torch finds one, else the CPU.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; default is float32 on the CPU, and the dtype in which
-            the model was saved on a GPU.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. The default on a CPU is float32. The default on a GPU
+            is the dtype of the saved weights.
         gguf_file: name of the GGUF file in the folder or hub id `name`.
-        kind: refuse a model of the other kind; None accepts both.
+        kind: the kind of model that is accepted; the other kind raises ConfigError. None accepts both.
         **options: passed on to ``from_pretrained`` of the `Auto` class (revision, device_map, ...).
 
     Returns:
@@ -128,6 +134,7 @@ def load_model(
     """
     if options.get("trust_remote_code"):
         raise ConfigError(f"{_NO_CODE}: trust_remote_code is not accepted")
+    # 1) Choose device, dtype and files.
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = dtype or ("float32" if place == "cpu" else "auto")
     if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
@@ -136,6 +143,7 @@ def load_model(
     folder, gguf_file = split_gguf_file(name)
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
+        # 2) Check the configuration, and that no code from a repository would run.
         _check_device_exists(torch.device(place))
         config, tokenizer = load_text_parts(name, revision=options.get("revision"))
         auto_class = _choose_auto_class(name, config, kind)
@@ -150,6 +158,7 @@ def load_model(
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
         if gguf_file is None:
             check_shards(folder, **options)
+        # 3) Load the weights.
         loading: Any = auto_class.from_pretrained(
             folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
@@ -168,7 +177,8 @@ def load_model(
         raise
     except MemoryError:
         raise
-    # Any exception is possible: transformers and torch do not check the types of values in a model's files.
+    # 4) Explain an error. It may be of any type, because transformers and torch do not check the types of
+    # values in a model's files.
     except BaseException as error:
         if not is_caused_by_files(error):
             raise
@@ -195,7 +205,7 @@ def load_text_parts(
 
     Args:
         name: a folder or a hub id, or the path of a GGUF file.
-        tokenizer: the tokenizer, which is then not loaded.
+        tokenizer: a loaded tokenizer to return; None loads the model's tokenizer.
         revision: revision of the hub id; default is ``main``.
 
     Raises:
@@ -248,7 +258,7 @@ def load_decoder_prefix(name: str) -> tuple[int, ...]:
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
-    """Check whether a configuration is that of a causal language model, which continues a text.
+    """Check whether a configuration belongs to a causal language model, which continues a text.
 
     False for encoder-decoder models and for models that do not predict the next token of a text.
     """
@@ -256,7 +266,7 @@ def is_causal(config: PreTrainedConfig) -> bool:
 
 
 def is_seq2seq(config: PreTrainedConfig) -> bool:
-    """Check whether a configuration is that of an encoder-decoder model that reads and generates text."""
+    """Check whether a configuration belongs to an encoder-decoder model that reads and generates text."""
     return config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
@@ -367,11 +377,11 @@ def loaded(
 
 
 def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by its folder or hub id, and test it on one letter.
+    """Load a tokenizer from a folder or by its hub id, and test it on one letter.
 
     Raises:
-        ConfigError: the files of the tokenizer are missing. Transformers would return a tokenizer that has
-            only special tokens.
+        ConfigError: the files of the tokenizer are missing. In this case transformers raises no error, but
+            returns a tokenizer that has only special tokens.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _WORD_START}:
@@ -494,9 +504,9 @@ def check_runs(model: PreTrainedModel) -> None:
     Logs a warning if the logits depend on later tokens, as for BERT without ``is_decoder``.
 
     Raises:
-        ConfigError: the forward pass fails, or its result does not have logits for each token; or an
-            encoder-decoder model reads sources that are no text, as Whisper does, or has a vocabulary for
-            sources and another one for texts.
+        ConfigError: the forward pass fails, or its result does not have logits for each token. Also raised
+            for an encoder-decoder model whose source is not text (Whisper), or whose sources have another
+            vocabulary than its texts.
         ModelOutputError: the logits are NaN or infinite.
     """
     name = type(model).__name__
@@ -756,12 +766,12 @@ def check_tokenizer(
     Args:
         tokenizer: the tokenizer to check.
         identity: the store's identity.
-        decoder_prefix: the tokens with which the decoder of an encoder-decoder model begins every text: they
-            must be as they were, too. None for a model without a decoder of its own.
+        decoder_prefix: the tokens with which the decoder of an encoder-decoder model begins every text. They
+            are compared too. None for a causal model.
 
     Raises:
-        FingerprintMismatchError: the tokenizer differs; the message names both fingerprints. Or languages or
-            first tokens of an encoder-decoder model differ.
+        FingerprintMismatchError: the tokenizer differs; or, for an encoder-decoder model, its languages or
+            `decoder_prefix` differ.
     """
     found = _compute_tokenizer_fingerprint(tokenizer, decoder_prefix)
     if found != identity.tokenizer_fingerprint:
@@ -785,7 +795,7 @@ def check_tokenizer(
 def _compute_tokenizer_fingerprint(
     tokenizer: PreTrainedTokenizerBase, decoder_prefix: Sequence[int] | None
 ) -> str:
-    """Return the fingerprint of a tokenizer as a store's identity has it.
+    """Compute the fingerprint of a tokenizer that a store's identity contains.
 
     Args:
         tokenizer: the tokenizer.

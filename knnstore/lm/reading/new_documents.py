@@ -27,8 +27,8 @@ class TokenizedDocument(NamedTuple):
 class NewDocuments:
     """Iterates over the documents that must be stored in a domain, with their tokens.
 
-    A document that is stored with the same text is left out. If its metadata or tags differ, they are updated
-    in the store meanwhile. Iterate only once.
+    A document that is already stored with the same text is left out; if its metadata or tags differ, the
+    iteration updates them in the store. Iterate only once.
 
     Args:
         store: the store, opened for writing.
@@ -36,8 +36,9 @@ class NewDocuments:
         documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids.
         domain: the domain's name.
         tags: tags that are added to every document; tags that a stored document has are kept.
-        on_bad: called with the error of each document that cannot be used, which is skipped. None ends the
-            iteration after the usable documents of the same chunk, and sets `refused`.
+        on_bad: called with the error of each document that cannot be used; the document is skipped. If None,
+            the first such error is kept in `refused`, and the iteration ends after the usable documents of
+            the same chunk.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class NewDocuments:
             yield from self._tokenize(self._select_changed(chunk, versions), versions)
 
     def warn_of_other_ids(self) -> None:
-        """Log a warning if a new text has another id in the domain too, as after renaming a file."""
+        """Log a warning if the text of a new document is also stored under another id in the domain.
+
+        This happens if a file was renamed.
+        """
         twice = self._store.other_ids(self._domain, self._new_ids) if self._new_ids else {}
         for id, other in list(twice.items())[:1]:
             _logger.warning(
@@ -97,7 +101,9 @@ class NewDocuments:
     def _select_changed(
         self, chunk: list[TextDocument], versions: Mapping[str, StoredVersion]
     ) -> list[TextDocument]:
-        """Return the documents that are new or have another text; update the others' metadata and tags.
+        """Return the documents that are new or whose text has changed.
+
+        Also counts the other documents, and stores their metadata and tags if these have changed.
 
         Args:
             chunk: documents to compare.
@@ -122,7 +128,10 @@ class NewDocuments:
     def _tokenize(
         self, documents: list[TextDocument], versions: Mapping[str, StoredVersion]
     ) -> Iterator[TokenizedDocument]:
-        """Yield the usable documents with their tokens; set `refused` at the first other one, or skip it.
+        """Yield the usable documents with their tokens, and skip the others.
+
+        The error of each skipped document is passed to `on_bad`. If `on_bad` is None or raises an error,
+        `refused` is set to the first error.
 
         Args:
             documents: the new and the changed documents of a chunk.

@@ -39,7 +39,7 @@ class DocumentTokenizer:
 
     @property
     def fields(self) -> Fields:
-        """Names of the fields of a row; with a source if documents are pairs."""
+        """Names of the fields of a row; a pair also has a field for its source."""
         return FIELDS if self.max_source is None else PAIR_FIELDS
 
     @property
@@ -52,10 +52,10 @@ class DocumentTokenizer:
         return documents_of(rows, fields=self.fields, on_bad=on_bad)
 
     def tokenize(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """Return the token ids of each text as a document has them, uint32, shapes (n_i,).
+        """Return the token ids that are stored for each text, uint32, shapes (n_i,).
 
-        Special tokens are left out, except the EOS token after the text of a pair. Whether the model has the
-        tokens is not checked.
+        Special tokens are left out, except the EOS token after the text of a pair. Does not check whether the
+        model has the tokens.
 
         Raises:
             InputError: the tokenizer fails on one of the texts.
@@ -148,7 +148,7 @@ class TextReader:
         return get_token_letters(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text as a document has them, uint32, shape (length,).
+        """Return the token ids that a store keeps for a text, uint32, shape (length,).
 
         Special tokens are left out, except the EOS token after the text of a pair.
 
@@ -160,7 +160,7 @@ class TextReader:
         return tokens
 
     def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
-        """Return the token ids of each document as a store has them, uint32, shapes (length,).
+        """Return the token ids that a store keeps for each document, uint32, shapes (length,).
 
         Special tokens are left out, except the EOS token after the text of a pair.
 
@@ -177,9 +177,9 @@ class TextReader:
         return texts
 
     def sources(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]] | None:
-        """Return the token ids of the source of each document, uint32, shapes (m_i,).
+        """Return the token ids of each document's source, uint32, shapes (m_i,).
 
-        None for a model that reads no sources.
+        Returns None if the model reads no sources.
 
         Raises:
             InputError: a document has no source, or the model cannot read it.
@@ -214,7 +214,7 @@ class TextReader:
             sources: token ids of the source of each text, as `sources` returns them.
 
         Raises:
-            ConfigError: the model reads sources, and the caller has none.
+            ConfigError: the model reads sources, but `sources` is None.
         """
         if self.reads_pairs and sources is None:
             raise ConfigError(
@@ -231,10 +231,9 @@ class TextReader:
         )
 
     def count_predicted(self, documents: Iterable[TextDocument]) -> int:
-        """Count the target tokens of documents.
+        """Count the tokens of documents that are predicted when the documents are scored.
 
-        All tokens count; without a prefix the first token of each document is not predicted, so it does not
-        count.
+        These are all tokens; without a prefix, all except the first token of each document.
 
         Raises:
             InputError: a document has a token that the model does not have.
@@ -290,7 +289,7 @@ def unusable_document_error(document: TextDocument, reason: InputError) -> Unusa
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
     """Return the token ids of each text, without special tokens, as uint32 arrays of shapes (length,).
 
-    Whether the model has the tokens is not checked. No texts give an empty list.
+    Does not check whether the model has the tokens. No texts give an empty list.
 
     Raises:
         InputError: the tokenizer fails on one of the texts.

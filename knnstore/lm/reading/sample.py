@@ -30,7 +30,7 @@ def sample_documents(
 
     Args:
         documents: the documents to choose from; read once, to the end.
-        characters: number of characters to reach; the last document may exceed it.
+        characters: number of characters to reach; the last chosen document may go beyond it.
         longest: largest number of characters that count for one document; default no limit.
 
     Returns:

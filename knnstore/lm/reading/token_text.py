@@ -4,8 +4,8 @@
 `Detokenizer` decodes a text token by token. `split_text` splits a given text into the parts of its tokens.
 `get_token_letters` returns the letters of each token without spaces.
 
-The text of a continuation is the text of prompt and continuation without the text of the prompt. The tokens
-of a continuation cannot be decoded alone, because a tokenizer may drop the space at the beginning of a text.
+The tokens of a continuation cannot be decoded alone, because a tokenizer may drop the space at the beginning
+of a text. So tokens of the prompt are decoded together with the continuation, and their text is removed.
 """
 
 import codecs
@@ -23,10 +23,11 @@ from knnstore.errors import InputError
 from knnstore.store import Letters
 
 _CONTEXT = 8
-"""Least number of context tokens that are decoded with a continuation; more if their text is not certain."""
+"""Number of prompt tokens that are decoded together with a continuation. If the first of these tokens begins
+inside a character, more tokens are used."""
 
 _REPLACEMENT = "\ufffd"
-"""Decoders return this character for bytes that are not (or not yet) a complete UTF-8 character."""
+"""Character (U+FFFD) that decoders return for bytes that are not (or not yet) a complete UTF-8 character."""
 
 _SPACES = re.compile(r"[\sĠĊĉč▁]|^##|^<0x(?:09|0A|0D|20)>$")
 """Pattern of spaces and line ends in the vocabularies of byte-level BPE, SentencePiece and byte fallback."""
@@ -111,10 +112,10 @@ class TokenTexts:
         return decode_tokens(self.tokenizer, tokens, special=special)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token in the middle of a text.
+        """Return the UTF-8 bytes that a token adds in the middle of a text.
 
-        With byte-level BPE and byte fallback the bytes may be a part of a character. A special token has the
-        bytes of its name. A token that the tokenizer does not have gives no bytes.
+        With byte-level BPE and byte fallback the bytes may be a part of a character. For a special token they
+        are the bytes of its name. A token that the tokenizer does not have gives ``b""``.
         """
         found = self._bytes.get(token)
         if found is None:
@@ -122,7 +123,9 @@ class TokenTexts:
         return found
 
     def name_of(self, token: int) -> str:
-        r"""Return a token's text in the middle of a text, or ``bytes:\xe2\x80`` for part of a character.
+        r"""Return the text that a token adds in the middle of a text, to show it to a user.
+
+        A token that is part of a character gives its bytes, for example ``bytes:\xe2\x80``.
 
         A token that the tokenizer does not have gives ``token_id:N``, because a model's vocabulary may be
         larger than the tokenizer's.
@@ -201,9 +204,9 @@ class TokenTexts:
         return self.tokenizer.convert_ids_to_tokens(token) or ""
 
     def _find_bytes(self, token: int) -> bytes:
-        """Compute the bytes of a token in the middle of a text.
+        """Compute the UTF-8 bytes that a token adds in the middle of a text.
 
-        No bytes for a token the tokenizer does not have.
+        A token that the tokenizer does not have gives ``b""``.
         """
         name = self._get_vocabulary_name(token)
         if not name:
@@ -229,9 +232,9 @@ class TokenTexts:
 
     @cached_property
     def _anchor_tokens(self) -> list[int]:
-        """One token of letters as context, so that the next token decodes as in the middle of a text.
+        """List of one token whose text is letters; empty if the tokenizer has no suitable token.
 
-        Empty if the tokenizer has no suitable token.
+        Another token is decoded after this one, to get its text in the middle of a text.
         """
         for token in range(len(self.tokenizer) - 1, -1, -1):
             if token in self._added:
@@ -245,17 +248,16 @@ class TokenTexts:
 class Detokenizer:
     """Decodes a text token by token, and returns the piece of text of each token as soon as it is certain.
 
-    Returned pieces never change.
-
-    A token's piece is returned when its text is certain. A token that ends inside a character waits for the
-    last byte of the character. With byte fallback a run of byte tokens waits for its end, because one invalid
-    byte turns the whole run into U+FFFD. The joined pieces are the text of ``[*before, *tokens]`` without the
-    text of `before`. A few tokenizers change earlier text when a later token follows; the next piece then
-    begins after the common prefix of the old and the new text.
+    Returned pieces never change. A token that ends inside a character waits for the last byte of the
+    character. With byte fallback a run of byte tokens waits for its end, because one invalid byte turns the
+    whole run into U+FFFD. The joined pieces are the text of ``[*before, *tokens]`` without the text of
+    `before`. A few tokenizers change earlier text when a later token follows. The next piece then begins
+    after the common prefix of the old and the new text.
 
     Args:
         texts: the object with the model's tokenizer.
-        before: tokens before the text. Incomplete bytes at their end count as returned.
+        before: tokens before the text, whose text is not returned. If they end inside a character, these
+            first bytes of the character are not returned either.
         special: True to include the text of special tokens.
     """
 
@@ -298,9 +300,10 @@ class Detokenizer:
         )
 
     def peek(self, tokens: Sequence[int]) -> str:
-        """Return the text after the returned pieces, as if the text ended after `tokens`.
+        """Decode the waiting tokens and `tokens`, as if the text ended after them, and change no state.
 
-        Changes no state.
+        Returns:
+            The text that follows the pieces returned so far.
         """
         whole = self._decode([*self._tokens, *tokens])
         return whole[_get_common_prefix_length(self._returned_text, whole) :]
@@ -309,8 +312,8 @@ class Detokenizer:
         """Choose the last tokens of `before` that are enough context to decode a continuation.
 
         Returns:
-            The tokens, at least 8 if `before` has 8, and their text. The first token begins a character, or
-            the tokens are all of `before`.
+            At least the last 8 tokens (all, if `before` has fewer), and their text. There are more than 8 if
+            the text would otherwise begin inside a character.
         """
         size = _CONTEXT
         while True:
@@ -341,7 +344,7 @@ class Detokenizer:
     def _split_into_pieces(self, tokens: Sequence[int], text: str) -> list[TokenPiece]:
         """Split the text of tokens into one piece (text and bytes) for each token.
 
-        There are three attempts; the first whose joined texts equal `text` is returned:
+        There are three ways to split. The first one whose joined pieces equal `text` is used:
 
         1. Decode the bytes of each token.
         2. Take U+FFFD for each fallback byte, and the token's own text for each other token.
@@ -371,7 +374,7 @@ class Detokenizer:
         return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.name_of(token)
 
     def _adds_text(self, token: int) -> bool:
-        """Check whether a token adds text: all tokens do, except special tokens if ``special`` is False."""
+        """Check whether a token adds text. Special tokens add none if ``special`` is False."""
         return self._special or not self._texts.is_skipped(token)
 
     def _read_bytes(self, token: int) -> bool:
@@ -386,11 +389,12 @@ class Detokenizer:
 
 
 def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]:
-    """Split a text into one part for each of its tokens, so that the joined parts are the text if possible.
+    """Split a text into one part for each of its tokens. The joined parts are the text if possible.
 
-    If the decoded tokens differ from the text, for example in upper and lower case, the text is split at the
-    tokenizer's offsets. If there is not one offset for each token, as with a tokenizer in Python only, the
-    decoded tokens are returned, and their join differs from the text. A text without tokens gives no parts.
+    The parts are the decoded tokens if these join to the text. If they do not, for example because the
+    tokenizer changes upper case to lower case, the text is split at the tokenizer's offsets. If the tokenizer
+    does not return one offset for each token (slow tokenizers), the parts are the decoded tokens, and they
+    differ from the text. A text without tokens gives no parts.
 
     Args:
         texts: the texts of the tokens, with the model's tokenizer.
@@ -430,7 +434,7 @@ def _get_common_prefix_length(one: str, other: str) -> int:
 
 
 def _decode_parts(parts: Sequence[bytes]) -> list[str]:
-    """Decode the parts of a text, with each character in the part that has its last byte.
+    """Decode the parts of a text; a character that spans several parts is put in the last of them.
 
     Bytes that are not valid UTF-8 give U+FFFD.
     """

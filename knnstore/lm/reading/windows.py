@@ -10,9 +10,9 @@ document of 10 tokens with a prefix of one token has three windows::
     window 2            [.  .  .  *  *  *]            . context only
     window 3                  [.  .  .  .  *  *]      * predicted here
 
-Every token is predicted once, and each one after the first window from at least
-``max_length - stride`` tokens of context. Every window of a pair (a text with its source) is read with the
-whole source.
+Every token is predicted once. A token that is predicted in a later window than the first has at least
+``max_length - stride`` tokens of context. The model processes every window of a pair (a text with its source)
+together with the whole source.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,15 +95,15 @@ class WindowBatch:
     """Windows that the model processes together, and the positions of their predictions.
 
     Short rows are padded on the right. No attention mask is needed, because a position attends only to
-    earlier positions of its text, and padding comes last. The last token of a window is not in its row,
-    because no token is predicted from it.
+    earlier positions of its text, and padding comes last. A row does not contain the last token of its
+    window, because no token is predicted from this token.
     """
 
     input_ids: NDArray[np.int64]
     """Token ids, int64, shape (rows, width), padded with token 0."""
 
     at: Tokens
-    """Indices into ``input_ids.reshape(-1)`` of the positions that predict, shape (n,).
+    """Indices into ``input_ids.reshape(-1)`` of the positions at which a token is predicted, shape (n,).
 
     The arrays `at`, `documents`, `positions` and `gold` are aligned.
     """
@@ -143,9 +143,8 @@ def pack(
         prefix: the tokens that precede every document; empty for no prefix.
         max_length: largest number of tokens in a window, the prefix included.
         stride: number of tokens between the ends of two windows.
-        batch_tokens: largest number of tokens in a batch, padding included. A window that is longer is a
-            batch of its own. Sources count too: a batch has at most this number of tokens of windows, and at
-            most this number of tokens of sources.
+        batch_tokens: largest number of tokens in the windows of a batch, padding included, and also in the
+            sources of a batch. A window that is longer is a batch of its own.
         sources: token ids of the source of each document, shapes (m_i,), m_i >= 1; None for a model that
             reads no source.
 
@@ -195,8 +194,8 @@ def pack(
 def _create_batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
     """Create one batch from the windows in `table`.
 
-    The input of a window is its tokens without the last one, padded with 0. Each token from position `first`
-    on is a target token; the batch has the document and the position of each.
+    The input of a window is its tokens without the last one, padded with 0. The tokens from position `first`
+    on are its target tokens.
 
     Args:
         text: all documents, concatenated.
@@ -226,7 +225,8 @@ def _create_batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width
 def prefix_of(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that precede every document of a causal model.
 
-    One token, the tokenizer's BOS token or else its EOS token; empty if the tokenizer has neither.
+    This is one token: the tokenizer's BOS token or, if it has none, its EOS token. If the tokenizer has
+    neither, the result is empty.
     """
     candidates = (getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id"))
     return next(((int(token),) for token in candidates if token is not None), ())
@@ -240,8 +240,9 @@ def decoder_prefix_of(model: Any) -> tuple[int, ...]:
 def get_decoder_prefix(config: Any, name: str) -> tuple[int, ...]:
     """Return the tokens with which the decoder of an encoder-decoder model begins every text.
 
-    These are the token that starts the decoder, and the token that `generate` forces to be the first one, if
-    there is one, for example the language in which a multilingual model answers (``forced_bos_token_id``).
+    The first is the token that starts the decoder. If the configuration has ``forced_bos_token_id``, the
+    second is this token, which `generate` always generates first, such as the language of a multilingual
+    model's answer.
 
     Args:
         config: the model's generation configuration.

@@ -1,8 +1,8 @@
 """Auditing: checks, on a sample of the documents, that a perplexity is measured correctly.
 
-The checks do not rely on the scoring code. The mixture is computed over the whole vocabulary by `forward`, as
-in generation; later tokens are replaced by other tokens to find out whether a score depends on them; and the
-store is searched for the documents word for word.
+The checks do not rely on the scoring code. They compute the mixture over the whole vocabulary with `forward`,
+as in generation. They replace later tokens by other tokens, to find out whether a score depends on them. They
+search the stored text for passages of the documents.
 """
 
 import math
@@ -65,8 +65,8 @@ class Audit:
     """Number of tokens of the sample."""
     checks: tuple[Check, ...]
     stored_share: float
-    """Fraction of the tokens of all documents that are in a passage which the selected stored text
-    contains too. Only passages of 32 tokens or more count."""
+    """Fraction of the tokens of all documents that belong to passages of at least 32 tokens which are also in
+    the selected stored text."""
 
     @property
     def passed(self) -> bool:
@@ -90,10 +90,15 @@ def audit(
 ) -> Audit:
     """Check that documents are scored correctly, and return the results of all checks.
 
-    The checks: the probabilities of the vocabulary sum to 1; scores equal the values of the whole
-    distribution; no score depends on its own or a later token; model and mixture are compared on the same
-    tokens; and no document is in the store. The last check covers all documents, the other checks the
-    beginnings of a few documents.
+    There are five checks:
+
+    1. The probabilities of the vocabulary sum to 1.
+    2. Each score equals the token's value in the distribution over the whole vocabulary.
+    3. No score depends on the scored token itself or on later tokens.
+    4. Model and mixture are compared on the same tokens.
+    5. No document is in the store.
+
+    The last check uses all documents, the other checks use the beginnings of a few documents.
 
     Args:
         lm: the model.
@@ -149,9 +154,10 @@ def _check_distributions(
         rng: random generator that chooses the positions and the other tokens.
 
     Returns:
-        Three results: whether the probabilities sum to 1, whether scores equal those of the whole
-        distribution, and whether no score depends on its own or a later token.
+        The results of three checks: the probabilities sum to 1; each score equals the token's value in the
+        whole distribution; and no score depends on the scored token itself or on later tokens.
     """
+    # 1) Score copies of the texts whose last tokens are replaced.
     cuts = [int(rng.integers(1, len(tokens))) for tokens in sample]
     vocabulary = lm.store.identity.vocab_size
     replaced = [
@@ -160,6 +166,7 @@ def _check_distributions(
     ]
     sums, gaps, leaks, excess = [0.0], [0.0], [0.0], [torch.zeros(1)]
     rescored = _score_texts(lm, replaced, settings)
+    # 2) Compare the scores with the whole distribution, and with the scores of the copies.
     for text, other, cut, first, second in zip(sample, replaced, cuts, scored, rescored, strict=True):
         whole, whole_changed = (_compute_distributions(lm, tokens, settings) for tokens in (text, other))
         at = torch.tensor(first.positions)

@@ -1,11 +1,11 @@
 """Confidence intervals of perplexities. The unit that is resampled is the document, not the token.
 
-A perplexity is a ratio of the sum of all losses and the number of all tokens, and the lengths of documents
-have a long tail. The standard error is that of the jackknife over documents, of the logarithm of the
-perplexity. The interval uses Student's t distribution; its degrees of freedom are the effective number of
-documents, computed from the squares of their lengths (Satterthwaite), so that a few long documents count as
-few. Percentiles of a bootstrap are too narrow here; docs/how-to/evaluate-and-audit.md has the simulated
-coverage of both.
+The logarithm of a perplexity is the sum of all losses divided by the number of all tokens, and the lengths of
+documents have a long tail. The standard error of this logarithm is computed by the jackknife over documents.
+The interval uses Student's t distribution. Its degrees of freedom are an effective number of documents,
+computed from the squares of their lengths (Satterthwaite), so that a few long documents count as few.
+Percentiles of a bootstrap are too narrow here; docs/how-to/evaluate-and-audit.md has the simulated coverage
+of both.
 """
 
 import math
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_DOCUMENT_BLOCKS = 8
-"""Least number of documents with which an interval is computed over documents; with fewer, over blocks (parts
-of documents)."""
+"""Least number of documents for an interval over documents. With fewer documents, the interval is computed
+over blocks (parts of documents)."""
 
 _MAX_DOCUMENT_SHARE = 0.75  # if one document has a larger share of the tokens, blocks are used
 _BLOCKS = 16  # number of blocks that a whole text is divided into
@@ -61,12 +61,12 @@ def compute_interval(losses: NDArray[np.float64], lengths: NDArray[np.int64]) ->
 
 
 def assign_blocks(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Assign each token to a block. A block is a unit (a document or a part of one) of a confidence interval.
+    """Assign each token to a block: a document, or a part of one. Confidence intervals are over blocks.
 
     Each document is one block if there are at least `MIN_DOCUMENT_BLOCKS` documents and none has more than
-    three quarters of the tokens; the interval then covers other documents of the same kind. Otherwise
+    three quarters of the tokens. The interval then holds for other documents of the same kind. Otherwise
     documents longer than a 16th of the text are cut into blocks of at least 250 tokens, and the interval
-    covers further text of the same documents.
+    holds only for further text of the same documents.
 
     Args:
         documents: number of each token's document, shape (n,); the tokens of a document are in their order.

@@ -56,8 +56,8 @@ class Evaluation:
     words: int
     """Number of words of the texts, separated by white space."""
     base_word_ppl: float
-    """Perplexity per word of the model alone. Per word and per byte, models with different tokenizers can be
-    compared."""
+    """Perplexity per word of the model alone. Perplexities per word and per byte can be compared between
+    models with different tokenizers."""
     knn_word_ppl: float
     """Perplexity per word of the mixture."""
     bytes: int
@@ -83,15 +83,15 @@ class Evaluation:
     tokens_per_s: float
     """Number of evaluated tokens per second."""
     stored: tuple[str, ...]
-    """Ids of the evaluated documents with half or more of their text in the selection. With `leave_out`
-    these documents did not retrieve from themselves."""
+    """Ids of the evaluated documents of which half or more is in the selected stored text. With `leave_out`,
+    the searches for these documents left their own text out."""
     fitted: tuple[str, ...]
     """Ids of the evaluated documents that the saved settings were fitted to; their perplexity is too low."""
     by_frequency: tuple[Slice, ...]
     """Perplexities of groups of tokens, grouped by the number of records in the selection that have the
     token."""
     by_distance: tuple[Slice, ...]
-    """Perplexities of groups of tokens, grouped by the distance to the nearest neighbor into tenths."""
+    """Perplexities of ten groups of tokens, from the nearest to the farthest nearest neighbor."""
     intervals: Intervals
     """95 % confidence intervals over documents of `base_ppl`, `knn_ppl` and `knn_ppl` / `base_ppl`."""
     by_document: tuple[DocumentScore, ...] = field(repr=False)
@@ -138,7 +138,7 @@ def evaluate(
         documents: the held-out documents, in any form that `add` takes.
         knn: settings of this call; default ``lm.knn``.
         leave_out: True to leave a document that is in the store out of its own search. `Evaluation.stored`
-            names such documents, also with False.
+            names these documents in both cases.
         table: a table to which a row for each token is added; None for no table.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out of the evaluation. With None the first bad document raises an

@@ -50,9 +50,10 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
 
     The store is searched with the key at each token of the text. Each token has the same share, which is
     divided among its neighbors by their weights in p_kNN (a softmax over distances). The share of a passage
-    is the sum over its records. A store without keys is searched for the same words: each token but the first
-    has the same share, which is divided among the places of this token with the longest match of the
-    preceding tokens.
+    is the sum over its records.
+
+    A store without keys is searched for the same words. Each token but the first has the same share. It is
+    divided among the stored places of this token where the most preceding tokens match.
 
     Args:
         lm: the model.
@@ -74,18 +75,21 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:
         raise InputError("the text is empty")
+    # 1) Score the stored records, by keys or by words.
     if store.is_keyless:
         totals = _score_records_by_words(store, tokens, settings.selection)
     else:
         row = np.array([[*prefix, *tokens]], np.int64)
         keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
         totals = _score_records_by_keys(store, keys, settings)
+    # 2) Group neighboring records to passages, and choose the passages with the largest shares.
     places = store.provenance(np.array(list(totals), np.int64), before=0, after=0)
     hits = [
         _Hit(place, id, share) for place, (id, share) in zip(places, totals.items(), strict=True) if place
     ]
     groups = sorted(_group_hits(hits), key=lambda group: -sum(hit.share for hit in group))[:limit]
     best = [max(group, key=lambda hit: hit.share) for group in groups]
+    # 3) Read the text around the best record of each passage.
     around = store.provenance(
         np.array([hit.id for hit in best], np.int64), before=_TOKENS_BEFORE, after=_TOKENS_AFTER
     )

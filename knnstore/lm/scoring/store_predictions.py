@@ -144,16 +144,19 @@ def export(
 ) -> int:
     """Write the store's predictions for each token of documents to a Parquet file, e.g. to train on.
 
-    The columns are ``document``, ``position``, ``token``, ``p_lm`` and ``p_knn`` of the gold token, and
-    ``lambda``; the distribution p_kNN as ``knn_tokens`` and ``knn_probs``, the most probable token first,
-    without tokens of probability 0; and ``sources``, a list with the document, domain, position and share of
-    the nearest records.
+    The columns are:
+
+    - ``document``, ``position`` and ``token``: the gold token;
+    - ``p_lm``, ``p_knn`` and ``lambda``: its probabilities by the model and by the store, and the weight λ;
+    - ``knn_tokens`` and ``knn_probs``: the distribution p_kNN, the most probable token first, without tokens
+      of probability 0;
+    - ``sources``: a list with the document, domain, position and share of each of the nearest records.
 
     Args:
         lm: the model.
         documents: the documents, in any form that `add` takes.
         path: the file; an existing file is replaced when the new one is complete.
-        knn: settings of this call; default ``lm.knn``. Only the store's keys count.
+        knn: settings of this call; default ``lm.knn``. Components other than the keys are ignored.
         neighbors: largest number of sources for each token, >= 0.
         progress: progress display, which receives the number of written rows; None for no display.
 
@@ -269,8 +272,8 @@ def rank_records(
         settings: the settings with which the tokens were scored.
 
     Returns:
-        Record ids, their tokens, distances and weights in p_kNN, each of shape (n, m). Missing records have
-        id and token -1 and weight 0.
+        Four arrays of shape (n, m): record ids, their tokens, their distances, and their weights in p_kNN.
+        Missing records have id and token -1 and weight 0.
     """
     distances, tokens = scores.evidence.distances.numpy(), scores.evidence.tokens
     assert tokens is not None

@@ -2,7 +2,7 @@
 
 `score_held_out` scores held-out documents, `score_texts` scores texts given by their tokens, and
 `score_text_in_turns` does so in short turns, for a server. All yield `TokenScores`, from which the caller
-computes mixtures. `HeldOut` finds the documents that are in the store themselves.
+computes mixtures. `HeldOut` finds the held-out documents that the store contains too.
 """
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ from knnstore.store import KNOWN, Reader, Selection
 _MAX_NEIGHBORS = BATCH_TOKENS << 10
 """Largest number of neighbors of all tokens together in one look-up; it bounds memory."""
 _MAX_CELL_DISTANCES = 1 << 26
-"""Largest number of distances to records of cells in memory: 256 MiB. With more, each cell would be read less
-often."""
+"""Largest number of distances to records of cells in memory: 256 MiB. With a larger number, each cell would
+be read less often, but more memory would be needed."""
 _MAX_CACHED_TOKENS = 1 << 23
 """Largest number of preceding tokens that one look-up in the continuous cache weights: 32 MiB for each
 temperature."""
@@ -158,17 +158,18 @@ class HeldOut(NamedTuple):
     documents: list[TextDocument]
     """All held-out documents, in their order."""
     stored: Mapping[str, frozenset[str]]
-    """For the content hash of each held-out document that is in the store: the content hashes of the stored
-    documents that count as the same text. Two documents count as the same text if at least half (`KNOWN`) of
-    the shorter one is in the other."""
+    """The held-out documents that are in the store. The mapping has the content hash of each, and the content
+    hashes of the stored documents that count as the same text. Two documents count as the same text if at
+    least half (`KNOWN`) of the shorter one is in the other."""
 
     @classmethod
     def compare_with_store(
         cls, store: Reader, reader: TextReader, documents: Iterable[object], selection: Selection
     ) -> "HeldOut":
-        """List held-out documents, and find stored documents with the same text or half of the text.
+        """Find, for each held-out document, the stored documents with the same text or half of the text.
 
-        A held-out document that is in the store is neither removed nor refused; `refuse_stored` refuses it.
+        Held-out documents that are in the store stay in the list `documents`. To raise an error for them,
+        call `refuse_stored`.
 
         Args:
             store: the store.
@@ -220,8 +221,8 @@ def score_held_out(
         reader: the object that tokenizes the documents and runs the model.
         documents: the held-out documents.
         settings: the settings in force.
-        left_out: for the content hash of a held-out document, the content hashes of stored documents that are
-            left out of its search.
+        left_out: stored documents that the search for a held-out document leaves out. It maps the content
+            hash of the held-out document to the content hashes of the stored documents.
         progress: progress display, which receives the number of scored tokens; None for no display.
 
     Yields:
@@ -236,16 +237,18 @@ def score_held_out(
 def group_by_left_out(
     documents: Sequence[TextDocument], left_out: Mapping[str, Collection[str]]
 ) -> list[tuple[list[int], list[str]]]:
-    """Group documents that leave out the same stored documents, so that one selection serves a group.
+    """Group documents whose searches leave out the same stored documents.
+
+    All documents of a group can be scored with the same selection.
 
     Args:
         documents: the documents.
-        left_out: for the content hash of a document, the content hashes of stored documents that are left out
-            of its search; a document without an entry leaves out nothing.
+        left_out: stored documents that the search for a document leaves out. It maps the content hash of the
+            document to the content hashes of the stored documents. Without an entry, nothing is left out.
 
     Returns:
-        For each group the indices of its documents, ascending, and the content hashes that they leave out,
-        sorted. No documents give no groups.
+        For each group the indices of its documents, ascending, and the content hashes of the stored documents
+        to leave out, sorted. No documents give no groups.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, document in enumerate(documents):
@@ -328,8 +331,8 @@ def score_text_in_turns(
 
     The scores are those of `score_texts` with ``with_record_ids=True``, which keeps the ids of retrieved
     records. They may differ by rounding, because the model runs over one window at a time, in parts of 128
-    tokens; an encoder-decoder model reads a window at once. After each window the store is searched for a few
-    of its tokens at a time.
+    tokens (an encoder-decoder model: in one part). After each window, a turn searches the store for a few of
+    the window's tokens.
 
     Args:
         store: the store that is searched.
@@ -382,7 +385,7 @@ def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings)
     """
     if not settings.needs_text:
         return None
-    return texts.read_on(read.keys, read.documents, read.positions)
+    return texts.append_batch(read.keys, read.documents, read.positions)
 
 
 def predict_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:
@@ -429,15 +432,15 @@ def _collect_predictions(encoded: Encoded, log_probs: LogProbs, batch: WindowBat
 
 
 class EvidenceLookup:
-    """Looks up the evidence of tokens (what the components find for them), a group of tokens at a time.
+    """Looks up what the components find for tokens (their evidence), a group of tokens at a time.
 
-    A group is as large as memory allows. If whole cells (groups of records with near keys) are searched, and
-    the cells are smaller than assumed, the next groups have more tokens.
+    A group is as large as memory allows. If whole cells (groups of records with near keys) are searched, the
+    size of the next group depends on the number of records that were found for the last group.
 
     Args:
         store: the store that is searched.
         settings: the settings in force, with the k that `limit_k_to_store` returns.
-        form: how much of the evidence is kept, e.g. record ids or only probabilities of the target tokens.
+        form: the part of the evidence that is kept, e.g. record ids or only probabilities of target tokens.
         turn_tokens: largest number of tokens of a group; a group then has at most `_MAX_TURN_NEIGHBORS`
             neighbors. With None only memory limits the groups.
     """

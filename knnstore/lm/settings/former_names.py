@@ -54,7 +54,7 @@ def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNN
 
 
 def own_settings_for(store: Reader, selection: Selection) -> KNNSettings:
-    """Return the settings in force for a selection that depend on no document outside its domains."""
+    """Return the settings in force for a selection, computed only from documents in its domains."""
     return resolve(store, KNNSettings(selection=selection), only_selected=True)
 
 

@@ -15,8 +15,8 @@ Then two rules switch components off:
 
 5. A saved component is off if it was trained on documents outside the selection, or on documents that were
    removed. If no other component is saved, the derived default is used.
-6. With `Purpose.GENERATION` the components that count in scoring only are off, except components of which the
-   caller sets a value.
+6. With `Purpose.GENERATION` the components that the settings use in scoring only are off, unless the caller
+   sets a value of the component.
 
 If a network of the saved settings is missing, damaged or fitted for other keys, an error is raised. If the
 caller sets λ or a mixer, no network is needed, and the derived default replaces the saved settings instead.
@@ -55,16 +55,19 @@ DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36
 """Default of a store without keys."""
 _DISTANCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 _LAMBDAS = (0.9, 0.83, 0.7, 0.57, 0.4, 0.28, 0.12, 0.04, 0.005)
-"""λ by the distance to the nearest record, in variances of the keys. Text like the stored text finds a
-record within 0.3 to 0.8, other text beyond 0.6 or 1.2. The bins fit weak and strong models, and text like
-and unlike the stored text: see "Before and after calibration" in docs/benchmarks.md."""
+"""λ in each bin of the distance to the nearest record; `_DISTANCE_EDGES` has the edges of the bins.
+
+The unit of the edges is the variance of the keys. For text like the stored text, the nearest record is
+typically within 0.3 to 0.8; for other text it is beyond 0.6 or 1.2. The bins suit weak and strong models, and
+text like and unlike the stored text: see "Before and after calibration" in docs/benchmarks.md.
+"""
 _TEMPERATURE_SHARE = 0.1
 _SAMPLE_RECORDS = 8192
 
 _KEY_FIELDS = {"mixer", "k", "temperature"}
 _ASKED_BY = {"cache": {"cache"}, "n-grams": {"ngrams"}, "keys": _KEY_FIELDS}
-"""For each component, the fields of `KNNSettings`. If the caller sets one of the fields, the component counts
-in generation, even if it is saved as counting in scoring only (step 6)."""
+"""For each component, fields of `KNNSettings` that ask for it. If the caller sets one of the fields, the
+component is used in generation, even if the saved settings use it in scoring only (rule 6)."""
 
 _CACHED_SETTINGS = 64
 
@@ -74,7 +77,7 @@ _logger = logging.getLogger(__name__)
 class Purpose(Enum):
     """The use that settings are resolved for: scoring or generation.
 
-    Some components count in scoring only; `KNNSettings.scoring_only` names them.
+    Settings may use some components in scoring only; `KNNSettings.scoring_only` names them.
     """
 
     SCORING = "scoring"
@@ -136,9 +139,8 @@ def resolve(
     """Fill in the settings of a call from the store, and return the settings in force, with no unset field.
 
     Values of the caller come first, then settings saved for the selected domains, then settings saved for the
-    whole store, then a default that is derived from the store's keys. The module has the exact order.
-
-    Settings without unset fields are returned without reading the store.
+    whole store, then a default that is derived from the store's keys. The module's docstring has the exact
+    order. Settings without unset fields are returned without reading the store.
 
     Args:
         store: the store that has saved settings, and from whose keys the default is derived.
@@ -187,7 +189,7 @@ class Resolver:
 
         Args:
             asked: the settings of the call; unset fields are filled in from the store.
-            purpose: scoring or generation; some components count in scoring only.
+            purpose: scoring or generation; some components are used in scoring only.
         """
         is_complete = isinstance(asked, KNNSettings) and not asked.unset
         if is_complete and (purpose is Purpose.SCORING or not asked.scoring_only):
@@ -206,7 +208,7 @@ def find_saved_settings(
 ) -> SavedSettings | None:
     """Return the settings saved for exactly the selected domains, else the settings of the whole store.
 
-    Settings are ignored if only an earlier version had their mixer (the rule that chooses λ).
+    Saved settings are ignored if their mixer (the rule that chooses λ) does not exist any more.
 
     Args:
         store: the store.
@@ -240,7 +242,7 @@ def save_default_settings(store: KNNStore) -> bool:
 
 
 def find_outdated_components(store: Reader, selection: Selection = EVERYTHING) -> tuple[str, ...]:
-    """Return the names of saved components that are off because documents they were trained on were removed.
+    """Return the names of saved components that are off, because their training documents were removed.
 
     Args:
         store: the store.
@@ -265,11 +267,12 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
     """Compute default settings from the variance of the keys of selected documents.
 
-    The variance is that of the first records. Twice the variance is the mean squared distance between two
-    keys. The best temperature grows with the scale of the distances, which differs between models by orders
-    of magnitude. A tenth of the variance is near the best temperature in the domains of docs/benchmarks.md;
-    T=1 is far from it. The weight λ falls with the distance in the same unit, so that retrieval hardly hurts
-    on text unlike the stored text. Calibration on held-out text gives better settings.
+    The variance is computed from the first records. Twice the variance is the mean squared distance between
+    two keys. The best temperature grows with the scale of the distances, which differs between models by
+    orders of magnitude. In the domains of docs/benchmarks.md, a tenth of the variance is near the best
+    temperature, and T=1 is far from it. The weight λ is small if the nearest record is many variances away,
+    so that retrieval hardly hurts on text unlike the stored text. Calibration on held-out text gives better
+    settings.
 
     Args:
         store: the store.
@@ -414,8 +417,8 @@ def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool)
         is_keyless: True if the store has no keys.
 
     Raises:
-        ConfigError: a cache is switched on in a store without keys and without a saved cache, and no
-            temperature is set; or a value is out of range.
+        ConfigError: a value is out of range; or `asked` sets a cache size without a temperature, and the
+            store has neither keys nor a saved cache to take the temperature from.
     """
     settings = override_keys(stored, asked)
     cache, ngrams = settings.cache, settings.ngrams
@@ -451,9 +454,9 @@ def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool)
 
 
 def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
-    """Return settings for a purpose: for generation without the components that count in scoring only.
+    """Return settings for a purpose: for generation, without the components in ``scoring_only``.
 
-    For the purpose scoring the same object is returned.
+    For scoring, the same object is returned.
 
     Args:
         settings: settings without unset fields.

@@ -97,6 +97,7 @@ class KNNSettings:
     """Names of the fields that `resolve` fills with the store's values."""
 
     def __post_init__(self, lam: float | None) -> None:
+        # 1) Replace omitted fields by defaults, and remember their names.
         unset = {name for name in self.unset if getattr(self, name) == _DEFAULTS[name]}
         for name, value in _DEFAULTS.items():
             if getattr(self, name) is _UNSET:
@@ -105,6 +106,7 @@ class KNNSettings:
         if lam is not None:
             object.__setattr__(self, "mixer", FixedLambda(lam))
             unset.discard("mixer")
+        # 2) Check the values.
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
         if self.probes is not None and not (type(self.probes) is int and self.probes >= 1):
@@ -133,6 +135,7 @@ class KNNSettings:
                 f"a gate over all components does not go with the mixer {self.mixer.name!r}, which makes "
                 "searches of its own: choose another"
             )
+        # 3) A field is no longer unset if another field decides it.
         object.__setattr__(self, "unset", frozenset(self._choose_unset_fields(unset)))
 
     def _choose_unset_fields(self, unset: set[str]) -> set[str]:
@@ -175,7 +178,7 @@ class KNNSettings:
 
     @property
     def chooses_temperature(self) -> bool:
-        """True if a network chooses the temperature of each token; `temperature` is then where it starts."""
+        """True if a network chooses each token's temperature, starting from the value of `temperature`."""
         return self.gate is not None or isinstance(self.mixer, GateLambda)
 
     @property
@@ -241,7 +244,7 @@ class KNNSettings:
 
     @property
     def for_writing(self) -> "KNNSettings":
-        """Settings for generation, without components that count in scoring only.
+        """Settings for generation, without the components in `scoring_only`.
 
         This is a former name; use `resolve` instead.
         """
@@ -254,9 +257,10 @@ class KNNSettings:
 
     @property
     def model_generates_alone(self) -> bool:
-        """True if components are in use, but all of them in scoring only, so that the model generates alone.
+        """True if the model generates alone, because all components in use are used in scoring only.
 
-        A component is a source of predictions besides the model: keys, n-grams or a cache, for example.
+        False if no component is in use at all. A component is a source of predictions besides the model:
+        keys, n-grams or a cache, for example.
         """
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
-from knnstore.lm.keys import described
+from knnstore.lm.keys import describe_keys
 from knnstore.lm.mixing import JointGate, is_registered, load_mixer, other_mixers
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
@@ -23,12 +23,12 @@ from knnstore.store import (
 )
 
 LoadWeights = Callable[[str], Weights]
-"""A function that loads weights by the name that settings have for them."""
+"""A function that loads weights by the name that saved settings contain."""
 
 T = TypeVar("T")
 
 _REMOVED = {"skip": "searches that are left out", "pointers": "searches that pointers save"}
-"""Names of settings of earlier versions that have no effect any more, each with what it was for."""
+"""Names of settings of earlier versions that have no effect any more, each with its former purpose."""
 
 _REMOVED_MIXERS = ("sk-mt", "relative-confidence")
 """Mixers of earlier versions that are in the package knnstore-research now."""
@@ -70,8 +70,8 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
 
     Args:
         values: the values.
-        load: function that loads weights by name, from `weights_for`. It is needed if the values name the
-            weights of a network; None otherwise.
+        load: function that loads weights by name, as `weights_for` returns it. It is needed only if the
+            values name the weights of a network.
 
     Raises:
         ConfigError: a name is unknown, a value is out of range, or `load` is needed and None.
@@ -152,7 +152,7 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
     def load_checked_weights(name: str) -> Weights:
         """Load a file of weights. Raises FingerprintMismatchError if they were fitted for other keys."""
         found = store.load_weights(name) if folder is None else load_weights(folder, name)
-        expected = described(store.identity)
+        expected = describe_keys(store.identity)
         known = {key: found.metadata.get(key) for key in expected}
         if known != expected:
             raise FingerprintMismatchError(
@@ -167,9 +167,8 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
 def is_mixer_removed(query: Mapping[str, Any]) -> bool:
     """Check whether saved settings use a mixer of an earlier version that no installed package has.
 
-    A mixer is a rule that chooses the weight λ of each token.
-
-    If the result is True, a warning is logged, once in a process for each mixer.
+    A mixer is a rule that chooses the weight λ of each token. If the result is True, a warning is logged,
+    once in a process for each mixer.
 
     Args:
         query: the saved values of the settings.

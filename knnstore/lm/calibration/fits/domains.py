@@ -35,16 +35,15 @@ class DomainEvidence:
     temperatures: Tensor
     """The temperatures at which p_kNN is computed, float32, shape (m,), ascending."""
     knn: Tensor
-    """Probability of each token by the records of each domain at each temperature, float32, shape (j, n,
-    m). The model's probability where no record was found, because then the model gets the weight of the
-    domain."""
+    """Probability of each token by the records of each domain at each temperature, float32, shape (j, n, m).
+    If no record was found, it is the model's probability, because the model then gets the domain's weight."""
     found: Tensor
     """True where a record of the domain was found for the token, bool, shape (j, n)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n,)."""
     probes: int | None = None
-    """Number of cells (groups of records with near keys) that are searched for each query, whose records
-    all count. None if only the k nearest records count."""
+    """Number of cells (groups of records with near keys) that are searched for each query. The probabilities
+    then use all records of these cells. None if they use only the k nearest records."""
 
     def only(self, wanted: Tensor) -> "DomainEvidence":
         """Return the probabilities of the tokens that a mask selects.
@@ -102,8 +101,8 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
         if torch.equal(points, before):
             break
     # 3) Drop domains with little weight, and fit the λ_j of the others.
-    worth = _fit_weights(evidence, points) >= _MIN_WEIGHT
-    lambdas = _fit_weights(evidence, points, worth)
+    is_fitted = _fit_weights(evidence, points) >= _MIN_WEIGHT
+    lambdas = _fit_weights(evidence, points, is_fitted)
     lambdas = lambdas * (MAX_LAMBDA / lambdas.sum().clamp(min=MAX_LAMBDA))
     temperatures = evidence.temperatures[points]
     heaviest = float(temperatures[lambdas.argmax()])
@@ -135,23 +134,23 @@ def fit_mixture_weights(probs: Tensor) -> Tensor:
     return weights
 
 
-def _fit_weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
+def _fit_weights(evidence: DomainEvidence, points: Tensor, is_fitted: Tensor | None = None) -> Tensor:
     """Fit the weight λ_j of each domain at fixed temperatures. The model has the weight 1 - Σ λ_j.
 
     Args:
         evidence: the tokens' probabilities by each domain.
         points: index of each domain's temperature in the grid, int64, shape (j,).
-        worth: True for the domains to fit, bool, shape (j,); None means all domains.
+        is_fitted: True for the domains to fit, bool, shape (j,); None means all domains.
 
     Returns:
         The weights, float32, shape (j,); 0 for domains that are not fitted.
     """
-    worth = torch.ones(len(points), dtype=torch.bool) if worth is None else worth
-    probs = torch.cat([evidence.lm[:, None], _select_probs(evidence, points)[worth].T], 1).clamp(
+    is_fitted = torch.ones(len(points), dtype=torch.bool) if is_fitted is None else is_fitted
+    probs = torch.cat([evidence.lm[:, None], _select_probs(evidence, points)[is_fitted].T], 1).clamp(
         min=LEAST_PROBABILITY
     )
     weights = torch.zeros(len(points))
-    weights[worth] = fit_mixture_weights(probs)[1:].float()
+    weights[is_fitted] = fit_mixture_weights(probs)[1:].float()
     return weights
 
 

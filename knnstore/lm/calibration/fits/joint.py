@@ -25,15 +25,15 @@ def fit_together(
 ) -> KNNSettings:
     """Fit the keys, then the other components one after another, and last a gate. Return the fitted settings.
 
-    Each other component is fitted to be mixed with the components that were fitted before it. The gate is a
-    network that weighs all components anew for each token.
+    Each component is fitted as an addition to the mixture of the components before it. The gate is a network
+    that then chooses new weights of all components for each token.
 
     Args:
         evidence: probabilities of the tokens to fit on.
         scored: the text.
         ngrams: the object that fits n-grams, alternating with the keys; None leaves n-grams out.
-        others: for each component that is mixed after keys and n-grams, by name and in this order, the object
-            that fits it.
+        others: the objects that fit the components after keys and n-grams, by name and in the order of the
+            mixture.
         fit: function that fits the settings of the keys.
     """
     at = evidence.tokens
@@ -47,7 +47,7 @@ def fit_together(
 
 
 def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> JointGate:
-    """Train a gate, a network that weighs all components which settings use, on a scored text.
+    """Train a gate, a network that weighs all components in use, on a scored text.
 
     Args:
         scored: the text.

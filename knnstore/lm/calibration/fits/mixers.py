@@ -35,7 +35,7 @@ def fit_fixed(evidence: GridEvidence) -> KNNSettings:
 
 
 def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
-    """Return the temperature T and the weight λ, equal for all tokens, with the largest likelihood.
+    """Return one temperature T and one weight λ for all tokens: the pair with the largest likelihood.
 
     Args:
         evidence: probabilities of the tokens to fit on, at one temperature or more.
@@ -52,8 +52,8 @@ def fit_bins(
 ) -> KNNSettings:
     """Fit one weight λ (and one temperature T, if asked for) for each bin of tokens; return settings.
 
-    Bins have about equal numbers of tokens, by the distance to the nearest neighbor and the model's
-    confidence.
+    The bins divide the tokens by the distance to the nearest neighbor and by the model's confidence. All bins
+    have about equal numbers of tokens.
 
     A prior of `PRIOR_TOKENS` tokens draws λ and T of each bin towards the best λ and T for all tokens. A bin
     without tokens has exactly the best λ and T for all tokens.
