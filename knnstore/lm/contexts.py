@@ -246,8 +246,8 @@ class DocumentTexts:
     def append_batch(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
         """Append the keys of a batch of windows to the texts, and return the contexts of the batch.
 
-        The contexts have one position for each of the batch's n target tokens: the context is the text before
-        the token. Also frees the memory of keys and texts that later positions do not need.
+        The context of a position is the text before it; the positions are those of the batch's target tokens.
+        Frees the memory of keys and texts that later positions do not need.
 
         Args:
             keys: the key at the token before each target token, float32, shape (n, d).

@@ -70,9 +70,9 @@ class RowMixer:
                 same object form a group and are retrieved together.
 
         Returns:
-            Shape (n, v). For each group of rows: log p of the mixture, float32, if a component found anything
-            for one of its rows, or if the logits are on a GPU; else the model's logits. If all rows are one
-            group without a result, and in main memory, the unchanged tensor ``rows.logits``.
+            Log-probabilities of the mixture, float32, shape (n, v). A group keeps the model's logits if its
+            settings use the model alone; on a CPU, also if no component found anything for its rows. If such
+            a group has all rows, the tensor ``rows.logits`` itself is returned.
 
         Raises:
             ConfigError: `each` has neither one nor n settings; or the settings need the texts, and the texts

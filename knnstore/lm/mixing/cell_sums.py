@@ -505,9 +505,9 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
 def _bound_kth_distances(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
     """Compute a close upper bound of the distance from each query to its k-th nearest record.
 
-    The records of each cell that the query probes, except at most k - 1, are divided into k groups, and the
-    nearest record of each group is taken. The k-th nearest of the taken records, over all cells of a query,
-    is at least as far as the k-th nearest of all records.
+    Each cell that the query probes is divided into k groups of records, and the nearest record of each group
+    is kept. (Up to k - 1 records of a cell may be left out.) The bound is the distance to the k-th nearest of
+    the records that were kept from all cells. The k-th nearest of all records is at most as far.
 
     Args:
         cells: the cells (groups of records), on one device.

@@ -80,6 +80,13 @@ class DeviceSums:
         return DeviceSums(self._visits.select_rows(rows), self._vocabulary, self._features)
 
     def _compute_weights(self, temperatures: Tensor) -> Tensor:
-        """Compute `weights` at t temperatures of each query, shape (n, t); the result has shape (n, t, v)."""
+        """Compute the result of `weights` at several temperatures of each query.
+
+        Args:
+            temperatures: t temperatures of each of n queries, shape (n, t).
+
+        Returns:
+            Float32, shape (n, t, v).
+        """
         sums: Tensor = self._visits.sum_by_token(temperatures, self._vocabulary)
         return sums.div_(sums.sum(2, keepdim=True).clamp_(min=LEAST_PROBABILITY))

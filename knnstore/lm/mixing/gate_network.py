@@ -23,8 +23,8 @@ _MISSING_DISTANCE = 1e30
 _HIDDEN = (128, 64)
 _DROPOUT = 0.2
 _DROPOUT_OF_QUERY = 0.5
-"""Dropout of the features that are the query vector. They are hundreds, and could together memorize
-tokens."""
+"""Dropout of the features that are the query vector. The query vector has hundreds of features, which
+together could memorize the training tokens."""
 _EPOCHS = 12
 _MIN_STEPS = 160  # of the optimizer; with little text there are more epochs
 _PATIENCE = 0.25  # the fit stops after this fraction of all epochs without an improvement
@@ -256,8 +256,8 @@ def compute_gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
 
     Args:
         evidence: the search result for n queries, with the query vectors (`keys`) and the model's entropy.
-        k: the farthest neighbor whose distance is used has the rank k or less; ranks are powers of two.
-        scale: distance by which distances are divided.
+        k: largest rank of a neighbor whose distance is used. Only ranks that are powers of two are used.
+        scale: a typical distance, by which distances are divided.
 
     Returns:
         The model's confidence and entropy, features of the neighbors, and the d components of the query
@@ -276,7 +276,7 @@ def compute_neighbor_features(evidence: Evidence, k: int, scale: float) -> Tenso
         evidence: the search result for n queries.
         k: number of nearest neighbors whose distances are used. If a search returned fewer neighbors, the
             farthest neighbor replaces the missing neighbors.
-        scale: distance by which distances are divided.
+        scale: a typical distance, by which distances are divided.
 
     Returns:
         Columns: asinh(distance / scale) of the neighbors with rank 1, 2, 4, ... up to k; then log(1 + number

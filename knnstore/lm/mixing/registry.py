@@ -1,8 +1,8 @@
 """The mixers by name. Saved settings have a mixer's name and its fields.
 
 Another package offers a mixer class as an entry point of the group ``knnstore.mixers``; a process may also
-register one. The name is the mixer's `name`, not that of the entry point. If the class has a classmethod
-``fit``, see `knnstore.lm.calibration.FittableMixer`, then `calibrate` tries the mixer too.
+register one. Settings use the mixer's attribute `name`; the name of the entry point is ignored. If the class
+has a classmethod ``fit`` (see `knnstore.lm.calibration.FittableMixer`), `calibrate` tries the mixer too.
 """
 
 from collections.abc import Callable, Mapping

@@ -98,8 +98,8 @@ class NeighborSums:
     """The k nearest records of n queries, with one column for each record; all tensors are on one device."""
 
     distances: Tensor
-    """Distances, float32, shape (n, k); +inf for a missing neighbor. At least as many columns as a mixer
-    looks at are ascending, the nearest first."""
+    """Distances, float32, shape (n, k); +inf for a missing neighbor. The first columns are sorted, the
+    nearest neighbor first: at least the columns that a mixer uses."""
 
     tokens: Tensor | None = None
     """Tokens, int64, shape (n, k); arbitrary if a neighbor is missing. None if only hits were kept."""
@@ -254,8 +254,8 @@ def _count_distinct_in_rows(
 
     Args:
         rows: rows of values.
-        found: number of values of each row that count; the others are at its end.
-        ranks: numbers of first values.
+        found: number of values to use of each row, from its beginning.
+        ranks: for each column of the result, the number of values at the beginning of a row to look at.
     """
     counts = [
         [len({*row[: min(rank, count)]}) for rank in ranks] for row, count in zip(rows, found, strict=True)
@@ -272,7 +272,8 @@ def list_powers_of_two(k: int) -> list[int]:
 def get_rank_columns(k: int, width: int, device: torch.device) -> Tensor:
     """Return the columns of the neighbors with rank 1, 2, 4, ... up to k, in a matrix of `width` columns.
 
-    The last column stands for ranks beyond it. Cached, because making the tensor takes longer than using it.
+    For a rank above `width`, the last column is returned. The result is cached, because creating the tensor
+    takes longer than using it.
 
     Returns:
         int64, shape (⌊log₂ k⌋ + 1,), on the device; read only.

@@ -236,7 +236,7 @@ def _extend_inputs(model: Any, model_kwargs: Mapping[str, Any], count: int) -> d
 
 
 def _may_remove_tokens(cache: Any) -> bool:
-    """Guess from the classes of an empty cache's layers whether the KV cache can remove tokens.
+    """Check whether an empty KV cache can probably remove tokens, by the classes of its layers.
 
     Returns False if a layer is static, or if a layer's class overrides `update` but not `crop` (for example a
     quantized layer). Returns False for None and for a cache of another kind, and True for a cache without

@@ -79,10 +79,8 @@ tokens.
 """
 
 _DEFAULT_WINDOW = 2_048
-"""Number of tokens in a window if an encoder-decoder model (T5) names no limit.
-
-A store without keys for a model without a limit has this number too, although it cuts no windows.
-"""
+"""Number of tokens in a window of an encoder-decoder model that names no limit (T5), and of a store without
+keys for such a model, where nothing depends on it."""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""
