@@ -81,6 +81,8 @@ class NGramCounts:
         """True if the documents have no token."""
         self.ranges_of_ends: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         """Cache of `Matches.of_ends`: the ranges of the last symbol, the last two symbols, ... of a text."""
+        self.probs_of_ends: dict[tuple[int, ...], float] = {}
+        """Cache of `compute_last_probs`: the probability of a text's last token after the tokens before."""
 
     @property
     def nbytes(self) -> int:
