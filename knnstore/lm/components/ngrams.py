@@ -35,7 +35,7 @@ _MAX_ENDS = 64
 _MIN_CITED_PLACES = 32
 """Least number of places that are cited for each length of n-grams, if the text has as many."""
 _WINDOWS = (8, 64)
-"""Numbers of last tokens over which the history is averaged: how well n-grams have predicted a text so far."""
+"""Numbers of last tokens over which the history is averaged: how well n-grams predicted the text so far."""
 _HISTORY_FLOOR = 0.01
 """Added to each probability of the history, so that a token that n-grams do not expect at all counts little
 more than one that they hardly expect."""
