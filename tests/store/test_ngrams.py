@@ -127,9 +127,13 @@ def test_the_last_token_of_an_end_has_the_probability_that_it_has_in_the_text(
     steps = data.draw(st.permutations(steps))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("knnstore.store.ngrams.matches._KEPT_PROBS", kept)
+        patched.setattr("knnstore.store.ngrams.matches._MOST_SINGLE_ENDS", data.draw(st.integers(0, 3)))
         for first in range(0, len(steps), 3):
             some = steps[first : first + 3]
-            ends = [(counts.start, *(token + 1 for token in asked[row][: at + 1])) for row, at in some]
+            texts_so_far = [
+                (counts.start, *(token + 1 for token in asked[row][: at + 1])) for row, at in some
+            ]
+            ends = [text[-order:] for text in texts_so_far]
             places = np.array([whole.firsts[row] + at - 1 for row, at in some])
             np.testing.assert_array_equal(compute_last_probs(counts, ends, order), whole.gold(places, order))
 

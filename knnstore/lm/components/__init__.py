@@ -33,7 +33,6 @@ from knnstore.lm.components.ngrams import (
     NGrams,
     NGramSettings,
     TargetContinuation,
-    compute_history,
     select_ngram_lambdas,
 )
 from knnstore.lm.components.own_ngrams import OwnNGrams
@@ -78,7 +77,6 @@ __all__ = [
     "bound_record_count",
     "check_others",
     "collect_experts",
-    "compute_history",
     "find_by_name",
     "fit_gate_over",
     "limit_k_to_store",

@@ -507,17 +507,22 @@ def _compute_history_of_ends(
     counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
 ) -> None:
     """Write the history of each position into `history`; faster for few positions, as in a decoding step."""
-    reach = max(_WINDOWS)
-    for row in np.flatnonzero(contexts.owners >= 0).tolist():
+    # 1) The counted tokens of each text, each with the symbols before it.
+    reach, ends, starts = max(_WINDOWS), list[tuple[int, ...]](), list[int]()
+    rows = np.flatnonzero(contexts.owners >= 0).tolist()
+    for row in rows:
         owner, length = int(contexts.owners[row]), int(contexts.lengths[row])
         first = max(0, length - reach - order + 1)
-        head = [counts.start] if contexts.is_whole[owner] and not first else []
-        symbols = [*head, *(token + 1 for token in contexts.texts[owner][first:length].tolist())]
+        head = (counts.start,) if contexts.is_whole[owner] and not first else ()
+        symbols = (*head, *(contexts.texts[owner][first:length].astype(np.int64) + 1).tolist())
         counted = range(max(1, len(symbols) - reach), len(symbols))
-        ends = [tuple(symbols[max(0, at - order + 1) : at + 1]) for at in counted]
-        log_probs = np.log(compute_last_probs(counts, ends, order) + _HISTORY_FLOOR)
+        starts.append(len(ends))
+        ends += [symbols[max(0, at - order + 1) : at + 1] for at in counted]
+    # 2) The mean over each window.
+    log_probs = np.log(compute_last_probs(counts, ends, order) + _HISTORY_FLOOR)
+    for row, start, stop in zip(rows, starts, [*starts, len(ends)][1:], strict=True):
         for column, window in enumerate(_WINDOWS):
-            last = log_probs[-window:]
+            last = log_probs[max(start, stop - window) : stop]
             history[row, column] = last.sum() / (len(last) + _HISTORY_PRIOR)
 
 

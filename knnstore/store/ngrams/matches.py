@@ -21,6 +21,8 @@ _KEPT_ENDS = 256
 """Number of ends of texts whose ranges are kept, so that the next step of each text extends them."""
 _KEPT_PROBS = 1 << 14
 """Number of ends of texts whose last token's probability is kept: of the last 64 tokens of 256 texts."""
+_MOST_SINGLE_ENDS = 16
+"""Largest number of ends of texts that are looked up one by one; more are looked up at once."""
 
 Range = tuple[int, int]
 """Start and stop of a range of the suffix array."""
@@ -467,23 +469,26 @@ def compute_last_probs(
     Args:
         counts: n-gram counts of the stored text.
         ends: the last symbols of each text, at least two: a token is its id plus 1, and `NGramCounts.start`
-            stands before the first token of a document. The last `order` symbols are used.
+            stands before the first token of a document. At most `order` symbols each.
         order: length of the longest n-grams that are used, 2 to `DEPTH`.
 
     Returns:
         The probabilities, shape (ends,).
     """
-    kept, keys = counts.probs_of_ends, [(order, *end[-order:]) for end in ends]
-    missing = {key: key[1:] for key in keys if key not in kept}
+    kept = counts.probs_of_ends.setdefault(order, {})
+    missing = [end for end in dict.fromkeys(ends) if end not in kept]
     if len(kept) + len(missing) > _KEPT_PROBS:
         kept.clear()
-        missing = {key: key[1:] for key in keys}
+        missing = list(dict.fromkeys(ends))
     if missing:
-        lasts = np.cumsum([len(end) for end in missing.values()], dtype=np.int64) - 1
-        joined = np.array([symbol for end in missing.values() for symbol in end], np.uint32)
+        joined = np.array([symbol for end in missing for symbol in (*end, END)], np.uint32)
+        lasts = np.cumsum([len(end) + 1 for end in missing], dtype=np.int64) - 2
         matches = Matches(counts, joined, lasts)
-        for end, last in zip(missing.values(), lasts.tolist(), strict=True):
-            matches._look_up_end(end[:-1], last - 1)
-            matches._look_up_end(end, last)
+        if len(missing) > _MOST_SINGLE_ENDS:
+            matches._find_ranges(np.arange(len(joined)))
+        else:
+            for end, last in zip(missing, lasts.tolist(), strict=True):
+                matches._look_up_end(end[:-1], last - 1)
+                matches._look_up_end(end, last)
         kept.update(zip(missing, matches.gold(lasts - 1, order).tolist(), strict=True))
-    return np.array([kept[key] for key in keys])
+    return np.array([kept[end] for end in ends])
