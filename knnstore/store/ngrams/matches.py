@@ -476,10 +476,8 @@ def compute_last_probs(
         The probabilities, shape (ends,).
     """
     kept = counts.probs_of_ends.setdefault(order, {})
-    missing = [end for end in dict.fromkeys(ends) if end not in kept]
-    if len(kept) + len(missing) > _KEPT_PROBS:
-        kept.clear()
-        missing = list(dict.fromkeys(ends))
+    probs = [kept.get(end) for end in ends]
+    missing = list(dict.fromkeys(end for end, prob in zip(ends, probs, strict=True) if prob is None))
     if missing:
         joined = np.array([symbol for end in missing for symbol in (*end, END)], np.uint32)
         lasts = np.cumsum([len(end) + 1 for end in missing], dtype=np.int64) - 2
@@ -490,5 +488,9 @@ def compute_last_probs(
             for end, last in zip(missing, lasts.tolist(), strict=True):
                 matches._look_up_end(end[:-1], last - 1)
                 matches._look_up_end(end, last)
-        kept.update(zip(missing, matches.gold(lasts - 1, order).tolist(), strict=True))
-    return np.array([kept[end] for end in ends])
+        new = dict(zip(missing, matches.gold(lasts - 1, order).tolist(), strict=True))
+        probs = [new[end] if prob is None else prob for end, prob in zip(ends, probs, strict=True)]
+        if len(kept) + len(new) > _KEPT_PROBS:
+            kept.clear()
+        kept.update(new)
+    return np.array(probs, np.float64)
