@@ -231,6 +231,26 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
     assert fit_joint(told, settings, tokens) == settings.gate  # the same again
 
 
+def test_a_gate_learns_from_the_history_in_which_documents_ngrams_are_right(scored) -> None:
+    """N-grams give .8 or .001 to all tokens of a document, as to the tokens before."""
+    is_right = scored.documents % 2 == 0
+    probs = torch.where(is_right, 0.8, 0.001)
+    told = with_evidence(
+        replace(scored, lm_log_probs=torch.full((len(scored),), 0.1).log()),
+        found={
+            "n-grams": scored.ngrams._replace(
+                probs=probs, history=(probs + 0.01).log()[:, None].expand(-1, 2)
+            )
+        },
+    )
+    settings = KNNSettings(k=1, lam=0.0, ngrams=ALL.ngrams)
+    settings = replace(settings, gate=fit_joint(told, settings, (scored.documents < 12).nonzero()[:, 0]))
+    assert settings.gate.widths == {"n-grams": 5}
+    found, others = told.log_probs(settings).log_probs.exp(), scored.documents >= 12
+    assert float(found[others & is_right].median()) > 0.7
+    assert float(found[others & ~is_right].median()) > 0.09
+
+
 def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, monkeypatch) -> None:
     kept = []
     monkeypatch.setattr(gate, "fit_network", lambda *given: kept.append(given[2]) or fit_network(*given))
