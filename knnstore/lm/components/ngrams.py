@@ -339,9 +339,9 @@ class NGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
-        history = None
-        if form is Form.TARGET if question.features is None else question.features == self.width:
-            history = compute_history(counts, contexts, order)
+        # A gate may be fitted on target tokens, so they have the history even if there is no gate yet.
+        has_history = question.features == self.width or (question.features is None and form is Form.TARGET)
+        history = compute_history(counts, contexts, order) if has_history else None
         if form is not Form.DISTRIBUTION:
             found = TargetContinuation.empty(order, len(contexts))._replace(history=history)
             if not counts.is_empty:
