@@ -71,17 +71,20 @@ def judge(
                 store.identity.vocab_size,
                 targets=targets[rows],
             )
-            # The predictions of n-grams do not depend on their weight, so they are looked up once.
-            counted: dict[NGramSettings, Evidence] = {}
+            # The predictions of n-grams do not depend on their weight, so they are looked up once; once more
+            # for a gate, which also takes how well they have predicted the text so far.
+            counted: dict[tuple[int, bool], Evidence] = {}
             for name, settings in sides.items():
                 asked = replace(positions, contexts=contexts[name].select_rows(rows))
                 evidence = look_up(store, replace(settings, ngrams=None), asked, Form.DISTRIBUTION)
                 if settings.ngrams is not None:
-                    order = NGramSettings(settings.ngrams.order)
-                    if order not in counted:
-                        alone = KNNSettings(k=1, lam=0.0, ngrams=order)
-                        counted[order] = look_up(store, alone, asked, Form.DISTRIBUTION)
-                    evidence = replace(evidence, found={**counted[order].found, **evidence.found})
+                    order, gate = settings.ngrams.order, settings.gate
+                    if (order, gate is not None) not in counted:
+                        alone = KNNSettings(k=1, lam=0.0, ngrams=NGramSettings(order), gate=gate)
+                        of_ngrams = look_up(store, alone, asked, Form.DISTRIBUTION)
+                        counted[order, gate is not None] = of_ngrams
+                    of_ngrams = counted[order, gate is not None]
+                    evidence = replace(evidence, found={**of_ngrams.found, **evidence.found})
                 found = mixture_of(settings, evidence).likelihoods(lm_log_probs, targets[rows], 1)
                 parts[name].append(found.gold.numpy())
                 parts[right_of(name)].append((found.tokens[:, 0] == targets[rows]).numpy())

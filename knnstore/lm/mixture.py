@@ -149,11 +149,13 @@ def _create_question(
         component: the component.
         part: the component's own settings.
         reader: the store.
-        settings: all settings; their selection is used, and the temperature factors that their gate (network
-            of weights) has for the component.
+        settings: all settings; their selection is used, and the temperature factors and the number of
+            features that their gate (network of weights) has for the component.
         contexts: the positions with their texts.
         keys: query vector of each position, shape (n, d); None if they are not known.
         vocabulary: number of tokens that the model predicts; `cite` does not need it.
     """
-    of_gate = () if settings.gate is None else settings.gate.factors.get(component.name, ())
-    return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate), keys)
+    gate, name = settings.gate, component.name
+    factors = () if gate is None else gate.factors.get(name, ())
+    features = None if gate is None else gate.widths.get(name, component.width)
+    return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *factors), features, keys)

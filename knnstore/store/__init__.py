@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         NGramCounts,
         Occurrence,
         Suffixes,
+        compute_last_probs,
         draft_from,
     )
     from knnstore.store.provenance import Provenance
@@ -82,6 +83,7 @@ __all__ = [
     "Weights",
     "check_new",
     "classify_change",
+    "compute_last_probs",
     "draft_from",
     "load_weights",
     "save_weights",

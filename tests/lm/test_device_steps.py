@@ -52,7 +52,7 @@ def home(make_lm) -> Path:
 def gated(settings: KNNSettings) -> KNNSettings:
     """The settings with a gate over all their components, which was not fitted."""
     experts = {"keys": FACTORS, "n-grams": (1.0,)}
-    widths = {"model": 2, "query": 32, "keys": 10, "n-grams": 3}
+    widths = {"model": 2, "query": 32, "keys": 10, "n-grams": 5}
     if settings.cache is not None:
         experts |= {"cache": FACTORS, "own n-grams": (1.0,)}
         widths |= {"cache": 2, "own n-grams": 3}
@@ -66,7 +66,8 @@ def gated(settings: KNNSettings) -> KNNSettings:
     torch.nn.init.normal_(network.layers[-1].weight)
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(factors)] for name, factors in experts.items()]
-    return replace(settings, gate=JointGate(network.weights({"unit": 2.0, "experts": listed})))
+    purpose = {"unit": 2.0, "experts": listed, "widths": {"n-grams": widths["n-grams"]}}
+    return replace(settings, gate=JointGate(network.weights(purpose)))
 
 
 SETTINGS: dict[str, Callable[[], KNNSettings]] = {

@@ -47,30 +47,37 @@ def scored(lm):
     return score_once(lm.store, lm.reader, TEXTS[10:], k=K, selection=EVERYTHING, ngrams=ALL.ngrams)
 
 
-@pytest.fixture(scope="module")
-def gated(scored) -> KNNSettings:
+FORMER, PRESENT = {"n-grams": 3}, {"n-grams": 5, "own n-grams": 3}
+"""Features of gates that earlier versions fitted, which do not name them; and of gates of today."""
+
+
+@pytest.fixture(scope="module", params=[PRESENT, FORMER], ids=["gate", "gate of an earlier version"])
+def gated(scored, request) -> KNNSettings:
     """A gate that was not fitted, and weighs each token differently."""
-    every = torch.arange(len(scored))
+    every, widths = torch.arange(len(scored)), request.param
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
     assert factors.keys() == ALL.parts.keys()
     features = collect_experts(
-        all_components(), ALL.parts, scored.evidence_for(ALL, every), factors, 2.0
+        all_components(), ALL.parts, scored.evidence_for(ALL, every), factors, 2.0, widths
     ).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
     torch.nn.init.normal_(network.layers[-1].weight)
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(of)] for name, of in factors.items()]
-    return replace(
-        ALL, gate=JointGate(network.weights({**scored.fitted_for, "unit": 2.0, "experts": listed}))
-    )
+    purpose = {**scored.fitted_for, "unit": 2.0, "experts": listed}
+    if widths is PRESENT:
+        purpose["widths"] = widths
+    return replace(ALL, gate=JointGate(network.weights(purpose)))
 
 
 def definition(scored, settings) -> np.ndarray:
     """p of every token: softmax over those of the model and the eight experts that say something."""
     evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
-    features = collect_experts(all_components(), settings.parts, evidence, gate.factors, gate.unit).features
+    features = collect_experts(
+        all_components(), settings.parts, evidence, gate.factors, gate.unit, gate.widths
+    ).features
     network = Network.from_weights(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
     near, hits = evidence.distances.double().numpy(), evidence.hits.numpy()
@@ -222,6 +229,26 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
     assert float(found[~of_keys[others]].median()) > 0.7
     assert found.log().mean() > fixed[others].mean() + 0.5
     assert fit_joint(told, settings, tokens) == settings.gate  # the same again
+
+
+def test_a_gate_learns_from_the_history_in_which_documents_ngrams_are_right(scored) -> None:
+    """N-grams give .8 or .001 to all tokens of a document, as to the tokens before."""
+    is_right = scored.documents % 2 == 0
+    probs = torch.where(is_right, 0.8, 0.001)
+    told = with_evidence(
+        replace(scored, lm_log_probs=torch.full((len(scored),), 0.1).log()),
+        found={
+            "n-grams": scored.ngrams._replace(
+                probs=probs, history=(probs + 0.01).log()[:, None].expand(-1, 2)
+            )
+        },
+    )
+    settings = KNNSettings(k=1, lam=0.0, ngrams=ALL.ngrams)
+    settings = replace(settings, gate=fit_joint(told, settings, (scored.documents < 12).nonzero()[:, 0]))
+    assert settings.gate.widths == {"n-grams": 5}
+    found, others = told.log_probs(settings).log_probs.exp(), scored.documents >= 12
+    assert float(found[others & is_right].median()) > 0.7
+    assert float(found[others & ~is_right].median()) > 0.09
 
 
 def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, monkeypatch) -> None:

@@ -23,6 +23,7 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.components import CacheSettings, Form, NGramFitting, NGrams, Question
+from knnstore.lm.components.ngrams import compute_history
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.settings import ReadingParts
 from knnstore.store import EVERYTHING, Selection
@@ -140,6 +141,38 @@ def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
         assert found.is_whole == [True]
     assert contexts_at([0, first], 1).is_whole == [False]
     assert contexts_at([0, first], 1).texts[0].tolist() == [0, first]
+
+
+@pytest.mark.parametrize("order", [2, 4, 7, 8])
+def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, order):
+    """For many positions at once, and for few, in texts of all lengths, whole and from the middle."""
+    counts = lm.store.ngrams()
+    expected = counted(lm, [one for of in texts.values() for one in of], order)
+    every = [
+        np.concatenate([lm.reader.tokens(one.text) for one in texts["news"][:4]])[:length]
+        for length in (0, 1, 5, 90, 90)
+    ]
+    is_whole = [True, False, True, True, False]
+    owners = np.repeat(np.arange(5), [len(text) + 1 for text in every])
+    lengths = np.concatenate([np.arange(len(text) + 1) for text in every])
+    owners[3] = -1  # padding
+    contexts = replace(Contexts.of_documents(every), is_whole=is_whole).at_positions(owners, lengths)
+
+    def definition(owner, length):
+        if owner < 0:
+            return [0.0, 0.0]
+        begin = [-1] if is_whole[owner] else []
+        symbols = [*begin, *every[owner][:length].tolist()]
+        log_probs = [
+            np.log(expected.probs(symbols[:at], V)[symbols[at]] + 0.01) for at in range(1, len(symbols))
+        ]
+        return [sum(log_probs[-window:]) / (len(log_probs[-window:]) + 4) for window in (8, 64)]
+
+    wanted = np.array([definition(*at) for at in zip(owners.tolist(), lengths.tolist(), strict=True)])
+    np.testing.assert_allclose(compute_history(counts, contexts, order), wanted, atol=1e-5)
+    for rows in [[3], *np.array_split(np.random.default_rng(0).permutation(len(owners)), 20)]:
+        few = compute_history(counts, contexts.select_rows(np.array(rows)), order)
+        np.testing.assert_allclose(few, wanted[rows], atol=1e-5)
 
 
 # -- generation

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from knnstore.catalog import NewDocument
 from knnstore.errors import DomainNotFoundError
-from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, counting
+from knnstore.store import (
+    EVERYTHING,
+    KNNStore,
+    Matches,
+    NGramCounts,
+    Selection,
+    compute_last_probs,
+    counting,
+)
 from knnstore.store.ngrams import DEPTH, SortedText
 from knnstore.store.ngrams.ranked_bits import RankedBits
 from tests.kneser_ney import KneserNey
@@ -101,6 +109,33 @@ def test_the_end_of_a_text_is_extended_by_its_last_token(order, monkeypatch) -> 
     for stop in range(40, 60):
         Matches.of_ends(counts, [text[stop - order + 1 : stop].tolist()], [False])
     assert len(looked_up) <= (order - 1) + 19
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), kept=st.sampled_from([3, 1 << 14]), data=st.data()
+)
+def test_the_last_token_of_an_end_has_the_probability_that_it_has_in_the_text(
+    texts, asked, order, kept, data
+):
+    """In any order, and also while the kept probabilities are dropped."""
+    counts = NGramCounts(
+        SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
+    )
+    whole = Matches.of(counts, [np.array(text, np.uint32) for text in asked])
+    steps = [(row, at) for row, text in enumerate(asked) for at in range(len(text))]
+    steps = data.draw(st.permutations(steps))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("knnstore.store.ngrams.matches._KEPT_PROBS", kept)
+        patched.setattr("knnstore.store.ngrams.matches._MOST_SINGLE_ENDS", data.draw(st.integers(0, 3)))
+        for first in range(0, len(steps), 3):
+            some = steps[first : first + 3]
+            texts_so_far = [
+                (counts.start, *(token + 1 for token in asked[row][: at + 1])) for row, at in some
+            ]
+            ends = [text[-order:] for text in texts_so_far]
+            places = np.array([whole.firsts[row] + at - 1 for row, at in some])
+            np.testing.assert_array_equal(compute_last_probs(counts, ends, order), whole.gold(places, order))
 
 
 @settings(max_examples=50, deadline=None)

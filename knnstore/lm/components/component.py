@@ -109,6 +109,9 @@ class Question(Generic[S]):
     factors: tuple[float, ...] = (1.0,)
     """Factors of the component's temperature. `Component.contribute` will be called with each of these
     factors for the result of the look-up."""
+    features: int | None = None
+    """Number of the component's features that the gate takes, `Component.width` or less if an earlier version
+    fitted it; None if there is no gate."""
     keys: Tensor | None = None
     """Query vector of each position, float32, shape (n, d); d = 0 in a store without keys. None if `cite` is
     called and the query vectors are not known."""

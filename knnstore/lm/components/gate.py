@@ -7,6 +7,7 @@ An expert is a component at one temperature. The weights replace λ and T of the
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ def collect_experts(
     evidence: Evidence,
     factors: Factors,
     unit: float,
+    widths: Mapping[str, int] = MappingProxyType({}),
 ) -> Experts:
     """Collect the distributions of a gate's experts, and compute the features that are the gate's input.
 
@@ -74,6 +76,8 @@ def collect_experts(
         factors: for each component that the gate weighs, the factors of its temperature; each factor gives
             one expert.
         unit: distance by which distances are divided, so that features do not depend on the model.
+        widths: number of features of components, by name, if a gate takes only the first ones; default is
+            `Component.width`.
 
     Returns:
         The distributions of each expert, the features of each position, and which experts have a prediction.
@@ -94,15 +98,17 @@ def collect_experts(
     found = []
     for component in (component for component in components if component.name in factors):
         contributions[component.name] = []
+        width = widths.get(component.name, component.width)
         if component.name in parts:
             settings, result = parts[component.name], find_by_name(evidence, component.name)
             experts = [component.contribute(settings, result, factor) for factor in factors[component.name]]
             contributions[component.name] = experts
             is_found = experts[0].is_found
-            features.append(component.features(result, unit).where(is_found[:, None], torch.nan))
+            of_component = component.features(result, unit)[:, :width]
+            features.append(of_component.where(is_found[:, None], torch.nan))
         else:
             is_found = torch.zeros_like(like, dtype=torch.bool)
-            features.append(like.new_full((len(like), component.width), torch.nan))
+            features.append(like.new_full((len(like), width), torch.nan))
         found += [is_found] * len(factors[component.name])
     query = slice(2, 2 + evidence.keys.shape[1])
     return Experts(contributions, torch.cat(features, 1), torch.stack(found, 1), query)
@@ -132,7 +138,7 @@ def weigh_by_gate(
         ConfigError: the gate weighs a component that this version does not have, or was fitted with another
             number of features.
     """
-    experts = collect_experts(components, parts, evidence, gate.factors, gate.unit)
+    experts = collect_experts(components, parts, evidence, gate.factors, gate.unit, gate.widths)
     shares = gate.shares(experts.features, experts.found)
     expert_counts = [len(factors) for factors in gate.factors.values()]
     below, shares_of_components = shares[:, 0], torch.split(shares[:, 1:], expert_counts, 1)
@@ -208,7 +214,14 @@ def fit_gate_over(
     start = _fit_constant_shares(token_probs, present).clamp(min=_LEAST_SHARE).log().tolist()
     network = fit_network(inputs, compute_loss, blocks, start, query)
     experts_of_gate = [[name, list(of_component)] for name, of_component in factors.items()]
-    metadata = {**purpose, "of": "all components", "unit": unit, "experts": experts_of_gate}
+    widths = {component.name: component.width for component in components if component.name in factors}
+    metadata = {
+        **purpose,
+        "of": "all components",
+        "unit": unit,
+        "experts": experts_of_gate,
+        "widths": widths,
+    }
     return JointGate(network.weights(metadata))
 
 

@@ -28,13 +28,21 @@ from knnstore.lm.mixing import (
     mix_target_log_probs,
 )
 from knnstore.lm.transfers import upload, upload_floats
-from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence
+from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, compute_last_probs
 
 Rows = slice | Tensor
 _MAX_ENDS = 64
 """Largest number of contexts, e.g. of a decoding step, whose ends are matched one by one."""
 _MIN_CITED_PLACES = 32
 """Least number of places that are cited for each length of n-grams, if the text has as many."""
+_WINDOWS = (8, 64)
+"""Numbers of last tokens over which the history is averaged: how well n-grams predicted the text so far."""
+_HISTORY_FLOOR = 0.01
+"""Added to each probability of the history, so that a token that n-grams do not expect at all counts little
+more than one that they hardly expect."""
+_HISTORY_PRIOR = 4
+"""Number of tokens by which a window of the history is longer than its text, with a log-probability of 0, so
+that the first tokens of a text count less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,9 @@ class Continuation(NamedTuple):
     `unigrams`, float32, shape (n,); None means 0."""
     unigrams: Tensor | None = None
     """Distribution of the rest over the vocabulary, float32, shape (v,); None if there is no rest."""
+    history: Tensor | None = None
+    """How well n-grams predicted the last tokens of each context, float32, shape (n, 2); None if no gate
+    needs it."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":
@@ -103,9 +114,13 @@ class Continuation(NamedTuple):
 
     def rows(self, rows: Rows) -> "Continuation":
         """Return the distributions of some of the contexts; `rows` is a slice, indices or a mask."""
-        rest = None if self.rest is None else self.rest[rows]
+        rest, history = (None if one is None else one[rows] for one in (self.rest, self.history))
         return self._replace(
-            weights=self.weights[rows], tokens=self.tokens[rows], suffixes=self.suffixes[rows], rest=rest
+            weights=self.weights[rows],
+            tokens=self.tokens[rows],
+            suffixes=self.suffixes[rows],
+            rest=rest,
+            history=history,
         )
 
     def to(self, device: torch.device) -> "Continuation":
@@ -124,9 +139,9 @@ class Continuation(NamedTuple):
             torch.cat([pad(getattr(part, name), (0, width - part.width)) for part in parts])
             for name in ("weights", "tokens")
         )
-        rests = [part.rest for part in parts if part.rest is not None]
+        rest, history = (_join_known([getattr(part, name) for part in parts]) for name in ("rest", "history"))
         suffixes = torch.cat([part.suffixes for part in parts])
-        return cls(weights, tokens, suffixes, torch.cat(rests) if rests else None, parts[0].unigrams)
+        return cls(weights, tokens, suffixes, rest, parts[0].unigrams, history)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return the distributions as a contribution to the mixture.
@@ -149,6 +164,9 @@ class TargetContinuation(NamedTuple):
     suffixes: Tensor
     """The longest suffix (end) of each context that occurs in the counted text: its length in tokens, its
     count, and the number of different next tokens; zeros if no suffix occurs. int64, shape (n, 3)."""
+    history: Tensor | None = None
+    """How well n-grams predicted the last tokens of each context, float32, shape (n, 2); None for n-grams of
+    the text itself."""
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":
@@ -176,11 +194,13 @@ class TargetContinuation(NamedTuple):
 
     def rows(self, rows: Rows) -> "TargetContinuation":
         """Return the probabilities of some of the contexts; `rows` is a slice, indices or a mask."""
-        return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows])
+        history = None if self.history is None else self.history[rows]
+        return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows], history=history)
 
     def to(self, device: torch.device) -> "TargetContinuation":
         """Return the probabilities with all tensors on a device."""
-        return self._replace(probs=self.probs.to(device), suffixes=self.suffixes.to(device))
+        history = None if self.history is None else self.history.to(device)
+        return self._replace(probs=self.probs.to(device), suffixes=self.suffixes.to(device), history=history)
 
     @classmethod
     def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
@@ -188,7 +208,7 @@ class TargetContinuation(NamedTuple):
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
         )
-        return cls(parts[0].order, probs, suffixes)
+        return cls(parts[0].order, probs, suffixes, _join_known([part.history for part in parts]))
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return a contribution with two columns: the target token, and all other tokens together.
@@ -203,6 +223,12 @@ class TargetContinuation(NamedTuple):
         weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
         hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         return Contribution(weights, select_ngram_lambdas(settings, self.lengths), hits=hits, name=name)
+
+
+def _join_known(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate the parts that are not None; return None if there is no such part."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if known else None
 
 
 class NGramFitting(NamedTuple):
@@ -293,10 +319,12 @@ class CountedNGrams:
 class NGrams(CountedNGrams):
     """The component that predicts the next token by n-grams of the selected documents.
 
-    The probabilities use interpolated Kneser-Ney smoothing. `NGramCounts` has the counts.
+    The probabilities use interpolated Kneser-Ney smoothing. `NGramCounts` has the counts. A gate also learns
+    how well n-grams have predicted the text so far (`compute_history`).
     """
 
     name = "n-grams"
+    width = CountedNGrams.width + len(_WINDOWS)
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
         """Predict the next token: find the last tokens in stored text, and count the tokens that follow.
@@ -312,15 +340,18 @@ class NGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
+        # A gate may be fitted on target tokens, so they have the history even if there is no gate yet.
+        has_history = question.features == self.width or (question.features is None and form is Form.TARGET)
+        history = compute_history(counts, contexts, order) if has_history else None
         if form is not Form.DISTRIBUTION:
-            found = TargetContinuation.empty(order, len(contexts))
+            found = TargetContinuation.empty(order, len(contexts))._replace(history=history)
             if not counts.is_empty:
                 matches, rows, at = _match_contexts(counts, contexts, order)
                 found.probs[rows] = torch.from_numpy(matches.gold(at, order))
                 found.suffixes[rows] = torch.from_numpy(np.stack(matches.suffixes(at, order), 1))
             return found
         if counts.is_empty:
-            return Continuation.empty(len(contexts))
+            return Continuation.empty(len(contexts))._replace(history=history)
         match = _match_contexts if len(contexts) > _MAX_ENDS else _match_ends
         matches, rows, at = match(counts, contexts, order)
         seen = matches.distribution(at, order)
@@ -330,7 +361,25 @@ class NGrams(CountedNGrams):
         suffixes[rows] = np.stack(seen.suffixes, 1)
         device = torch.device("cpu") if question.keys is None else question.keys.device
         unigrams = _get_unigrams(counts, question.vocabulary, device)
-        return Continuation(weights, tokens, torch.from_numpy(suffixes), torch.from_numpy(rest), unigrams)
+        return Continuation(
+            weights, tokens, torch.from_numpy(suffixes), torch.from_numpy(rest), unigrams, history
+        )
+
+    def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
+        """Compute inputs for the gate network: the longest found suffix, and the history of each context.
+
+        Args:
+            found: the result of the look-up at n positions.
+            unit: ignored, because n-grams have no distances.
+
+        Returns:
+            Float32, shape (n, 5): the columns of `CountedNGrams.features`, then of `compute_history`, which
+            are NaN if it was not computed.
+        """
+        of_suffixes, history = super().features(found, unit), found.history
+        if history is None:
+            history = of_suffixes.new_full((len(of_suffixes), len(_WINDOWS)), torch.nan)
+        return torch.cat([of_suffixes, history], 1)
 
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
@@ -410,6 +459,72 @@ def _get_unigrams(counts: NGramCounts, vocabulary: int, device: torch.device) ->
             padded = pad(values, (0, max(0, vocabulary - len(values))))
             of_counts[vocabulary, device] = padded.to(device)
     return of_counts[vocabulary, device]
+
+
+def compute_history(counts: NGramCounts, contexts: Contexts, order: int) -> Tensor:
+    """Compute how well n-grams of stored text have predicted the last tokens before each position.
+
+    Of the last w tokens of a text, c are counted: all that have a token or the start of a document before
+    them. With p_i, the probability that n-grams gave to token i,
+
+        h_w = Σ log(p_i + 0.01) / (c + 4)        over the counted tokens, for w = 8 and w = 64
+
+    Args:
+        counts: the counts of the selected documents.
+        contexts: n positions in texts.
+        order: number of tokens of the longest n-grams.
+
+    Returns:
+        Float32, shape (n, 2). 0 for an empty text, at padding, and without counted text.
+    """
+    history = np.zeros((len(contexts), len(_WINDOWS)), np.float32)
+    if not counts.is_empty:
+        compute = _compute_history_of_texts if len(contexts) > _MAX_ENDS else _compute_history_of_ends
+        compute(counts, contexts, order, history)
+    return torch.from_numpy(history)
+
+
+def _compute_history_of_texts(
+    counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
+) -> None:
+    """Write the history of each position into `history`; all tokens of the texts are looked up at once."""
+    cut = contexts.cut(max(_WINDOWS) + order - 1)
+    matches = Matches.of(counts, cut.texts, cut.is_whole)
+    # 1) The sum of log-probabilities before each symbol. A symbol without one before it is not counted.
+    starts = matches.firsts + ~np.array(cut.is_whole, np.bool_)
+    stops = matches.firsts + np.array([len(text) for text in cut.texts], np.int64)
+    counted = np.concatenate([np.zeros(0, np.int64), *map(np.arange, starts, np.maximum(starts, stops))])
+    sums = np.zeros(int(stops.max(initial=0)) + 1)
+    sums[counted + 1] = np.log(matches.gold(counted - 1, order) + _HISTORY_FLOOR)
+    sums = sums.cumsum()
+    # 2) The mean over each window.
+    ends, begins = matches.firsts[cut.owners] + cut.lengths, starts[cut.owners]
+    for column, window in enumerate(_WINDOWS):
+        firsts = np.minimum(np.maximum(ends - window, begins), ends)
+        history[cut.rows, column] = (sums[ends] - sums[firsts]) / (ends - firsts + _HISTORY_PRIOR)
+
+
+def _compute_history_of_ends(
+    counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
+) -> None:
+    """Write the history of each position into `history`; faster for few positions, as in a decoding step."""
+    # 1) The counted tokens of each text, each with the symbols before it.
+    reach, ends, starts = max(_WINDOWS), list[tuple[int, ...]](), list[int]()
+    rows = np.flatnonzero(contexts.owners >= 0).tolist()
+    for row in rows:
+        owner, length = int(contexts.owners[row]), int(contexts.lengths[row])
+        first = max(0, length - reach - order + 1)
+        head = (counts.start,) if contexts.is_whole[owner] and not first else ()
+        symbols = (*head, *(contexts.texts[owner][first:length].astype(np.int64) + 1).tolist())
+        counted = range(max(1, len(symbols) - reach), len(symbols))
+        starts.append(len(ends))
+        ends += [symbols[max(0, at - order + 1) : at + 1] for at in counted]
+    # 2) The mean over each window.
+    log_probs = np.log(compute_last_probs(counts, ends, order) + _HISTORY_FLOOR)
+    for row, start, stop in zip(rows, starts, [*starts, len(ends)][1:], strict=True):
+        for column, window in enumerate(_WINDOWS):
+            last = log_probs[max(start, stop - window) : stop]
+            history[row, column] = last.sum() / (len(last) + _HISTORY_PRIOR)
 
 
 def _match_contexts(

@@ -36,6 +36,8 @@ _MAX_DEVIATION = 8.0
 _MIN_DEVIATION = 1e-5
 """A feature with a standard deviation below this fraction of 1 + |mean| is constant, and is ignored."""
 _HELD_OUT_DIVISOR = 8  # one document in 8 is held out, to decide when the fit stops
+_FORMER_WIDTHS = {"n-grams": 3}
+"""Numbers of features of components whose number has grown, for gates whose weights do not name numbers."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A function that returns the mean loss of m tokens. Its arguments are the network's outputs for these
@@ -312,7 +314,7 @@ class JointGate:
 
     weights: Weights
     """Weights of the network. Their metadata has ``experts``, the components, each with the factors of its
-    temperature, and ``unit``, the unit of distances."""
+    temperature, ``widths``, the number of features of each component, and ``unit``, the unit of distances."""
 
     _network: Network = field(init=False, repr=False, compare=False)
 
@@ -331,6 +333,15 @@ class JointGate:
         Each factor is one expert, in the order of the outputs.
         """
         return dict(self.weights.metadata["experts"])
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """Number of features that the gate takes of components, by name.
+
+        The features are the first ones that a component computes. A component that is not named has as many
+        as in earlier versions.
+        """
+        return dict(self.weights.metadata.get("widths", _FORMER_WIDTHS))
 
     @property
     def unit(self) -> float:

@@ -32,7 +32,7 @@ vocabulary. Sorting and counting take less than a second for a million tokens, a
 model. So nothing must be verified, moved or erased, and a reader needs no writer.
 """
 
-from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes
+from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes, compute_last_probs
 from knnstore.store.ngrams.ngram_counts import NGramCounts
 from knnstore.store.ngrams.ngram_drafts import Draft, draft_from
 from knnstore.store.ngrams.suffix_array import DEPTH, MOST, SortedText
@@ -54,5 +54,6 @@ __all__ = [
     "Runs",
     "SortedText",
     "Suffixes",
+    "compute_last_probs",
     "draft_from",
 ]

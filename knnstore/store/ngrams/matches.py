@@ -19,6 +19,10 @@ _PLACES_AT_ONCE = 1 << 13
 """Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
 _KEPT_ENDS = 256
 """Number of ends of texts whose ranges are cached, so that the next step of generation only extends them."""
+_KEPT_PROBS = 1 << 14
+"""Number of ends of texts whose last token's probability is kept: of the last 64 tokens of 256 texts."""
+_MOST_SINGLE_ENDS = 16
+"""Largest number of ends of texts that are looked up one by one; more are looked up at once."""
 
 Range = tuple[int, int]
 """Start and stop of a range of the suffix array."""
@@ -172,12 +176,7 @@ class Matches:
         joined = np.array([symbol for symbols in symbols_of_ends for symbol in symbols], np.uint32)
         matches = cls(counts, joined, lasts)
         for symbols, last in zip(symbols_of_ends, lasts.tolist(), strict=True):
-            end = tuple(symbols[1 - DEPTH :])
-            ranges = matches._find_ranges_of_end(end)
-            if len(end) > 1:  # the next step of a long text drops its first symbol, and extends the others
-                counts.ranges_of_ends[end[1:]] = ranges[:-1]
-            lengths = np.arange(len(ranges))
-            matches._ranges[:, lengths, last - lengths] = np.transpose(ranges)
+            matches._look_up_end(tuple(symbols[1 - DEPTH :]), last)
         return matches
 
     def gold(self, indices: Places, order: int) -> NDArray[np.float32]:
@@ -408,6 +407,19 @@ class Matches:
                 )
         return bounds[: len(wanted)], bounds[len(wanted) :]
 
+    def _look_up_end(self, symbols: tuple[int, ...], last: int) -> None:
+        """Find the suffix-array ranges of all n-grams that end with one symbol; store them in `_ranges`.
+
+        Args:
+            symbols: the symbol with the symbols before it, 1 to `DEPTH` symbols.
+            last: index of the symbol in the joined texts.
+        """
+        ranges = self._find_ranges_of_end(symbols)
+        if len(symbols) > 1:  # the next step of a long text begins with these
+            self._counts.ranges_of_ends[symbols[1:]] = ranges[:-1]
+        lengths = np.arange(len(ranges))
+        self._ranges[:, lengths, last - lengths] = np.transpose(ranges)
+
     def _find_ranges_of_end(self, symbols: tuple[int, ...]) -> list[Range]:
         """Return the suffix-array range of the last symbol, of the last two symbols, and so on.
 
@@ -415,7 +427,7 @@ class Matches:
         numpy.
 
         Args:
-            symbols: the last symbols of a text, 1 to `DEPTH` - 1.
+            symbols: the last symbols of a text, 1 to `DEPTH`.
         """
         kept = self._counts.ranges_of_ends
         ranges = kept.get(symbols)
@@ -450,3 +462,41 @@ class Matches:
 
         start = bisect_left(order, wanted, low, high, key=key)
         return start, bisect_right(order, wanted, start, high, key=key)
+
+
+def compute_last_probs(
+    counts: NGramCounts, ends: Sequence[tuple[int, ...]], order: int
+) -> NDArray[np.float64]:
+    """Compute the Kneser-Ney probability of the last token of each text after the tokens before it.
+
+    The probabilities are kept with the counts, so that the next step of a text that is generated computes
+    only the probability of its new token.
+
+    Args:
+        counts: n-gram counts of the stored text.
+        ends: the last symbols of each text, at least two: a token is its id plus 1, and `NGramCounts.start`
+            stands before the first token of a document. At most `order` symbols each.
+        order: length of the longest n-grams that are used, 2 to `DEPTH`.
+
+    Returns:
+        The probabilities, shape (ends,).
+    """
+    kept = counts.probs_of_ends.setdefault(order, {})
+    probs = [kept.get(end) for end in ends]
+    missing = list(dict.fromkeys(end for end, prob in zip(ends, probs, strict=True) if prob is None))
+    if missing:
+        joined = np.array([symbol for end in missing for symbol in (*end, END)], np.uint32)
+        lasts = np.cumsum([len(end) + 1 for end in missing], dtype=np.int64) - 2
+        matches = Matches(counts, joined, lasts)
+        if len(missing) > _MOST_SINGLE_ENDS:
+            matches._find_ranges(np.arange(len(joined)))
+        else:
+            for end, last in zip(missing, lasts.tolist(), strict=True):
+                matches._look_up_end(end[:-1], last - 1)
+                matches._look_up_end(end, last)
+        new = dict(zip(missing, matches.gold(lasts - 1, order).tolist(), strict=True))
+        probs = [new[end] if prob is None else prob for end, prob in zip(ends, probs, strict=True)]
+        if len(kept) + len(new) > _KEPT_PROBS:
+            kept.clear()
+        kept.update(new)
+    return np.array(probs, np.float64)

@@ -82,6 +82,9 @@ class NGramCounts:
         """True if the documents have no token."""
         self.ranges_of_ends: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         """Cache of `Matches.of_ends`: the ranges of the last symbol, the last two symbols, ... of a text."""
+        self.probs_of_ends: dict[int, dict[tuple[int, ...], float]] = {}
+        """Cache of `compute_last_probs`: for each order of n-grams, the probability of a text's last token
+        after the tokens before, by the text's last symbols."""
 
     @property
     def nbytes(self) -> int:
