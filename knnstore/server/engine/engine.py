@@ -204,15 +204,6 @@ class Engine:
         """
         self._inbox.put(lambda: None)
 
-    def run_extra_step(self) -> None:
-        """Run one turn of the engine (prefill and decoding steps) while a long job is still running.
-
-        The job calls this method, in the engine's thread. The method first calls the callbacks that other
-        threads have put into the inbox. If the engine is stopping, nothing else is done.
-        """
-        if self._process_inbox(wait=False):
-            self._run_turn()
-
     def _submit_job(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
         """Queue a job (long work) for the engine's thread, and return the future of its result.
 
