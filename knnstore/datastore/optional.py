@@ -192,7 +192,7 @@ class SupportsErase(Protocol):
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove all files or server data of the datastore at a location, and nothing else.
 
-        The datastore may be damaged. An interrupted call can be repeated, and removes what is left. If no
+        The datastore may be damaged. If a call is interrupted, a second call removes the rest. If no
         datastore exists at the location, the method does nothing.
 
         Args:
@@ -247,10 +247,10 @@ class SupportsOwner(Protocol):
 class SupportsUploads(Protocol):
     """A vector engine, usually a server, to which many processes may upload records for a later commit.
 
-    The workers of a plan upload the records of its documents, each worker through a handle of its own. An
-    upload has a name. The store searches and counts uploaded records like others, and leaves them out of its
+    Each worker of a plan opens the datastore, and uploads the records of some documents. An upload has a
+    name. The datastore searches and counts uploaded records like others, and the store leaves them out of its
     results until the commit. The commit asks with `count_uploaded` which uploads are complete, and uses `add`
-    for the others. A worker may be slow, and upload after the commit: what is stored must not change then.
+    for the others. A slow worker may upload after the commit; this must not change stored records.
 
     Workers open the datastore with the location and the parameters that the store has, which the folder of
     the plan names in clear: an adapter reads passwords and keys from the environment.

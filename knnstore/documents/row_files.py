@@ -536,7 +536,8 @@ def _choose_batch_rows(group: Any) -> int:
     """Choose how many rows of a parquet row group are decoded together, 1 to `_ROWS_AT_ONCE`.
 
     Each value is stored at least once in its column, so a row is at most as large as all columns together.
-    But a few bytes can repeat a value in any number of rows, so many rows together may be much larger.
+    A column can also repeat a value in any number of rows with a few bytes, so several rows together may be
+    larger than all columns. The larger the columns are, the fewer rows are therefore decoded together.
 
     Args:
         group: metadata of the row group, from pyarrow.

@@ -21,7 +21,7 @@ def read_xliff(source: Source, fields: Fields) -> Iterator[Entry]:
     """Yield an entry for each pair of an XLIFF file: a unit of XLIFF 1.2, or a segment of XLIFF 2.x.
 
     `fields` name the languages of text and source, as for `read_translation_memory`. A unit has the languages
-    of its file, or those that its source and target name (``xml:lang``). Reading the entry of a pair without
+    of its file, unless its source and target name others (``xml:lang``). Reading the entry of a pair without
     a target raises an error. Inline markup is left out. The id is the name of the file in the XLIFF file and
     the id of the unit, with ``/`` between them; if a unit has several segments, the segment's id, or its
     number, follows. Notes of the unit, ``state`` and ``approved`` are metadata.
@@ -91,9 +91,9 @@ class _XliffParser(UnitParser):
             self.complete += self._make_units()
 
     def _read_languages(self, attributes: dict[str, str]) -> dict[str, str]:
-        """Return the languages that an element names, or else those of the whole XLIFF file.
+        """Return the languages of an element. A language that it does not name is that of the XLIFF file.
 
-        XLIFF 1.2 names them for each file, and 2.x in the first element.
+        XLIFF 1.2 names the languages in each `file` element, and XLIFF 2.x in the first element.
         """
         source = attributes.get("srcLang") or attributes.get("source-language")
         target = attributes.get("trgLang") or attributes.get("target-language")

@@ -243,8 +243,8 @@ class DocumentTexts:
     def read_on(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
         """Append the keys of a batch of windows to the texts, and return the contexts of its positions.
 
-        The context of a position is the text before it; the positions are those of the batch's target tokens.
-        Frees the memory of keys and texts that later positions do not need.
+        A position is the place of a target token, and its context is the text before this token. Keys and
+        texts that later positions do not need are removed from memory.
 
         Args:
             keys: float32, shape (n, d): the key at the token before each position.

@@ -57,7 +57,7 @@ class Infilling:
 
     @classmethod
     def find(cls, tokenizer: Any, vocabulary: int) -> "Infilling | None":
-        """Return the format whose special tokens a tokenizer has; None if it has those of no format.
+        """Return the first format whose special tokens a tokenizer has; None if there is no match.
 
         Args:
             tokenizer: the model's tokenizer.

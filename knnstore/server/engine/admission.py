@@ -297,8 +297,9 @@ class Admission:
         """Make the model read prompts of the waiting tasks (prefill), in the order of waiting.
 
         Reading ends when a budget of tokens is used up. A task that fails is removed, and its client gets the
-        error. A task moves to the end of the waiting tasks when one of its prompts was read completely or was
-        selected to be read with other prompts, or when a part of its prompt is to be scored.
+        error. So that no task delays the others, a task moves to the end of the waiting tasks in three cases:
+        one of its prompts was read completely, a prompt was selected to be read with other prompts, or a part
+        of a prompt is to be scored.
 
         Args:
             room: number of texts that may be started. At 0 or less, only prompts that are not continued are

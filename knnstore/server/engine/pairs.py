@@ -27,7 +27,7 @@ class PairPrefill(Prefill):
 
     Args:
         lm: the encoder-decoder model, with its store.
-        prompt: the prompt; its tokens are those with which the decoder begins.
+        prompt: the prompt; the decoder begins with its tokens.
     """
 
     is_read_whole = True

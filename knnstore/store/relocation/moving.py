@@ -107,7 +107,8 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
 
     If the location of the keys is a URL, the location stays, and the adapter chooses parameters that name
     another place on the same server. Otherwise the result has a new location: a folder that does not exist
-    yet. But if an interrupted move has already begun such a copy, the target of this move is returned.
+    yet. But if an interrupted move has begun a copy with the same engine, the result is the target of that
+    move.
 
     Args:
         home: folder of the store; relative locations are inside it.
