@@ -118,10 +118,6 @@ class LockedError(DatastoreError):
     """Another process or handle holds the writer's lock, so the store cannot be opened for writing."""
 
 
-class UnsupportedOperationError(DatastoreError):
-    """The vector engine does not support the operation; its `Capabilities` say what it supports."""
-
-
 class CorruptDatastoreError(DatastoreError):
     """Stored bytes are damaged: a size or a checksum is wrong."""
 

@@ -279,7 +279,7 @@ class Catalog:
                 session, select_among(session, restrict_to_live(DOCUMENTS), DocumentRow.id, rows)
             )
 
-    def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
+    def rows(self, *, domain: str | None = None, id: str | None = None) -> list[int]:
         """Return the primary keys (row numbers in the database) of live documents, in any order.
 
         A live document is completely stored and not removed. The documents must match all arguments. Unknown
@@ -288,15 +288,12 @@ class Catalog:
         Args:
             domain: name of the documents' domain; None allows all domains.
             id: id that the user gave the documents; None allows all ids.
-            tag: tag that the documents carry; None allows documents with any tags or none.
 
         Raises:
             InputError: a name is not valid, see `check_name`.
         """
         with run_read_transaction(self.sql) as session:
-            statement = restrict_to_live(
-                select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag
-            )
+            statement = restrict_to_live(select(DocumentRow.id).join(DomainRow), domain=domain, id=id)
             return list(session.scalars(statement))
 
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:

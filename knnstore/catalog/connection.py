@@ -147,6 +147,9 @@ def connect(url: URL) -> Engine:
         ConfigError: the database driver is not installed, or the password file cannot be read.
     """
     options: dict[str, Any] = {}
+    if url.get_backend_name() == "sqlite":  # compiled statements are shared by all engines
+        url = url.set(drivername=sqlite.DRIVER)
+        options["execution_options"] = {"compiled_cache": sqlite.COMPILED_STATEMENTS}
     if url.get_backend_name() == "postgresql":
         options["pool_pre_ping"] = True
         arguments: dict[str, Any] = {

@@ -10,7 +10,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, delete, insert, inspect, select
+from sqlalchemy import URL, Connection, column, delete, insert, inspect, select, table
 from sqlalchemy import Engine as SqlEngine
 
 from knnstore.catalog.connection import connect, is_sqlite_file, render_location, run_exclusive_transaction
@@ -128,7 +128,8 @@ def upgrade(connection: Connection) -> None:
     """
     if lacks_catalog(connection):
         Base.metadata.create_all(connection)
-        _open_versions(connection).stamp(_load_migrations(script_location()), "head")
+        versions = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+        versions.stamp(_load_migrations(script_location()), "head")
     elif not _is_newest(connection):
         config = _make_config(script_location())
         config.attributes["connection"] = connection
@@ -174,7 +175,8 @@ def _is_newest(connection: Connection) -> bool:
 
     Raises SchemaTooNewError if a newer version of knnstore made the tables.
     """
-    current = _open_versions(connection).get_current_revision()
+    versions = table(VERSION_TABLE, column("version_num"))
+    current = connection.scalar(select(versions.c.version_num))
     migrations = _load_migrations(script_location())
     known_versions = {script.revision for script in migrations.walk_revisions()}
     if current is not None and current not in known_versions:
@@ -182,11 +184,6 @@ def _is_newest(connection: Connection) -> bool:
             f"the catalog's schema ({current}) is newer than this package: upgrade knnstore"
         )
     return current == migrations.get_current_head()
-
-
-def _open_versions(connection: Connection) -> MigrationContext:
-    """Return the object of Alembic that reads and writes the version of a catalog's tables."""
-    return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
 
 
 @cache

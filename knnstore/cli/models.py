@@ -77,20 +77,17 @@ class StoreRuntime(Runtime):
             yield self._load_model(store, kind)
 
     @contextmanager
-    def open_for_adding(self, kind: "Kind | None" = None) -> Iterator["KNNLM | KeylessText"]:
+    def open_for_adding(self) -> Iterator["KNNLM | KeylessText"]:
         """Open the store for writing, and yield an object that can add documents to it.
 
         The object is the store's model. For a store without keys, it is a `KeylessText`, and only the
         tokenizer is loaded. The end of the context closes the store.
-
-        Args:
-            kind: the kind of model that the command needs for a store with keys; None for both kinds.
         """
         from knnstore.store import KNNStore
 
         with KNNStore.open(self.home, "a") as store:
             if not store.is_keyless:
-                yield self._load_model(store, kind)
+                yield self._load_model(store, None)
                 return
             with show_activity("loading the tokenizer"):
                 tokenizer = load_tokenizer(resolve_model_location(store, self.model_at))

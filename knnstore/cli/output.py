@@ -94,30 +94,6 @@ def convert_to_dict(result: Any) -> dict[str, Any]:
     return {"lambda" if name == "lam" else name: value for name, value in asdict(result).items()}
 
 
-def format_json_lines(values: Mapping[str, Any]) -> str:
-    """Format a mapping as a JSON object, with one line for each field.
-
-    A list of objects gets one line for each object. Floats in these objects are rounded to six significant
-    digits, so that the lines stay readable.
-    """
-    lines = []
-    for name, value in values.items():
-        rows = value if isinstance(value, list | tuple) else ()
-        if rows and all(isinstance(row, Mapping) for row in rows):
-            json_text = (
-                "[\n" + ",\n".join(f"    {_format_json(_round_numbers(row))}" for row in rows) + "\n  ]"
-            )
-        else:
-            json_text = _format_json(value)
-        lines.append(f"  {_format_json(name)}: {json_text}")
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _round_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a row with its floats rounded to six significant digits."""
-    return {name: float(f"{part:.6g}") if isinstance(part, float) else part for name, part in row.items()}
-
-
 def _format_json(value: Any) -> str:
     """Return a value as one line of JSON, with terminal controls escaped and unknown types as text."""
     text = json.dumps(_replace_unprintable(value), ensure_ascii=False, allow_nan=False, default=str)

@@ -193,7 +193,7 @@ class SupportsErase(Protocol):
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove all files or server data of the datastore at a location, and nothing else.
 
-        The datastore may be damaged. An interrupted call can be repeated, and removes what is left. If no
+        The datastore may be damaged. If a call is interrupted, a second call removes the rest. If no
         datastore exists at the location, the method does nothing.
 
         Args:

@@ -246,8 +246,8 @@ class DocumentTexts:
     def append_batch(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
         """Append the keys of a batch of windows to the texts, and return the contexts of the batch.
 
-        The context of a position is the text before it; the positions are those of the batch's target tokens.
-        Frees the memory of keys and texts that later positions do not need.
+        A position is the place of a target token, and its context is the text before this token. Keys and
+        texts that later positions do not need are removed from memory.
 
         Args:
             keys: the key at the token before each target token, float32, shape (n, d).

@@ -55,7 +55,7 @@ class StoreChanges:
         self._new_weights: set[str] = set()
 
     def purge(self) -> None:
-        """Delete documents that were not added completely, and what is left of removed documents.
+        """Delete incompletely added documents, and the rest of documents that were removed incompletely.
 
         Settings and weights that were fitted on removed documents are deleted too.
 
@@ -67,7 +67,7 @@ class StoreChanges:
         self._remove_unused_weights()
 
     def purge_what_fits(self) -> None:
-        """Delete documents that were not added completely, and what is left of removed documents.
+        """Delete incompletely added documents, and the rest of documents that were removed incompletely.
 
         If the disk is full, the method stops, logs a warning and raises no error. The next writer deletes the
         rest.

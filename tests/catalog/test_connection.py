@@ -13,7 +13,8 @@ import pytest
 from sqlalchemy import URL, text
 
 from knnstore.catalog import Catalog, CatalogWriter, parse_url, upgrade_catalog
-from knnstore.catalog.connection import run_transaction
+from knnstore.catalog.connection import run_transaction, sqlite_url
+from knnstore.catalog.sqlite import COMPILED_STATEMENTS
 from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
 
 Creator = Callable[[URL], Catalog]
@@ -55,6 +56,24 @@ def test_urls_that_cannot_be_used(url: str) -> None:
 def test_the_driver_is_chosen_by_us() -> None:
     assert parse_url("postgresql://h/d").drivername == "postgresql+psycopg"
     assert parse_url("sqlite+pysqlite:///x.db") == parse_url("sqlite:///x.db")
+
+
+def test_statements_are_compiled_once_for_all_sqlite_stores(tmp_path: Path, create: Creator) -> None:
+    urls = [sqlite_url(tmp_path / name) for name in ("first.db", "second.db")]
+    for url in urls:
+        create(url)
+
+    def use_catalog(url: URL) -> None:
+        with closing(Catalog.open(url)) as catalog:
+            CatalogWriter(catalog).save_settings([], {"lam": 0.5})
+            assert catalog.domains() == []
+            assert catalog.settings() == {"lam": 0.5}
+
+    use_catalog(urls[0])
+    compiled = set(COMPILED_STATEMENTS)
+    assert compiled
+    use_catalog(urls[1])
+    assert set(COMPILED_STATEMENTS) <= compiled
 
 
 def test_a_password_with_a_percent_sign(postgres: Any, create: Creator) -> None:

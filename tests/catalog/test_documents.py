@@ -125,7 +125,7 @@ def test_describe(catalog: Catalog, writer: CatalogWriter, document: Make) -> No
     writer.describe({a: ({"n": 2}, ["new", "new", "more"])})
     described = catalog.documents(id="a")[0]
     assert (described.metadata, described.tags) == ({"n": 2}, ("more", "new"))
-    assert catalog.rows(tag="old") == [b]
+    assert catalog.rows_by_tag(["old"]) == {"old": [b]}
     writer.retire([b])
     with pytest.raises(DocumentNotFoundError):
         writer.describe({a: ({}, []), b: ({}, [])})
@@ -136,7 +136,7 @@ def test_rename(catalog: Catalog, writer: CatalogWriter, document: Make) -> None
     a, b, _ = add(writer, document("a", tags=("t",)), document("b"), document("c", "tax"))
     writer.rename({a: "c"})  # of another domain
     assert sorted(live_ids(catalog)) == ["b", "c", "c"]
-    assert catalog.rows(id="c", tag="t") == [a]
+    assert catalog.rows(id="c", domain="law") == [a]
     for ids in ({a: "x", b: "x"}, {a: "b"}):
         with pytest.raises(InputError, match=r"there is a document '[bx]' in its domain already"):
             writer.rename(ids)

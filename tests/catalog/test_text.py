@@ -78,7 +78,7 @@ def test_text_that_some_database_cannot_store_is_refused(
         lambda: writer.rename({1: text}),
         lambda: catalog.documents(id=text),
         lambda: catalog.rows(domain=text),
-        lambda: catalog.rows(tag=text),
+        lambda: catalog.rows_by_tag([text]),
         lambda: catalog.versions("law", [text]),
     ):
         with pytest.raises(InputError) as caught:

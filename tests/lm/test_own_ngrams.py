@@ -82,6 +82,16 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
                     assert text[one.position - one.matched : one.position] == text[at - one.matched : at]
 
 
+def test_texts_are_cut_between_the_first_context_and_the_last_target():
+    texts = [np.arange(10), np.arange(20, 25), np.arange(30, 33)]
+    contexts = Contexts.of_documents(texts).at_positions(np.array([0, 0, -1, 2]), np.array([4, 6, 0, 3]))
+    cut = contexts.cut(2)
+    assert [text.tolist() for text in cut.texts] == [[2, 3, 4, 5, 6], [31, 32]]
+    assert (cut.is_whole, cut.rows.tolist()) == ([False, False], [0, 1, 3])
+    assert (cut.owners.tolist(), cut.lengths.tolist()) == ([0, 0, 1], [2, 4, 2])
+    assert contexts.cut(3).is_whole == [False, True]
+
+
 @given(texts=TEXTS, order=st.integers(2, 6), new=st.integers(1, 40), prefix=st.sampled_from([[], [9]]))
 def test_written_text_has_the_distributions_of_the_definition(texts, order, new, prefix) -> None:
     """Rows of a padded batch, of which any number of tokens is new."""

@@ -133,6 +133,12 @@ def test_bad_sizes_are_refused(max_length, stride):
         list(pack([], prefix=[], max_length=max_length, stride=stride, batch_tokens=8))
 
 
+def test_a_prefix_that_fills_a_window_is_refused():
+    with pytest.raises(ConfigError, match="2 tokens precede every document"):
+        list(windows(10, 2, 1, prefix_length=2))
+    assert len(list(windows(10, 3, 1, prefix_length=2))) == 10
+
+
 def test_prefix_is_bos_then_eos():
     assert prefix_of(SimpleNamespace(bos_token_id=0, eos_token_id=2)) == (0,)
     assert prefix_of(SimpleNamespace(bos_token_id=None, eos_token_id=2)) == (2,)

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 import knnstore
+import knnstore.cli.root  # so that no step imports it again
 import knnstore.space
 from knnstore.catalog import Identity, NewDocument
 from knnstore.cli import main
-from knnstore.datastore import tokens_of
+from knnstore.datastore import registry, tokens_of
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, Selection
 
@@ -197,6 +198,7 @@ def run(name: str, arguments: list[Any], options: dict[str, Any], output: Path) 
 
 
 if __name__ == "__main__":
+    registry.load("faiss")  # so that no step imports it again
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         name, arguments, options = json.loads(line)

@@ -5,11 +5,12 @@ import pytest
 from knnstore.distributed import PlanFolder
 from knnstore.errors import DiskFullError, PlanError
 from tests.distributed.test_plans import DOCUMENTS, Workshop
+from tests.forked import run_forked
 from tests.record.behaviour import MODEL
 
 
 @pytest.mark.parametrize("shards", [*(pytest.param(of, marks=pytest.mark.slow) for of in (0.0, 0.5)), 1.5])
-def test_a_worker_says_so_in_one_line_and_leaves_no_half_shard(shards, disk, steps, tmp_path) -> None:
+def test_a_worker_says_so_in_one_line_and_leaves_no_half_shard(shards, disk, tmp_path) -> None:
     """With room for some of the keys, whole shards stay. With room for all, encoding completes the plan."""
     small = disk(4 << 20)
     workshop = Workshop(tmp_path, model=str(MODEL))
@@ -25,7 +26,10 @@ def test_a_worker_says_so_in_one_line_and_leaves_no_half_shard(shards, disk, ste
     assert str(refused.value) == (
         f"{workshop.folder.key_files} cannot be written, the disk is full: free some space"
     )
-    assert "the disk is full" in steps.refused("command", "encode", workshop.folder.path)
+    status, said = run_forked("encode", str(workshop.folder.path))
+    assert status == 1
+    assert said.count("\n") == 1
+    assert "the disk is full" in said
     assert workshop.folder.find_complete_shards(plan.shards) == set(range(int(shards)))
     assert not list(workshop.folder.path.rglob("*.tmp"))
     with pytest.raises(PlanError, match=rf"^shard {int(shards)} of \d+ is not encoded"):

@@ -60,6 +60,12 @@ def engine(lm) -> Iterator[Engine]:
     started.stop()
 
 
+def run_turn(engine: Engine) -> None:
+    """Runs a turn of the engine from work in its thread, to know what every turn does."""
+    if engine._process_inbox(wait=False):
+        engine._run_turn()
+
+
 class Listener:
     """Collects the pieces of a task."""
 
@@ -198,7 +204,7 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
         def come(mixed=mixed, other=other) -> None:
             engine.submit(mixed.ticket)
             for _ in range(3):
-                engine.run_extra_step()
+                run_turn(engine)
             engine.submit(other.ticket)
 
         engine.call(come).result(60)
@@ -318,7 +324,7 @@ def test_texts_go_on_beside_work_that_takes_long(lm, engine):
     def work() -> None:
         engine.submit(listener.ticket)  # comes while it works
         for _ in range(20):
-            engine.run_extra_step()
+            run_turn(engine)
             seen.append(len(listener.pieces))
 
     engine.call(work).result(60)
@@ -343,10 +349,10 @@ def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, mos
 
     def work() -> None:
         engine.submit(running.ticket)
-        engine.run_extra_step()
+        run_turn(engine)
         engine.submit(coming[0].ticket)
         for _ in begun:
-            engine.run_extra_step()
+            run_turn(engine)
             counted.append((sum(bool(one.pieces) for one in coming), len(running.pieces)))
 
     engine = Engine(lm, settings_of)
@@ -367,11 +373,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
 
     def work() -> None:
         engine.submit(running.ticket)
-        engine.run_extra_step()
+        run_turn(engine)
         for listener in (long, other, short):
             engine.submit(listener.ticket)
         for _ in range(6):
-            engine.run_extra_step()
+            run_turn(engine)
             seen.append([bool(one.pieces) for one in (short, long, other)])
 
     engine.call(work).result(60)
@@ -400,7 +406,7 @@ def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
     def work() -> None:
         for listener in listeners:
             engine.submit(listener.ticket)
-        engine.run_extra_step()
+        run_turn(engine)
 
     engine.call(work).result(60)
     assert passes == [[9, 2], [2, 2, 2]], "in one pass 45 places, for 17 tokens"
@@ -448,7 +454,7 @@ def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
             engine.submit(listener.ticket)
         for step in range(4):
             broken.set() if step == 2 else None
-            engine.run_extra_step()
+            run_turn(engine)
 
     engine.call(work).result(60)
     assert listeners[1].done.wait(240)

@@ -40,8 +40,8 @@ class TextToFit:
     own: frozenset[str]
     """Content hashes of the held-out documents."""
     stored: frozenset[str]
-    """Content hashes of the stored documents that count as the same text as one of `documents`, or that are
-    left out together with such a document."""
+    """Content hashes of the stored documents that count as the same text as one of `documents`. Also has the
+    stored documents that are left out together with one of these."""
 
     @property
     def hashes(self) -> frozenset[str]:

@@ -75,10 +75,7 @@ class KeySettings(Protocol):
 
     @property
     def gate(self) -> Any:
-        """Network that chooses the weights of all components in place of the mixer.
-
-        None without such a network.
-        """
+        """Network that chooses the weights of all components in place of the mixer, or None."""
         ...
 
     @property

@@ -79,8 +79,9 @@ tokens.
 """
 
 _DEFAULT_WINDOW = 2_048
-"""Number of tokens in a window of an encoder-decoder model that names no limit (T5), and of a store without
-keys for such a model, where nothing depends on it."""
+"""Number of tokens in a window if an encoder-decoder model names no limit, as T5 does.
+
+A store without keys for an encoder-decoder model has the same number, but never uses it."""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""

@@ -339,10 +339,8 @@ def check_tokens(
     )
 
 
-def in_chunks(
-    documents: Iterable[TextDocument], size: int = _CHUNK_DOCUMENTS
-) -> Iterator[list[TextDocument]]:
-    """Yield consecutive lists of at most `size` documents; no documents give no lists."""
+def in_chunks(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
+    """Yield consecutive lists of at most `_CHUNK_DOCUMENTS` documents; no documents give no lists."""
     remaining = iter(documents)
-    while chunk := list(islice(remaining, size)):
+    while chunk := list(islice(remaining, _CHUNK_DOCUMENTS)):
         yield chunk

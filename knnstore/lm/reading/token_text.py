@@ -169,8 +169,8 @@ class TokenTexts:
             return hasattr(self.tokenizer, "byte_decoder")
         return "ByteLevel" in _collect_decoder_types(json.loads(decoder.__getstate__()))
 
-    def pieces(self, tokens: Sequence[int], before: Sequence[int] = (), *, special: bool = True) -> list[str]:
-        """Return the text that each token adds after the previous tokens.
+    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+        """Return the text that each token adds after the previous tokens, also the text of special tokens.
 
         The joined pieces are the text of ``[*before, *tokens]`` without the text of `before`. If a character
         spans several tokens, the last token has the whole character. Bytes that are not valid UTF-8 give
@@ -179,9 +179,8 @@ class TokenTexts:
         Args:
             tokens: token ids; no tokens give no pieces.
             before: the tokens before `tokens`.
-            special: True to include the text of special tokens.
         """
-        if not before and special:
+        if not before:
             # For most texts the tokens can be decoded one by one; only the first token may lose its space.
             try:
                 texts = [self.bytes_of(token).decode() for token in tokens]
@@ -190,7 +189,7 @@ class TokenTexts:
             whole, joined = self.decode(tokens), "".join(texts)
             if texts and joined.endswith(whole) and len(joined) - len(whole) <= len(texts[0]):
                 return [texts[0][len(joined) - len(whole) :], *texts[1:]]
-        detokenizer = Detokenizer(self, before, special=special)
+        detokenizer = Detokenizer(self, before, special=True)
         pieces = [piece for token in tokens for piece in detokenizer.take(token)]
         return [piece.text for piece in (*pieces, *detokenizer.end())]
 

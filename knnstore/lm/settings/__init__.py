@@ -7,6 +7,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 if TYPE_CHECKING:
     from knnstore.lm.settings.calibration_record import (
         CalibrationRecord,
+        Repetition,
         count_records,
         find_trained_settings,
     )
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
         save_default_settings,
     )
     from knnstore.lm.settings.query import KNNSettings, find_traces
-    from knnstore.lm.settings.repetition import Repetition
     from knnstore.lm.settings.saved import (
         save_settings,
         settings_from_dict,

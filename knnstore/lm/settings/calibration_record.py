@@ -6,13 +6,27 @@ from typing import Any, Self
 
 from knnstore.lm.settings.precedence import find_saved_settings
 from knnstore.lm.settings.query import find_traces
-from knnstore.lm.settings.repetition import Repetition
 from knnstore.store import EVERYTHING, Lineage, Reader, Selection
 
 STALE_GROWTH = 1.25
 """Settings are stale if the number of searched records has changed by more than this factor."""
 STALE_GONE = 0.2
 """Settings are stale if more than this share of the documents was removed or replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """How much generated continuations repeat themselves, as means over the continuations."""
+
+    of: str
+    """Source of the continuations: "text" (the documents), "model" (the model alone), "all" (all components
+    of the settings), or "all but ..."."""
+    distinct_bigrams: float
+    """Number of different bigrams of a continuation, divided by the number of its bigrams."""
+    repeated_4grams: float
+    """Share of a continuation's 4-grams that occur earlier in it."""
+    continuations: int
+    """Number of continuations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ LoadWeights = Callable[[str], Weights]
 T = TypeVar("T")
 
 _REMOVED = {"skip": "searches that are left out", "pointers": "searches that pointers save"}
-"""Names of settings of earlier versions that have no effect any more, each with what it was for."""
+"""Settings of earlier versions that have no effect any more: their names, and nouns for messages."""
 
 _REMOVED_MIXERS = ("sk-mt", "relative-confidence")
 """Mixers of earlier versions that are in the package knnstore-research now."""

@@ -298,9 +298,9 @@ class Admission:
     ) -> tuple[int, list[tuple[KNNSettings, list[_Chunk]]]]:
         """Make the model read prompts of the waiting tasks (prefill), until `budget` tokens are used up.
 
-        The tasks are served in the order of waiting. A task moves to the end of the queue when one of its
-        prompts was read completely, or when a part of its prompt is to be scored. If reading fails, the task
-        is removed and its client gets the error.
+        A task that fails is removed, and its client gets the error. So that no task delays the others, a task
+        moves to the end of the waiting tasks in three cases: one of its prompts was read completely, a prompt
+        was selected to be read with other prompts, or a part of a prompt is to be scored.
 
         Args:
             room: number of texts that may be started. If it is 0 or less, only prompts of tasks that generate

@@ -204,15 +204,6 @@ class Engine:
         """
         self._inbox.put(lambda: None)
 
-    def run_extra_step(self) -> None:
-        """Run one turn of the engine (prefill and decoding steps) in the middle of a long job.
-
-        Only the job itself may call this method, in the engine's thread. New tasks from other threads are
-        accepted first. If the engine is stopping, no turn is run.
-        """
-        if self._process_inbox(wait=False):
-            self._run_turn()
-
     def _submit_job(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
         """Queue a job (long work) for the engine's thread, and return the future of its result.
 

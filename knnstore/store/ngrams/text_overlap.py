@@ -116,7 +116,7 @@ class Runs:
         self._found, self._elsewhere = np.zeros((2, self._long.size), bool)
 
     def compare_document(self, text: Symbols) -> SharedTexts:
-        """Compare a document with the indexed texts, and remember what is shared for `shares`.
+        """Compare a document with the indexed texts, and record the shared runs, which `shares` counts.
 
         A run is a series of a fixed number of symbols (tokens or letters).
 

@@ -106,8 +106,9 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
     """Choose a location at which the same vector engine can make a copy of the store's keys.
 
     If the location of the keys is a URL, the location stays, and the adapter chooses parameters that name
-    another place on the same server. Otherwise the new location is a folder that does not exist yet. If an
-    interrupted move has already begun such a copy, its target is returned.
+    another place on the same server. Otherwise the result has a new location: a folder that does not exist
+    yet. But if an interrupted move has begun a copy with the same engine, the result is the target of that
+    move.
 
     Args:
         home: folder of the store; relative locations are inside it.

@@ -2,9 +2,8 @@
 
 from knnstore.lm.calibration.fits.domains import MOST_DOMAINS, DomainEvidence, fit_domains
 from knnstore.lm.calibration.fits.gate import fit_gate
-from knnstore.lm.calibration.fits.joint import fit_joint, fit_together
+from knnstore.lm.calibration.fits.joint import fit_joint, fit_together, fit_with_ngrams
 from knnstore.lm.calibration.fits.mixers import best_fixed, fit_bins, fit_fixed
-from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 
 __all__ = [
     "MOST_DOMAINS",

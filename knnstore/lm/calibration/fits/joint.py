@@ -1,4 +1,4 @@
-"""Fitting one gate over all components, on text that was scored once."""
+"""Fitting several components together, and one gate over all of them, on text that was scored once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.gate import assign_document_blocks
-from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.components import Fitting, NGramFitting, ScoredPart, fit_gate_over
+from knnstore.lm.components import Fitting, NGramFitting, NGramSettings, ScoredPart, fit_gate_over
 from knnstore.lm.mixing import JointGate
 from knnstore.lm.mixture import all_components
 from knnstore.lm.settings import KNNSettings
+
+_ROUNDS = 2  # of fitting the keys and the n-grams in turn
 
 
 def fit_together(
@@ -44,6 +45,37 @@ def fit_together(
         log_probs[at] = scored.log_probs(settings, at).log_probs
         settings = settings.with_part(name, component.fit(log_probs, wanted))
     return replace(settings, gate=fit_joint(scored, settings, at))
+
+
+def fit_with_ngrams(
+    evidence: GridEvidence,
+    scored: ScoredText,
+    ngrams: NGramFitting,
+    fit: Callable[[GridEvidence], KNNSettings],
+) -> KNNSettings:
+    """Fit the settings of the keys and the weight λ of n-grams alternately; return settings with both.
+
+    The keys and the n-grams are each fitted twice.
+
+    Args:
+        evidence: probabilities of the tokens to fit on.
+        scored: the text.
+        ngrams: the object that fits n-grams, with the n-grams' predictions of all tokens of the text.
+        fit: function that fits the settings of the keys.
+    """
+    at = evidence.tokens
+    of_tokens = NGramFitting(ngrams.found.rows(at))
+    every = torch.ones(len(at), dtype=torch.bool)
+    settings, fitted = KNNSettings(), NGramSettings(ngrams.found.order, 0.0)
+    for _ in range(_ROUNDS):
+        # λ of the keys mixes p_LM and p_kNN, after n-grams were mixed into both with the same λ.
+        lam = of_tokens.lambdas(fitted)[:, None]
+        part = lam * of_tokens.found.probs.nan_to_num()[:, None]
+        settings = fit(
+            replace(evidence, lm=(1 - lam) * evidence.lm + part, knn=(1 - lam) * evidence.knn + part)
+        )
+        fitted = of_tokens.fit(scored.log_probs(settings, at).log_probs, every)
+    return replace(settings, ngrams=fitted)
 
 
 def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> JointGate:
