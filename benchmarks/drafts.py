@@ -1,6 +1,6 @@
 """Drafts: how much faster a store generates with them than without, and than the model alone.
 
-    python benchmarks/drafts.py HOME --texts NAME=FILE.jsonl ... [--prompts 20]
+    python benchmarks/drafts.py HOME --texts NAME=FILE.jsonl ... [--prompts 20] [--rows 4]
     python benchmarks/drafts.py --smoke             a few seconds, with the demo's model
 
 HOME is a store whose settings in force are used. Each FILE holds documents that are not stored, for example
@@ -16,12 +16,19 @@ of a file:
 - ``line``: seconds of the first 20 tokens, drafted ÷ model alone, with the prompt; ``line_known_prompt``: the
   same without the prompt, as in a server that has its states already.
 
+With ``--rows N`` the server's engine continues N beginnings together, and the figures of a file are instead:
+
+- ``undrafted``, ``drafted``: tokens a second ÷ those of the model alone with as many texts, after the first
+  tokens; ``drafted_to_undrafted``, and ``slowest``, the lowest of a batch;
+- ``tokens_a_pass``: tokens that a pass gives each text that it decodes.
+
 The first figures are durations of a pass over several positions ÷ a pass over one. Ratios of durations are
 medians of texts, and of the rounds of passes. JSON goes to stdout.
 """
 
 import argparse
 import json
+import queue
 import statistics
 import sys
 import tempfile
@@ -40,6 +47,7 @@ from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.drafts import Drafts
 from knnstore.lm.model import drafting
+from knnstore.server.engine import Engine, Observed, Piece, Prompt, Sampling, Task, Ticket, batch
 
 PROMPT, NEW, LINE = 200, 64, 20
 """Tokens."""
@@ -98,14 +106,19 @@ def measure_text(lm: KNNLMForCausalLM, prompt: Tensor) -> dict[str, float]:
     }
 
 
-def measure_texts(lm: KNNLMForCausalLM, texts: list[TextDocument], count: int) -> dict[str, float]:
+def measure_texts(lm: KNNLMForCausalLM, texts: list[TextDocument], options: Any) -> dict[str, float]:
     """Measure the beginnings of the documents that are long enough."""
-    measured = []
+    prompts = []
     for document in texts:
         ids = lm.reader.tokens(document.text)[:PROMPT].tolist()
-        if len(ids) == PROMPT and len(measured) < count:
-            measured.append(measure_text(lm, torch.tensor([[*lm.reader.prefix, *ids]])))
-            print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+        if len(ids) == PROMPT and len(prompts) < options.prompts:
+            prompts.append([*lm.reader.prefix, *ids])
+    if options.rows > 1:
+        return measure_together(lm, prompts, options.rows)
+    measured = []
+    for prompt in prompts:
+        measured.append(measure_text(lm, torch.tensor([prompt])))
+        print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
     return summarize(measured)
 
 
@@ -117,6 +130,66 @@ def summarize(measured: list[dict[str, float]]) -> dict[str, float]:
         "tokens_a_pass": round((NEW - 1) / statistics.mean(one["passes"] for one in measured), 2),
         **{name: round(statistics.median(one[name] for one in measured), 2) for name in ratios},
         "slowest": round(min(one["drafted"] for one in measured), 2),
+    }
+
+
+def decode_together(
+    lm: KNNLMForCausalLM, prompts: list[list[int]], knn: KNNSettings, count: int, *, is_drafted: bool
+) -> tuple[list[str], float, float]:
+    """Continue texts together in the server's engine; return them, seconds a token, and tokens a pass."""
+    seen: list[tuple[float, Observed]] = []
+    engine = Engine(
+        lm, lambda _: knn, max_rows=len(prompts), observe=lambda step: seen.append((time.process_time(), step))
+    )
+    propose, texts, ended = batch.propose_together, [""] * len(prompts), queue.SimpleQueue[Any]()
+
+    def tell(piece: Piece | Exception) -> None:
+        """Collect the text of a piece."""
+        assert isinstance(piece, Piece), piece
+        texts[piece.index] += piece.text
+        if piece.finish:
+            ended.put(piece.index)
+
+    if not is_drafted:
+        batch.propose_together = lambda each, texts, most: [text[:0] for text in texts]
+    try:
+        engine.start()
+        task = Task(tuple(Prompt(tuple(ids)) for ids in prompts), None, count, sampling=Sampling(0))
+        engine.submit(Ticket(task, tell))
+        for _ in prompts:
+            ended.get(timeout=600)
+    finally:
+        engine.stop()
+        batch.propose_together = propose
+    # The clock starts after the first step with all texts: before it, prompts were read.
+    first = next(number for number, (_, step) in enumerate(seen) if step.rows == len(prompts))
+    steps = [step for _, step in seen[first + 1 :]]
+    tokens = sum(step.tokens for step in steps)
+    return texts, (seen[-1][0] - seen[first][0]) / tokens, tokens / sum(step.rows for step in steps)
+
+
+def measure_together(lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int) -> dict[str, float]:
+    """Continue the beginnings in batches of `rows`, with each side in turn, and return the figures."""
+    measured = []
+    for start in range(0, len(prompts) - rows + 1, rows):
+        group = prompts[start : start + rows]
+        _, alone, _ = decode_together(lm, group, ALONE, LINE, is_drafted=False)
+        texts, undrafted, _ = decode_together(lm, group, lm.knn, NEW, is_drafted=False)
+        same, drafted, tokens_a_pass = decode_together(lm, group, lm.knn, NEW, is_drafted=True)
+        assert texts == same
+        measured.append(
+            {
+                "undrafted": alone / undrafted,
+                "drafted": alone / drafted,
+                "drafted_to_undrafted": undrafted / drafted,
+                "tokens_a_pass": tokens_a_pass,
+            }
+        )
+        print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+    return {
+        "batches": len(measured),
+        **{name: round(statistics.median(one[name] for one in measured), 2) for name in measured[0]},
+        "slowest": round(min(one["drafted_to_undrafted"] for one in measured), 2),
     }
 
 
@@ -152,7 +225,7 @@ def measure(lm: KNNLMForCausalLM, files: dict[str, list[TextDocument]], options:
         "passes": time_passes(lm, long, options.rounds),
     }
     print(json.dumps(result), file=sys.stderr, flush=True)
-    return result | {name: measure_texts(lm, texts, options.prompts) for name, texts in files.items()}
+    return result | {name: measure_texts(lm, texts, options) for name, texts in files.items()}
 
 
 def main() -> None:
@@ -161,6 +234,7 @@ def main() -> None:
     parser.add_argument("home", type=Path, nargs="?")
     parser.add_argument("--texts", action="append", default=[], help="NAME=FILE.jsonl; repeatable")
     parser.add_argument("--prompts", type=int, default=20, help="beginnings of each file")
+    parser.add_argument("--rows", type=int, default=1, help="texts that are generated together")
     parser.add_argument("--rounds", type=int, default=5, help="of passes over several positions")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()

@@ -33,7 +33,7 @@ class Observed:
     waiting: int
     """Number of waiting tasks (tasks whose texts have not all been started) and of unfinished jobs."""
     seconds: float
-    """Duration of the step in seconds, divided by the number of tokens that each text got from the step; 0
+    """Duration of the step in seconds, divided by the mean number of tokens that a text got from the step; 0
     without a step."""
     drafted: int = 0
     """Number of draft tokens (guesses of the next tokens) that the step read."""
