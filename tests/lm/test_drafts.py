@@ -17,7 +17,7 @@ from knnstore.lm import (
     KNNSettings,
     NGramSettings,
 )
-from knnstore.lm.drafts import _PASS_COSTS, Drafts
+from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
 from knnstore.lm.model import drafting
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases
@@ -229,7 +229,7 @@ def test_drafts_that_always_fail_cost_little(lm) -> None:
         draft = drafts.propose(text[:at], len(text) - at - 1)
         accepted = int((draft == text[at : at + len(draft)]).cumprod().sum())
         drafts.learn(len(draft), accepted)
-        at, drafted, cost = at + accepted + 1, drafted + len(draft), cost + _PASS_COSTS[len(draft)]
+        at, drafted, cost = at + accepted + 1, drafted + len(draft), cost + estimate_pass_costs(1)[len(draft)]
     assert drafted > 50  # they are tried again and again
     assert 600 < cost < 1.005 * 600 + 5
 
@@ -242,6 +242,47 @@ def test_only_long_matches_are_drafted_in_a_pause(lm) -> None:
     text = np.tile(np.arange(20, 60), 2)
     assert len(drafts.propose(text[:44], 16)) == 0
     assert np.array_equal(drafts.propose(text[:60], 16), text[60:76])
+
+
+def test_texts_together_are_drafted_if_the_pass_is_worth_it_for_all(lm) -> None:
+    """A text that repeats itself shares a pass with texts that nobody can guess."""
+    loop, new = np.array([61, 7, 62, 9, 8] * 4), np.arange(70, 90)
+    lengths = []
+    for others in (0, 1, 2, 14):
+        each = [Drafts(lm.store, PLAIN) for _ in range(others)] + [Drafts(lm.store, PLAIN)]
+        drafts = propose_together(each, [new] * others + [loop], [40] * len(each))
+        assert not any(map(len, drafts[:-1]))
+        assert np.array_equal(drafts[-1], np.resize(loop, 40)[: len(drafts[-1])])
+        lengths.append(len(drafts[-1]))
+    assert lengths[0] >= lengths[1] >= lengths[2] > lengths[3] == 0
+
+
+def test_texts_together_each_have_their_own_limit_and_some_are_not_drafted(lm) -> None:
+    loop = np.array([61, 7, 62, 9, 8] * 4)
+    each = [Drafts(lm.store, PLAIN), None, Drafts(lm.store, PLAIN), Drafts(lm.store, PLAIN)]
+    drafts = propose_together(each, [loop] * 4, [40, 40, 2, 0])
+    assert [len(draft) for draft in drafts[1:]] == [0, 2, 0]
+    assert len(drafts[0]) > 2
+
+
+def test_drafts_of_several_texts_that_always_fail_cost_little(lm) -> None:
+    rng = np.random.default_rng(4)
+    texts = [np.concatenate([lm.reader.tokens(STORED[3].text), rng.integers(4, 20, 400)]) for _ in range(4)]
+    each, costs, drafted, cost = [Drafts(lm.store, PLAIN) for _ in texts], estimate_pass_costs(4), 0, 0.0
+    ends = [len(text) - 400 for text in texts]
+    while max(ends) < len(texts[0]) - 20:
+        drafts = propose_together(
+            each, [text[:end] for text, end in zip(texts, ends, strict=True)], [16] * len(texts)
+        )
+        longest = max(map(len, drafts))
+        for row, (one, draft) in enumerate(zip(each, drafts, strict=True)):
+            right = int((draft == texts[row][ends[row] : ends[row] + len(draft)]).cumprod().sum())
+            one.learn(len(draft), right, costs[longest])
+            ends[row] += right + 1
+        drafted, cost = drafted + longest, cost + costs[longest]
+    tokens = sum(one.tokens for one in each) / len(each)
+    assert drafted > 5  # they are tried again
+    assert cost < 1.005 * tokens + 5
 
 
 def test_a_model_that_was_saved_without_a_cache_writes_with_one(lm, monkeypatch):
