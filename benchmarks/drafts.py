@@ -16,14 +16,13 @@ of a file:
 - ``line``: seconds of the first 20 tokens, drafted ÷ model alone, with the prompt; ``line_known_prompt``: the
   same without the prompt, as in a server that has its states already.
 
-With ``--rows N`` the server's engine continues N beginnings together, and the figures of a file are instead:
+With ``--rows N`` the server's engine continues the beginnings, N at a time, and the figures of a file are:
 
-- ``undrafted``, ``drafted``: tokens a second ÷ those of the model alone with as many texts, after the first
-  tokens; ``drafted_to_undrafted``, and ``slowest``, the lowest of a batch;
+- ``drafted_to_undrafted``: tokens a second ÷ those without drafts, without the time of the prompts;
 - ``tokens_a_pass``: tokens that a pass gives each text that it decodes.
 
-The first figures are durations of a pass over several positions ÷ a pass over one. Ratios of durations are
-medians of texts, and of the rounds of passes. JSON goes to stdout.
+Without it, the first figures are durations of a pass over several positions ÷ a pass over one. Ratios of
+durations are medians of texts, and of the rounds of passes. JSON goes to stdout.
 """
 
 import argparse
@@ -48,6 +47,7 @@ from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.drafts import Drafts
 from knnstore.lm.model import drafting
 from knnstore.server.engine import Engine, Observed, Piece, Prompt, Sampling, Task, Ticket, batch
+from knnstore.server.engine.admission import Admission
 
 PROMPT, NEW, LINE = 200, 64, 20
 """Tokens."""
@@ -134,14 +134,18 @@ def summarize(measured: list[dict[str, float]]) -> dict[str, float]:
 
 
 def decode_together(
-    lm: KNNLMForCausalLM, prompts: list[list[int]], knn: KNNSettings, count: int, *, is_drafted: bool
+    lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int, *, is_drafted: bool
 ) -> tuple[list[str], float, float]:
-    """Continue texts together in the server's engine; return them, seconds a token, and tokens a pass."""
-    seen: list[tuple[float, Observed]] = []
-    engine = Engine(
-        lm, lambda _: knn, max_rows=len(prompts), observe=lambda step: seen.append((time.process_time(), step))
-    )
-    propose, texts, ended = batch.propose_together, [""] * len(prompts), queue.SimpleQueue[Any]()
+    """Continue texts in the server's engine, some at a time; the next text begins when one has ended.
+
+    Returns:
+        The texts, the seconds of all steps, without those of the prompts, divided by the number of tokens,
+        and the tokens that a pass gave to a text.
+    """
+    seen: list[Observed] = []
+    engine = Engine(lm, lambda _: lm.knn, max_rows=rows, observe=seen.append)
+    propose, prefill = batch.propose_together, Admission.prefill_and_start
+    texts, ended, of_prompts = [""] * len(prompts), queue.SimpleQueue[int](), 0.0
 
     def tell(piece: Piece | Exception) -> None:
         """Collect the text of a piece."""
@@ -150,46 +154,40 @@ def decode_together(
         if piece.finish:
             ended.put(piece.index)
 
+    def time_prefill(*args: Any) -> None:
+        """Read prompts, and add up the seconds."""
+        nonlocal of_prompts
+        started = time.process_time()
+        prefill(*args)
+        of_prompts += time.process_time() - started
+
+    Admission.prefill_and_start = time_prefill  # type: ignore[method-assign]
     if not is_drafted:
         batch.propose_together = lambda each, texts, most: [text[:0] for text in texts]
     try:
+        started = time.process_time()
         engine.start()
-        task = Task(tuple(Prompt(tuple(ids)) for ids in prompts), None, count, sampling=Sampling(0))
+        task = Task(tuple(Prompt(tuple(ids)) for ids in prompts), None, NEW, sampling=Sampling(0))
         engine.submit(Ticket(task, tell))
         for _ in prompts:
-            ended.get(timeout=600)
+            ended.get(timeout=3600)
+        seconds = time.process_time() - started - of_prompts
     finally:
         engine.stop()
-        batch.propose_together = propose
-    # The clock starts after the first step with all texts: before it, prompts were read.
-    first = next(number for number, (_, step) in enumerate(seen) if step.rows == len(prompts))
-    steps = [step for _, step in seen[first + 1 :]]
-    tokens = sum(step.tokens for step in steps)
-    return texts, (seen[-1][0] - seen[first][0]) / tokens, tokens / sum(step.rows for step in steps)
+        batch.propose_together, Admission.prefill_and_start = propose, prefill  # type: ignore[method-assign]
+    tokens = sum(step.tokens for step in seen) - len(prompts)  # the first is of the prompt
+    return texts, seconds / tokens, tokens / sum(step.rows for step in seen)
 
 
 def measure_together(lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int) -> dict[str, float]:
-    """Continue the beginnings in batches of `rows`, with each side in turn, and return the figures."""
-    measured = []
-    for start in range(0, len(prompts) - rows + 1, rows):
-        group = prompts[start : start + rows]
-        _, alone, _ = decode_together(lm, group, ALONE, LINE, is_drafted=False)
-        texts, undrafted, _ = decode_together(lm, group, lm.knn, NEW, is_drafted=False)
-        same, drafted, tokens_a_pass = decode_together(lm, group, lm.knn, NEW, is_drafted=True)
-        assert texts == same
-        measured.append(
-            {
-                "undrafted": alone / undrafted,
-                "drafted": alone / drafted,
-                "drafted_to_undrafted": undrafted / drafted,
-                "tokens_a_pass": tokens_a_pass,
-            }
-        )
-        print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+    """Continue the beginnings, `rows` of them at a time, with each side, and return the figures."""
+    texts, undrafted, _ = decode_together(lm, prompts, rows, is_drafted=False)
+    same, drafted, tokens_a_pass = decode_together(lm, prompts, rows, is_drafted=True)
+    assert texts == same
     return {
-        "batches": len(measured),
-        **{name: round(statistics.median(one[name] for one in measured), 2) for name in measured[0]},
-        "slowest": round(min(one["drafted_to_undrafted"] for one in measured), 2),
+        "texts": len(prompts),
+        "drafted_to_undrafted": round(undrafted / drafted, 2),
+        "tokens_a_pass": round(tokens_a_pass, 2),
     }
 
 
@@ -221,9 +219,10 @@ def measure(lm: KNNLMForCausalLM, files: dict[str, list[TextDocument]], options:
     result: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "components": lm.knn.components,
-        "positions": POSITIONS,
-        "passes": time_passes(lm, long, options.rounds),
+        "rows": options.rows,
     }
+    if options.rows == 1:
+        result |= {"positions": POSITIONS, "passes": time_passes(lm, long, options.rounds)}
     print(json.dumps(result), file=sys.stderr, flush=True)
     return result | {name: measure_texts(lm, texts, options) for name, texts in files.items()}
 

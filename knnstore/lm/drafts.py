@@ -43,7 +43,8 @@ def estimate_pass_costs(rows: int) -> NDArray[np.float64]:
     costs += np.select([positions == 1, positions == 2, positions == 3], [1.0, 1.7, 2.05])
     if rows > 1:
         costs[1:] += 0.12 * rows
-    return costs / costs[0]
+    relative_costs: NDArray[np.float64] = costs / costs[0]
+    return relative_costs
 
 
 class Drafts:
@@ -96,9 +97,7 @@ class Drafts:
             error = self._accept_probs(self._source, checked).sum() - accepted
             self._log_cautions[self._source] += _LEARNING * error
 
-    def _find_candidates(
-        self, text: NDArray[np.int64], most: int, *, is_paused: bool
-    ) -> list["_Candidate"]:
+    def _find_candidates(self, text: NDArray[np.int64], most: int, *, is_paused: bool) -> list["_Candidate"]:
         """Return the drafts of at most `most` tokens that the sources have; at most one of each source.
 
         Args:

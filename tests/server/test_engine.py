@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import knnstore
 from knnstore import KNNSettings, Selection
 from knnstore.lm import CacheSettings, NGramSettings, likelihoods
+from knnstore.lm.reading import allows_gaps
 from knnstore.server.engine import (
     Engine,
     EngineBusyError,
@@ -28,7 +29,7 @@ from knnstore.server.engine import (
     admission,
     batch,
 )
-from knnstore.server.engine.prompts import Prefill, allows_gaps
+from knnstore.server.engine.prompts import Prefill
 
 ENDS = {0, 264, 271}  # likely ones, so that texts end early
 # All records that are selected count: which is the k-th nearest of fewer may hang on rounding.

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from knnstore.lm import KNNLM, Drafts, KNNSettings
 from knnstore.lm.drafts import estimate_pass_costs, propose_together
+from knnstore.lm.reading import allows_gaps
 from knnstore.server.engine.kv_cache import Memory
-from knnstore.server.engine.prompts import Remembered, allows_gaps
+from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Row
 
 

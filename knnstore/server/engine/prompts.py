@@ -4,7 +4,6 @@
 `prefill_together` reads several whole prompts in one forward pass.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -207,18 +206,3 @@ def has_attention_only(model: Any) -> bool:
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in layers)
-
-
-def allows_gaps(model: Any) -> bool:
-    """Check whether a text in a model's cache may have gaps, which the attention mask hides.
-
-    In a gap, the number of columns between two tokens differs from the difference of their positions. This
-    changes the predictions if the attention counts columns: sliding windows and chunks, local layers
-    (GPT-Neo), and a model that takes no positions (MPT, whose biases follow the columns).
-    """
-    config = model.config.get_text_config(decoder=True)
-    return (
-        all(type(layer) in (DynamicLayer, DummyLayer) for layer in DynamicCache(config=config).layers)
-        and "local" not in getattr(config, "attention_layers", ())
-        and "position_ids" in inspect.signature(model.forward).parameters
-    )
