@@ -1,6 +1,6 @@
 """Drafts: how much faster a store generates with them than without, and than the model alone.
 
-    python benchmarks/drafts.py HOME --texts NAME=FILE.jsonl ... [--prompts 20] [--rows 4]
+    python benchmarks/drafts.py HOME --texts NAME=FILE.jsonl ... [--prompts 20] [--rows 4 | --served DOMAIN]
     python benchmarks/drafts.py --smoke             a few seconds, with the demo's model
 
 HOME is a store whose settings in force are used. Each FILE holds documents that are not stored, for example
@@ -21,12 +21,16 @@ With ``--rows N`` the server's engine continues the beginnings, N at a time, and
 - ``drafted_to_undrafted``: tokens a second ÷ those without drafts, without the time of the prompts;
 - ``tokens_a_pass``: tokens that a pass gives each text that it decodes.
 
-Without it, the first figures are durations of a pass over several positions ÷ a pass over one. Ratios of
+With ``--served DOMAIN``, ``knnstore serve`` answers requests to ``/v1/completions``, one at a time. ``line``
+is the processor time of the server for 20 tokens with the domain ÷ for the model alone, with the prompt.
+
+Without both, the first figures are durations of a pass over several positions ÷ a pass over one. Ratios of
 durations are medians of texts, and of the rounds of passes. JSON goes to stdout.
 """
 
 import argparse
 import json
+import os
 import queue
 import statistics
 import sys
@@ -36,8 +40,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from cells import TINY_LM, smoke_parts
+from serving import served
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -106,13 +112,15 @@ def measure_text(lm: KNNLMForCausalLM, prompt: Tensor) -> dict[str, float]:
     }
 
 
+def choose_beginnings(lm: KNNLMForCausalLM, texts: list[TextDocument]) -> list[list[int]]:
+    """Return the beginnings of the documents that are long enough, as tokens."""
+    beginnings = [lm.reader.tokens(document.text)[:PROMPT].tolist() for document in texts]
+    return [ids for ids in beginnings if len(ids) == PROMPT]
+
+
 def measure_texts(lm: KNNLMForCausalLM, texts: list[TextDocument], options: Any) -> dict[str, float]:
     """Measure the beginnings of the documents that are long enough."""
-    prompts = []
-    for document in texts:
-        ids = lm.reader.tokens(document.text)[:PROMPT].tolist()
-        if len(ids) == PROMPT and len(prompts) < options.prompts:
-            prompts.append([*lm.reader.prefix, *ids])
+    prompts = [[*lm.reader.prefix, *ids] for ids in choose_beginnings(lm, texts)[: options.prompts]]
     if options.rows > 1:
         return measure_together(lm, prompts, options.rows)
     measured = []
@@ -191,6 +199,32 @@ def measure_together(lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int) 
     }
 
 
+def measure_served(
+    home: Path, files: dict[str, list[str]], domain: str, count: int
+) -> dict[str, dict[str, float]]:
+    """Let a server continue the beginnings by a line, with the model alone and the domain in turn."""
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def ask(model: str, prompt: str) -> float | None:
+        """Return the seconds of a request; None if the text ended early."""
+        before = Path(f"/proc/{pid}/stat").read_text().split()
+        body = {"model": model, "prompt": prompt, "max_tokens": LINE, "temperature": 0}
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        after = Path(f"/proc/{pid}/stat").read_text().split()
+        seconds = sum(int(after[field]) - int(before[field]) for field in (13, 14)) / ticks
+        return seconds if answer["usage"]["completion_tokens"] == LINE else None
+
+    found = {}
+    with served(home) as (url, pid), httpx.Client(base_url=url, timeout=3600) as client:
+        for name, prompts in files.items():
+            ask("m", prompts[0]), ask(f"m+{domain}", prompts[0])  # the first requests load n-grams
+            pairs = [(ask("m", prompt), ask(f"m+{domain}", prompt)) for prompt in prompts[:count]]
+            ratios = [stored / alone for alone, stored in pairs if stored is not None and alone is not None]
+            print(json.dumps(ratios), file=sys.stderr, flush=True)
+            found[name] = {"texts": len(ratios), "line": round(statistics.median(ratios), 2)}
+    return found
+
+
 def time_passes(lm: KNNLMForCausalLM, document: TextDocument, rounds: int) -> dict[str, list[float]]:
     """Time passes over several positions after a prompt, as multiples of a pass over one position."""
     ids = torch.from_numpy(lm.reader.tokens(document.text)[: PROMPT + max(POSITIONS)]).long()[None]
@@ -234,6 +268,7 @@ def main() -> None:
     parser.add_argument("--texts", action="append", default=[], help="NAME=FILE.jsonl; repeatable")
     parser.add_argument("--prompts", type=int, default=20, help="beginnings of each file")
     parser.add_argument("--rows", type=int, default=1, help="texts that are generated together")
+    parser.add_argument("--served", metavar="DOMAIN", help="of the store, for a server")
     parser.add_argument("--rounds", type=int, default=5, help="of passes over several positions")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
@@ -252,6 +287,16 @@ def main() -> None:
                 name: list(islice(read_documents([Path(file)]), 4 * options.prompts)) for name, file in named
             }
         lm = knnstore.load(options.home, device="cpu")
+        if options.served:
+            prompts = {
+                name: [lm.reader.text(ids) for ids in choose_beginnings(lm, texts)]
+                for name, texts in files.items()
+            }
+            lm.store.close()
+            print(
+                json.dumps(measure_served(options.home, prompts, options.served, options.prompts), indent=2)
+            )
+            return
         print(json.dumps(measure(lm, files, options), indent=2))
         lm.store.close()
 
