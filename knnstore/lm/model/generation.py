@@ -59,9 +59,10 @@ class StoreGeneration(GenerationMixin):
             knn: settings of this call, resolved for generation; default ``self.knn``.
             draft: True to check several drafted tokens in one forward pass (speculative decoding). A draft is
                 copied from a place in the store or earlier in the text where the same tokens precede it.
-                Greedy text stays the same. Works for a single text of a causal model without beams, if the
-                model's cache can remove tokens; otherwise a warning with the reason is logged, and text is
-                generated without drafts.
+                Greedy text stays the same, and sampled text keeps its distribution. Works for causal models
+                without beams, if the model's cache can remove tokens; several texts also need a model whose
+                attention does not count the columns of the cache. Otherwise a warning with the reason is
+                logged, and text is generated without drafts.
             **kwargs: arguments of `GenerationMixin.generate`.
 
         Returns:
