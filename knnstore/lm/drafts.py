@@ -1,4 +1,7 @@
-"""Drafts of the next tokens (`Drafts`), copied from stored text or from earlier places of the text."""
+"""Drafts of the next tokens, copied from stored text or from earlier places of the text.
+
+`Drafts` drafts one text. `propose_together` drafts the texts that share a forward pass.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,8 +21,8 @@ _LEARNING, _FORGETTING = 0.4, 0.99
 """Step size with which the caution of a source follows its errors; and the factor by which each pass brings
 the logarithm of the caution back towards 0."""
 _ALLOWED_LOSS, _ALLOWANCE = 0.005, 3.0
-"""Drafts pause while the passes of a text have taken longer than passes without drafts would have taken, by
-more than this fraction and this number of passes."""
+"""Drafts pause while the passes of the texts have taken longer than passes without drafts would have taken,
+by more than this fraction and this number of passes."""
 _LEAST_IN_PAUSE = 8
 """Least number of matching tokens for a draft in a pause, so that a text that begins to repeat itself is
 drafted again."""

@@ -182,12 +182,12 @@ def generate_with_drafts(
             **model_kwargs,
         )
         return text
-    # 1) Prefill. Only then does the cache have layers, and is the window of a sliding layer full.
     if len(input_ids) > 1:  # the texts will have gaps, which mask and positions must tell
         mask = model_kwargs.get("attention_mask")
         model_kwargs["attention_mask"] = mask = torch.ones_like(input_ids) if mask is None else mask
         if model_kwargs.get("position_ids") is None:
             model_kwargs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    # 1) Prefill. Only then does the cache have layers, and is the window of a sliding layer full.
     output = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
     model_kwargs.pop("ends", None)  # texts that have ended leave the batch

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm import KNNLM, Drafts, KNNSettings
-from knnstore.lm.drafts import estimate_pass_costs, propose_together
-from knnstore.lm.reading import allows_gaps
+from knnstore.lm import KNNLM, Drafts, KNNSettings, allows_gaps, estimate_pass_costs, propose_together
 from knnstore.server.engine.kv_cache import Memory
 from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Row
