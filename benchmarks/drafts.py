@@ -1,6 +1,6 @@
 """Drafts: how much faster a store generates with them than without, and than the model alone.
 
-    python benchmarks/drafts.py HOME --texts NAME=FILE.jsonl ... [--prompts 20]
+    python benchmarks/drafts.py HOME --texts NAME=FILE.jsonl ... [--prompts 20] [--rows 4 | --served DOMAIN]
     python benchmarks/drafts.py --smoke             a few seconds, with the demo's model
 
 HOME is a store whose settings in force are used. Each FILE holds documents that are not stored, for example
@@ -16,12 +16,22 @@ of a file:
 - ``line``: seconds of the first 20 tokens, drafted ÷ model alone, with the prompt; ``line_known_prompt``: the
   same without the prompt, as in a server that has its states already.
 
-The first figures are durations of a pass over several positions ÷ a pass over one. Ratios of durations are
-medians of texts, and of the rounds of passes. JSON goes to stdout.
+With ``--rows N`` the server's engine continues the beginnings, N at a time, and the figures of a file are:
+
+- ``drafted_to_undrafted``: tokens a second ÷ those without drafts, without the time of the prompts;
+- ``tokens_a_pass``: tokens that a pass gives each text that it decodes.
+
+With ``--served DOMAIN``, ``knnstore serve`` answers requests to ``/v1/completions``, one at a time. ``line``
+is the processor time of the server for 20 tokens with the domain ÷ for the model alone, with the prompt.
+
+Without both, the first figures are durations of a pass over several positions ÷ a pass over one. Ratios of
+durations are medians of texts, and of the rounds of passes. JSON goes to stdout.
 """
 
 import argparse
 import json
+import os
+import queue
 import statistics
 import sys
 import tempfile
@@ -30,8 +40,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from cells import TINY_LM, smoke_parts
+from serving import served
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -40,6 +52,8 @@ from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.drafts import Drafts
 from knnstore.lm.model import drafting
+from knnstore.server.engine import Engine, Observed, Piece, Prompt, Sampling, Task, Ticket, batch
+from knnstore.server.engine.admission import Admission
 
 PROMPT, NEW, LINE = 200, 64, 20
 """Tokens."""
@@ -98,14 +112,21 @@ def measure_text(lm: KNNLMForCausalLM, prompt: Tensor) -> dict[str, float]:
     }
 
 
-def measure_texts(lm: KNNLMForCausalLM, texts: list[TextDocument], count: int) -> dict[str, float]:
+def choose_beginnings(lm: KNNLMForCausalLM, texts: list[TextDocument]) -> list[list[int]]:
+    """Return the beginnings of the documents that are long enough, as tokens."""
+    beginnings = [lm.reader.tokens(document.text)[:PROMPT].tolist() for document in texts]
+    return [ids for ids in beginnings if len(ids) == PROMPT]
+
+
+def measure_texts(lm: KNNLMForCausalLM, texts: list[TextDocument], options: Any) -> dict[str, float]:
     """Measure the beginnings of the documents that are long enough."""
+    prompts = [[*lm.reader.prefix, *ids] for ids in choose_beginnings(lm, texts)[: options.prompts]]
+    if options.rows > 1:
+        return measure_together(lm, prompts, options.rows)
     measured = []
-    for document in texts:
-        ids = lm.reader.tokens(document.text)[:PROMPT].tolist()
-        if len(ids) == PROMPT and len(measured) < count:
-            measured.append(measure_text(lm, torch.tensor([[*lm.reader.prefix, *ids]])))
-            print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+    for prompt in prompts:
+        measured.append(measure_text(lm, torch.tensor([prompt])))
+        print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
     return summarize(measured)
 
 
@@ -118,6 +139,90 @@ def summarize(measured: list[dict[str, float]]) -> dict[str, float]:
         **{name: round(statistics.median(one[name] for one in measured), 2) for name in ratios},
         "slowest": round(min(one["drafted"] for one in measured), 2),
     }
+
+
+def decode_together(
+    lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int, *, is_drafted: bool
+) -> tuple[list[str], float, float]:
+    """Continue texts in the server's engine, some at a time; the next text begins when one has ended.
+
+    Returns:
+        The texts, the seconds of all steps, without those of the prompts, divided by the number of tokens,
+        and the tokens that a pass gave to a text.
+    """
+    seen: list[Observed] = []
+    engine = Engine(lm, lambda _: lm.knn, max_rows=rows, observe=seen.append)
+    propose, prefill = batch.propose_together, Admission.prefill_and_start
+    texts, ended, of_prompts = [""] * len(prompts), queue.SimpleQueue[int](), 0.0
+
+    def tell(piece: Piece | Exception) -> None:
+        """Collect the text of a piece."""
+        assert isinstance(piece, Piece), piece
+        texts[piece.index] += piece.text
+        if piece.finish:
+            ended.put(piece.index)
+
+    def time_prefill(*args: Any) -> None:
+        """Read prompts, and add up the seconds."""
+        nonlocal of_prompts
+        started = time.process_time()
+        prefill(*args)
+        of_prompts += time.process_time() - started
+
+    Admission.prefill_and_start = time_prefill  # type: ignore[method-assign]
+    if not is_drafted:
+        batch.propose_together = lambda each, texts, most: [text[:0] for text in texts]
+    try:
+        started = time.process_time()
+        engine.start()
+        task = Task(tuple(Prompt(tuple(ids)) for ids in prompts), None, NEW, sampling=Sampling(0))
+        engine.submit(Ticket(task, tell))
+        for _ in prompts:
+            ended.get(timeout=3600)
+        seconds = time.process_time() - started - of_prompts
+    finally:
+        engine.stop()
+        batch.propose_together, Admission.prefill_and_start = propose, prefill  # type: ignore[method-assign]
+    tokens = sum(step.tokens for step in seen) - len(prompts)  # the first is of the prompt
+    return texts, seconds / tokens, tokens / sum(step.rows for step in seen)
+
+
+def measure_together(lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int) -> dict[str, float]:
+    """Continue the beginnings, `rows` of them at a time, with each side, and return the figures."""
+    texts, undrafted, _ = decode_together(lm, prompts, rows, is_drafted=False)
+    same, drafted, tokens_a_pass = decode_together(lm, prompts, rows, is_drafted=True)
+    assert texts == same
+    return {
+        "texts": len(prompts),
+        "drafted_to_undrafted": round(undrafted / drafted, 2),
+        "tokens_a_pass": round(tokens_a_pass, 2),
+    }
+
+
+def measure_served(
+    home: Path, files: dict[str, list[str]], domain: str, count: int
+) -> dict[str, dict[str, float]]:
+    """Let a server continue the beginnings by a line, with the model alone and the domain in turn."""
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def ask(model: str, prompt: str) -> float | None:
+        """Return the seconds of a request; None if the text ended early."""
+        before = Path(f"/proc/{pid}/stat").read_text().split()
+        body = {"model": model, "prompt": prompt, "max_tokens": LINE, "temperature": 0}
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        after = Path(f"/proc/{pid}/stat").read_text().split()
+        seconds = sum(int(after[field]) - int(before[field]) for field in (13, 14)) / ticks
+        return seconds if answer["usage"]["completion_tokens"] == LINE else None
+
+    found = {}
+    with served(home) as (url, pid), httpx.Client(base_url=url, timeout=3600) as client:
+        for name, prompts in files.items():
+            ask("m", prompts[0]), ask(f"m+{domain}", prompts[0])  # the first requests load n-grams
+            pairs = [(ask("m", prompt), ask(f"m+{domain}", prompt)) for prompt in prompts[:count]]
+            ratios = [stored / alone for alone, stored in pairs if stored is not None and alone is not None]
+            print(json.dumps(ratios), file=sys.stderr, flush=True)
+            found[name] = {"texts": len(ratios), "line": round(statistics.median(ratios), 2)}
+    return found
 
 
 def time_passes(lm: KNNLMForCausalLM, document: TextDocument, rounds: int) -> dict[str, list[float]]:
@@ -148,11 +253,12 @@ def measure(lm: KNNLMForCausalLM, files: dict[str, list[TextDocument]], options:
     result: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "components": lm.knn.components,
-        "positions": POSITIONS,
-        "passes": time_passes(lm, long, options.rounds),
+        "rows": options.rows,
     }
+    if options.rows == 1:
+        result |= {"positions": POSITIONS, "passes": time_passes(lm, long, options.rounds)}
     print(json.dumps(result), file=sys.stderr, flush=True)
-    return result | {name: measure_texts(lm, texts, options.prompts) for name, texts in files.items()}
+    return result | {name: measure_texts(lm, texts, options) for name, texts in files.items()}
 
 
 def main() -> None:
@@ -161,6 +267,8 @@ def main() -> None:
     parser.add_argument("home", type=Path, nargs="?")
     parser.add_argument("--texts", action="append", default=[], help="NAME=FILE.jsonl; repeatable")
     parser.add_argument("--prompts", type=int, default=20, help="beginnings of each file")
+    parser.add_argument("--rows", type=int, default=1, help="texts that are generated together")
+    parser.add_argument("--served", metavar="DOMAIN", help="of the store, for a server")
     parser.add_argument("--rounds", type=int, default=5, help="of passes over several positions")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
@@ -179,6 +287,16 @@ def main() -> None:
                 name: list(islice(read_documents([Path(file)]), 4 * options.prompts)) for name, file in named
             }
         lm = knnstore.load(options.home, device="cpu")
+        if options.served:
+            prompts = {
+                name: [lm.reader.text(ids) for ids in choose_beginnings(lm, texts)]
+                for name, texts in files.items()
+            }
+            lm.store.close()
+            print(
+                json.dumps(measure_served(options.home, prompts, options.served, options.prompts), indent=2)
+            )
+            return
         print(json.dumps(measure(lm, files, options), indent=2))
         lm.store.close()
 

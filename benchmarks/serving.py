@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,8 @@ async def first_token(load: Load, prompts: list[str], count: int) -> Body:
 
 
 @contextmanager
-def served(home: Path, *options: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Serve a store; return the address, and a function that returns the server's memory in bytes."""
+def served(home: Path, *options: str) -> Iterator[tuple[str, int]]:
+    """Serve a store; return the address, and the server's process id."""
     command = [*SERVE, "--home", str(home), "serve", "--port", "0", "--model", "m", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -184,13 +185,14 @@ def served(home: Path, *options: str) -> Iterator[tuple[str, Callable[[], int]]]
         subprocess.Popen(
             ["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL
         )  # so that its log never fills up
-        yield found[0], lambda: _resident(process.pid)
+        yield found[0], process.pid
     finally:
         process.terminate()
         process.wait(60)
 
 
 def _resident(pid: int) -> int:
+    """Return the memory of a process in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
@@ -215,7 +217,7 @@ async def measured(home: Path, texts: list[TextDocument], options: argparse.Name
     explained = lm.reader.text(lm.reader.tokens(long.text)[:EXPLAINED].tolist())
     found: Body = {"threads": torch.get_num_threads(), "records": lm.store.record_count()}
     started = time.perf_counter()
-    with served(home, *options.serve) as (url, memory):
+    with served(home, *options.serve) as (url, pid):
         load = Load(url, "", f"m+{options.domain}")
         parts = options.only or PARTS
         if "start" in parts:
@@ -227,7 +229,9 @@ async def measured(home: Path, texts: list[TextDocument], options: argparse.Name
         if "first" in parts:
             found["first"] = await first_token(load, prompts, options.firsts)
         if "mixed" in parts and options.minutes:
-            found["mixed"] = await mixed(Mixture(load, fitting, prompts), options.minutes * 60, memory)
+            found["mixed"] = await mixed(
+                Mixture(load, fitting, prompts), options.minutes * 60, partial(_resident, pid)
+            )
         await load.client.aclose()
     lm.store.close()
     summary = {name: found[part][of] for name, (part, of) in SUMMARY.items() if part in found}

@@ -7,7 +7,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 if TYPE_CHECKING:
     from knnstore.lm.calibration import Calibration, Candidate, Comparison
     from knnstore.lm.components import CacheSettings, DistributionComponent, NGramSettings, register_component
-    from knnstore.lm.drafts import Drafts
+    from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
     from knnstore.lm.explanation import (
         DocumentEffect,
         Explanation,
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         TextReader,
         TokenPiece,
         TokenTexts,
+        allows_gaps,
         check_matches,
         check_tokenizer,
         check_tokens,
@@ -182,6 +183,7 @@ __all__ = [
     "TokenTexts",
     "TranslationScores",
     "add_documents",
+    "allows_gaps",
     "check_matches",
     "check_tokenizer",
     "check_tokens",
@@ -192,6 +194,7 @@ __all__ = [
     "decode_tokens",
     "default_settings",
     "derive_default",
+    "estimate_pass_costs",
     "explain_in_turns",
     "explain_tokens",
     "find_outdated_components",
@@ -210,6 +213,7 @@ __all__ = [
     "own_settings_for",
     "pack",
     "prefix_of",
+    "propose_together",
     "read_part",
     "register_component",
     "register_mixer",

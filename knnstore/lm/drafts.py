@@ -1,4 +1,11 @@
-"""Drafts of the next tokens (`Drafts`), copied from stored text or from earlier places of the text."""
+"""Drafts of the next tokens, copied from stored text or from earlier places of the text.
+
+`Drafts` drafts one text. `propose_together` drafts the texts that share a forward pass.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,21 +15,39 @@ from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
 _MAX_DRAFT = 16
 """Largest number of tokens of a draft."""
-_PASS_COSTS = np.append([1.0, 1.7, 2.05], 1.27 + 0.058 * np.arange(4, _MAX_DRAFT + 2))
-"""Duration of a forward pass that checks 0, 1, … `_MAX_DRAFT` drafted tokens, as a multiple of a pass without
-a draft: a model of 135 million float32 weights on a CPU, whose products of two or three rows take longer than
-products of four."""
 _MAX_COMPARED = 16
 """Largest number of matching tokens that are compared inside the text."""
 _LEARNING, _FORGETTING = 0.4, 0.99
 """Step size with which the caution of a source follows its errors; and the factor by which each pass brings
 the logarithm of the caution back towards 0."""
 _ALLOWED_LOSS, _ALLOWANCE = 0.005, 3.0
-"""Drafts pause while the passes of a text have taken longer than passes without drafts would have taken, by
-more than this fraction and this number of passes."""
+"""Drafts pause while the passes of the texts have taken longer than passes without drafts would have taken,
+by more than this fraction and this number of passes."""
 _LEAST_IN_PAUSE = 8
 """Least number of matching tokens for a draft in a pause, so that a text that begins to repeat itself is
 drafted again."""
+
+
+@lru_cache
+def estimate_pass_costs(rows: int) -> NDArray[np.float64]:
+    """Estimate the duration of forward passes that check 0, 1, … `_MAX_DRAFT` drafted tokens of each text.
+
+    The durations were measured with a model of 135 million float32 weights on a CPU, whose products of two or
+    three rows take longer than products of four.
+
+    Args:
+        rows: number of texts in the pass, at least 1.
+
+    Returns:
+        Multiples of a pass without drafts over as many texts, shape (1 + `_MAX_DRAFT`,).
+    """
+    positions = rows * np.arange(1, _MAX_DRAFT + 2)
+    costs: NDArray[np.float64] = np.where(positions > 3, 1.27 + 0.058 * positions, 0)
+    costs += np.select([positions == 1, positions == 2, positions == 3], [1.0, 1.7, 2.05])
+    if rows > 1:
+        costs[1:] += 0.12 * rows
+    relative_costs: NDArray[np.float64] = costs / costs[0]
+    return relative_costs
 
 
 class Drafts:
@@ -55,55 +80,108 @@ class Drafts:
         """Number of forward passes, and number of tokens that they generated."""
 
     def propose(self, text: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-        """Draft the next tokens. `learn` must be called for each draft before the next call.
+        """Draft the next tokens of a text that is alone in its pass. See `propose_together`."""
+        return propose_together([self], [text], [most])[0]
 
-        Args:
-            text: all tokens so far, shape (n,).
-            most: the largest number of tokens to return.
-
-        Returns:
-            The drafted tokens, int64, shape (m,); empty if no draft is worth its cost.
-        """
-        if self._counts is None:  # once for a text: drafts do not change the generated text
-            self._counts = self._store.ngrams(self._selection)
-        best_speed, proposed, self._risks = 1.0, text[:0], np.zeros(0)
-        length = min(most, _MAX_DRAFT)
-        if length < 1:
-            return proposed
-        is_paused = self._cost > (1 + _ALLOWED_LOSS) * self.tokens + _ALLOWANCE
-        repeated, stored = _draft_repetition(text, length), draft_from(self._counts.text, text, length)
-        sources = ((repeated, _estimate_repetition_risks), (stored, _estimate_stored_risks))
-        for source, (draft, estimate_risks) in enumerate(sources):
-            if not len(draft.tokens) or (is_paused and draft.matched < _LEAST_IN_PAUSE):
-                continue
-            risks = estimate_risks(draft)
-            expected_tokens = 1 + self._accept_probs(source, risks.cumsum()).cumsum()
-            speeds = expected_tokens / _PASS_COSTS[1 : len(risks) + 1]
-            stop = int(speeds.argmax()) + 1
-            if speeds[stop - 1] > best_speed:
-                best_speed, proposed = speeds[stop - 1], draft.tokens[:stop]
-                self._source, self._risks = source, risks[:stop]
-        return proposed
-
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, drafted: int, accepted: int, cost: float | None = None) -> None:
         """Update the caution of the draft's source after the model checked the last proposed draft.
 
         Args:
             drafted: number of tokens of the draft.
             accepted: how many tokens at the beginning of the draft were accepted.
+            cost: duration of the pass, as a multiple of the same pass without drafts; None means that the
+                text was alone in the pass.
         """
         self.passes, self.tokens = self.passes + 1, self.tokens + accepted + 1
-        self._cost += _PASS_COSTS[drafted]
+        self._cost += estimate_pass_costs(1)[drafted] if cost is None else cost
         checked = self._risks[: min(drafted, accepted + 1)]  # a rejected token ends a draft
         self._log_cautions *= _FORGETTING
         if len(checked):
             error = self._accept_probs(self._source, checked).sum() - accepted
             self._log_cautions[self._source] += _LEARNING * error
 
+    def _find_candidates(self, text: NDArray[np.int64], most: int, *, is_paused: bool) -> list["_Candidate"]:
+        """Return the drafts of at most `most` tokens that the sources have; at most one of each source.
+
+        Args:
+            text: all tokens so far, shape (n,).
+            most: the largest number of tokens of a draft.
+            is_paused: True leaves out drafts after short matches.
+        """
+        if self._counts is None:  # once for a text: drafts do not change the generated text
+            self._counts = self._store.ngrams(self._selection)
+        if most < 1:
+            return []
+        repeated, stored = _draft_repetition(text, most), draft_from(self._counts.text, text, most)
+        candidates = []
+        sources = ((repeated, _estimate_repetition_risks), (stored, _estimate_stored_risks))
+        for source, (draft, estimate_risks) in enumerate(sources):
+            if len(draft.tokens) and (not is_paused or draft.matched >= _LEAST_IN_PAUSE):
+                risks = estimate_risks(draft)
+                gains = np.zeros(1 + _MAX_DRAFT)
+                gains[1 : 1 + len(risks)] = self._accept_probs(source, risks.cumsum())
+                candidates.append(_Candidate(source, draft.tokens, risks, gains.cumsum()))
+        return candidates
+
     def _accept_probs(self, source: int, risks: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the probabilities that tokens are accepted, by their risks and the caution of the source."""
         probs: NDArray[np.float64] = np.exp(-np.exp(self._log_cautions[source]) * risks)
         return probs
+
+
+class _Candidate(NamedTuple):
+    """A draft that one source has for a text."""
+
+    source: int
+    """Number of the source: 0 is the text itself, 1 is the store."""
+    tokens: NDArray[np.int64]
+    """The drafted tokens, shape (m,)."""
+    risks: NDArray[np.float64]
+    """Risk of each token, shape (m,)."""
+    gains: NDArray[np.float64]
+    """Expected number of accepted tokens, if the first 0, 1, … `_MAX_DRAFT` tokens are drafted."""
+
+
+def propose_together(
+    each: Sequence[Drafts | None], texts: Sequence[NDArray[np.int64]], most: Sequence[int]
+) -> list[NDArray[np.int64]]:
+    """Draft the next tokens of b texts that one forward pass checks together.
+
+    The pass is as long as the longest draft, for every text. So one length is chosen for all: the length that
+    maximizes the expected number of tokens of all texts divided by the duration of the pass. `Drafts.learn`
+    must be called for each text before the next call.
+
+    Args:
+        each: the drafts of each text; None for a text that is never drafted.
+        texts: all tokens so far of each text, each of shape (n,).
+        most: the largest number of tokens to return for each text.
+
+    Returns:
+        The drafted tokens of each text, int64, each of shape (m,), where m may differ; empty for every text
+        if no draft is worth its cost.
+    """
+    used = [drafts for drafts in each if drafts is not None]
+    allowance = _ALLOWANCE * len(used)
+    is_paused = sum(one._cost - (1 + _ALLOWED_LOSS) * one.tokens for one in used) > allowance
+    candidates = [
+        [] if one is None else one._find_candidates(text, min(limit, _MAX_DRAFT), is_paused=is_paused)
+        for one, text, limit in zip(each, texts, most, strict=True)
+    ]
+    # 1) Choose the length of all drafts.
+    gains = [np.max([one.gains for one in found], axis=0) for found in candidates if found]
+    speeds = (len(each) + sum(gains, np.zeros(1 + _MAX_DRAFT))) / estimate_pass_costs(len(each))
+    length = int(speeds.argmax())
+    # 2) Give each text the source that is better at this length.
+    proposed = []
+    for one, text, found in zip(each, texts, candidates, strict=True):
+        tokens = text[:0]
+        if one is not None:
+            one._risks = np.zeros(0)
+            if found:
+                best = max(found, key=lambda candidate: candidate.gains[length])
+                tokens, one._risks, one._source = best.tokens[:length], best.risks[:length], best.source
+        proposed.append(tokens)
+    return proposed
 
 
 def _estimate_repetition_risks(draft: Draft) -> NDArray[np.float64]:

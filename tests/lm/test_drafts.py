@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 import knnstore
@@ -17,7 +17,7 @@ from knnstore.lm import (
     KNNSettings,
     NGramSettings,
 )
-from knnstore.lm.drafts import _PASS_COSTS, Drafts
+from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
 from knnstore.lm.model import drafting
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases
@@ -37,6 +37,7 @@ OPTIONS = {
     "greedy": {},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 6},
+    "no repetition": {"no_repeat_ngram_size": 6},
     "ends": {"eos_token_id": list(range(5, 12))},
 }
 
@@ -109,31 +110,37 @@ def test_no_draft_spoils_the_text(lm, monkeypatch) -> None:
     expected = [written(lm, False, PLAIN, seed, do_sample=seed > 0) for seed in range(6)]
     rng = np.random.default_rng(1)
 
-    def anything(self, text, most):
-        return rng.integers(4, 60, rng.integers(0, min(most, 9) + 1))
+    def anything(each, texts, most):
+        return [rng.integers(4, 60, rng.integers(0, min(limit, 9) + 1)) for limit in most]
 
-    monkeypatch.setattr(Drafts, "propose", anything)
+    monkeypatch.setattr(drafting, "propose_together", anything)
     for seed, text in enumerate(expected):
         assert written(lm, True, PLAIN, seed, do_sample=seed > 0) == text
 
 
 @pytest.mark.slow
-def test_sampled_text_has_the_distribution_of_the_mixture(lm, monkeypatch) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_sampled_text_has_the_distribution_of_the_mixture(lm, monkeypatch, rows) -> None:
     """Of the second token, given that the first is drafted always: against `forward`, by chi-square."""
     prompt = torch.tensor([[0, 5, 6]])
     with torch.no_grad():
         first = lm(prompt, knn=PLAIN).logits[0, -1].exp()
     likely = int(first.argmax())
-    monkeypatch.setattr(Drafts, "propose", lambda self, text, most: np.array([likely, likely])[:most])
+    monkeypatch.setattr(
+        drafting,
+        "propose_together",
+        lambda each, texts, most: [np.array([likely] * 2)[:limit] for limit in most],
+    )
     torch.manual_seed(0)
     counts = np.zeros((2, 101))
     with torch.no_grad():
         second = lm(torch.tensor([[0, 5, 6, likely]]), knn=PLAIN).logits[0, -1].exp().numpy()
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "pad_token_id": 2, "eos_token_id": None}
-    for _ in range(600):
-        one, two = lm.generate(prompt, knn=PLAIN, draft=True, **options)[0, 3:].tolist()
-        counts[0, one] += 1
-        counts[1, two] += one == likely
+    for _ in range(600 // rows):
+        texts = lm.generate(prompt.expand(rows, -1), knn=PLAIN, draft=True, **options)[:, 3:].tolist()
+        for one, two in texts:
+            counts[0, one] += 1
+            counts[1, two] += one == likely
     for expected, found in ((first.numpy(), counts[0]), (second, counts[1])):
         mean = expected * found.sum()
         often = mean > 5
@@ -143,17 +150,70 @@ def test_sampled_text_has_the_distribution_of_the_mixture(lm, monkeypatch) -> No
 
 def test_what_cannot_be_drafted_is_written_without(lm, made) -> None:
     ids = torch.tensor([[0, 5, 6, 7], [0, 9, 8, 7]])
+    several = {"input_ids": ids, "do_sample": False}
     for options in (
         {"num_beams": 2},
         {"return_dict_in_generate": True},
         {"use_cache": False},
         {"generation_config": GenerationConfig(num_beams=2, max_new_tokens=3)},
-        {"input_ids": ids},
+        {**several, "logits_processor": [TopKLogitsWarper(3)]},
+        {**several, "repetition_penalty": 1.3},
+        {**several, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])},
     ):
         given = {"input_ids": ids[:1], "pad_token_id": 2, "max_new_tokens": 3, **options}
         drafted, plain = (lm.generate(draft=draft, **given) for draft in (True, False))
         assert torch.equal(getattr(drafted, "sequences", drafted), getattr(plain, "sequences", plain))
     assert not made
+
+
+@pytest.mark.parametrize("settings", ["cells", "cache", "n-grams"])
+@pytest.mark.parametrize("options", ["greedy", "no repetition", "ends"])
+def test_texts_of_a_batch_are_each_what_they_are_without_drafts(lm, made, settings, options) -> None:
+    """Prompts of different lengths, padded; each text gets another number of tokens from a pass."""
+    prompts = [lm.reader.tokens(STORED[number].text)[:length] for number, length in ((3, 9), (5, 4), (7, 7))]
+    ids, mask = np.full((3, 9), 2), np.zeros((3, 9), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, 9 - len(prompt) :], mask[row, 9 - len(prompt) :] = prompt, 1
+    given = {
+        "attention_mask": torch.from_numpy(mask), "max_new_tokens": 40, "pad_token_id": 2,
+        "knn": SETTINGS[settings], "do_sample": False, **OPTIONS[options],
+    }  # fmt: skip
+    drafted, plain = (lm.generate(torch.from_numpy(ids), draft=draft, **given) for draft in (True, False))
+    assert torch.equal(drafted, plain)
+    assert len(made) == 3
+    if (settings, options) == ("n-grams", "greedy"):
+        assert sum(one.tokens for one in made) > 2 * sum(one.passes for one in made)
+    if options == "ends":
+        assert len({int((text[9:] != 2).sum()) for text in plain}) > 1
+
+
+def test_no_draft_spoils_a_text_of_a_batch(lm, monkeypatch) -> None:
+    """Drafts are right up to a random token, so the texts have gaps in the cache."""
+    first = [lm.reader.tokens(STORED[number].text)[:9].astype(np.int64) for number in range(4)]
+    prompts = torch.from_numpy(np.stack(first))
+    options = {"max_new_tokens": 40, "pad_token_id": 2, "do_sample": False, "knn": SETTINGS["cache"]}
+    plain = lm.generate(prompts, **options)
+    rng, lengths, read = np.random.default_rng(1), set(), []
+
+    def propose(each, texts, most):
+        drafts = []
+        for text, limit in zip(texts, most, strict=True):
+            whole = next(row for row in plain.numpy() if np.array_equal(row[: len(text)], text))
+            right = whole[len(text) :][: rng.integers(0, 8)]
+            drafts.append(np.concatenate([right, rng.integers(4, 60, rng.integers(0, 3))])[:limit])
+        lengths.add(tuple(map(len, drafts)))
+        return drafts
+
+    monkeypatch.setattr(drafting, "propose_together", propose)
+    handle = lm.base.register_forward_pre_hook(
+        lambda _, args, given: read.append(given["input_ids"].shape), with_kwargs=True
+    )
+    drafted = lm.generate(prompts, draft=True, **options)
+    handle.remove()
+    assert torch.equal(drafted, plain)
+    assert any(len(set(one)) > 2 for one in lengths)
+    assert len(read) < 30
+    assert read[-1][0] < 4  # texts that had ended were not read on
 
 
 def test_a_string_that_ends_the_text_ends_it_within_a_draft(made, tmp_path) -> None:
@@ -229,7 +289,7 @@ def test_drafts_that_always_fail_cost_little(lm) -> None:
         draft = drafts.propose(text[:at], len(text) - at - 1)
         accepted = int((draft == text[at : at + len(draft)]).cumprod().sum())
         drafts.learn(len(draft), accepted)
-        at, drafted, cost = at + accepted + 1, drafted + len(draft), cost + _PASS_COSTS[len(draft)]
+        at, drafted, cost = at + accepted + 1, drafted + len(draft), cost + estimate_pass_costs(1)[len(draft)]
     assert drafted > 50  # they are tried again and again
     assert 600 < cost < 1.005 * 600 + 5
 
@@ -242,6 +302,47 @@ def test_only_long_matches_are_drafted_in_a_pause(lm) -> None:
     text = np.tile(np.arange(20, 60), 2)
     assert len(drafts.propose(text[:44], 16)) == 0
     assert np.array_equal(drafts.propose(text[:60], 16), text[60:76])
+
+
+def test_texts_together_are_drafted_if_the_pass_is_worth_it_for_all(lm) -> None:
+    """A text that repeats itself shares a pass with texts that nobody can guess."""
+    loop, new = np.array([61, 7, 62, 9, 8] * 4), np.arange(70, 90)
+    lengths = []
+    for others in (0, 1, 2, 14):
+        each = [Drafts(lm.store, PLAIN) for _ in range(others)] + [Drafts(lm.store, PLAIN)]
+        drafts = propose_together(each, [new] * others + [loop], [40] * len(each))
+        assert not any(map(len, drafts[:-1]))
+        assert np.array_equal(drafts[-1], np.resize(loop, 40)[: len(drafts[-1])])
+        lengths.append(len(drafts[-1]))
+    assert lengths[0] >= lengths[1] >= lengths[2] > lengths[3] == 0
+
+
+def test_texts_together_each_have_their_own_limit_and_some_are_not_drafted(lm) -> None:
+    loop = np.array([61, 7, 62, 9, 8] * 4)
+    each = [Drafts(lm.store, PLAIN), None, Drafts(lm.store, PLAIN), Drafts(lm.store, PLAIN)]
+    drafts = propose_together(each, [loop] * 4, [40, 40, 2, 0])
+    assert [len(draft) for draft in drafts[1:]] == [0, 2, 0]
+    assert len(drafts[0]) > 2
+
+
+def test_drafts_of_several_texts_that_always_fail_cost_little(lm) -> None:
+    rng = np.random.default_rng(4)
+    texts = [np.concatenate([lm.reader.tokens(STORED[3].text), rng.integers(4, 20, 400)]) for _ in range(4)]
+    each, costs, drafted, cost = [Drafts(lm.store, PLAIN) for _ in texts], estimate_pass_costs(4), 0, 0.0
+    ends = [len(text) - 400 for text in texts]
+    while max(ends) < len(texts[0]) - 20:
+        drafts = propose_together(
+            each, [text[:end] for text, end in zip(texts, ends, strict=True)], [16] * len(texts)
+        )
+        longest = max(map(len, drafts))
+        for row, (one, draft) in enumerate(zip(each, drafts, strict=True)):
+            right = int((draft == texts[row][ends[row] : ends[row] + len(draft)]).cumprod().sum())
+            one.learn(len(draft), right, costs[longest])
+            ends[row] += right + 1
+        drafted, cost = drafted + longest, cost + costs[longest]
+    tokens = sum(one.tokens for one in each) / len(each)
+    assert drafted > 5  # they are tried again
+    assert cost < 1.005 * tokens + 5
 
 
 def test_a_model_that_was_saved_without_a_cache_writes_with_one(lm, monkeypatch):

@@ -10,10 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import knnstore
 from knnstore import KNNSettings, Selection
 from knnstore.lm import CacheSettings, NGramSettings, likelihoods
+from knnstore.lm.reading import allows_gaps
 from knnstore.server.engine import (
     Engine,
     EngineBusyError,
@@ -25,6 +27,7 @@ from knnstore.server.engine import (
     Task,
     Ticket,
     admission,
+    batch,
 )
 from knnstore.server.engine.prompts import Prefill
 
@@ -212,6 +215,97 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
         assert other.written()[0][0] == write_alone(lm, beside, 0)
     engine.stop()
     assert saved > 4
+
+
+def test_texts_together_are_drafted_and_each_is_what_it_would_be_alone(lm, monkeypatch):
+    """Drafts are right up to a random token, so each text gets another number of tokens from each step."""
+    prompts = [Prompt(tuple(lm.reader.tokens(text).tolist())) for text in ("The harbour", "Prices", "The")]
+    tasks = [
+        Task((prompt,), knn, most, sampling=how)
+        for prompt, most in zip(prompts, (40, 23, 31), strict=True)
+        for knn, how in (("n-grams", Sampling(0)), ("n-grams", Sampling(0.9, 0.9, 3)), ("news", Sampling(0)))
+    ]
+    expected = [write_alone(lm, task, 0) for task in tasks]
+    known = {(*task.prompts[0].tokens, *text) for task, text in zip(tasks, expected, strict=True)}
+    drawn, lengths = random.Random(0), set()
+
+    def propose(each, texts, most):
+        drafts = []
+        for one, text, limit in zip(each, texts.copy(), most, strict=True):
+            whole = [after for after in known if after[: len(text)] == tuple(text)]
+            right = drawn.choice(whole)[len(text) :][: drawn.randint(0, 9)]
+            draft = [*right, *(drawn.randrange(5, 250) for _ in range(drawn.randint(0, 3)))]
+            drafts.append(np.array([] if one is None else draft[:limit], np.int64))
+        lengths.add(tuple(map(len, drafts)))
+        return drafts
+
+    monkeypatch.setattr(batch, "propose_together", propose)
+    steps: list[Observed] = []
+    engine = Engine(lm, SETTINGS.__getitem__, max_rows=len(tasks), observe=steps.append)
+    engine.start()
+    listeners = [Listener(task) for task in tasks]
+    engine.call(lambda: [engine.submit(listener.ticket) for listener in listeners]).result(60)
+    assert [listener.written()[0][0] for listener in listeners] == expected
+    engine.stop()
+    assert any(len(set(one)) > 3 for one in lengths)
+    assert sum(step.tokens for step in steps) == sum(map(len, expected))
+    assert 30 < sum(step.accepted for step in steps) < sum(step.drafted for step in steps)
+    saved = sum(map(len, expected)) - len(tasks) - sum(step.rows for step in steps)
+    assert saved == sum(step.accepted for step in steps)
+
+
+def test_a_string_that_ends_one_text_of_a_batch_ends_it_within_a_draft(lm, monkeypatch):
+    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
+    plain = Task((prompt,), "n-grams", 24, sampling=Sampling(0))
+    tokens = write_alone(lm, plain, 0)
+    text = lm.reader.text(tokens)
+    stop = text[len(text) // 2 :][:3]
+    monkeypatch.setattr(
+        batch,
+        "propose_together",
+        lambda each, texts, most: [
+            np.array(tokens[len(known) - len(prompt.tokens) :][: min(limit, 15)], np.int64)
+            for known, limit in zip(texts, most, strict=True)
+        ],
+    )
+    steps: list[Observed] = []
+    engine = Engine(lm, SETTINGS.__getitem__, observe=steps.append)
+    engine.start()
+    listeners = [Listener(plain), Listener(replace(plain, stops=(stop,)))]
+    engine.call(lambda: [engine.submit(listener.ticket) for listener in listeners]).result(60)
+    whole, stopped = (listener.written()[0] for listener in listeners)
+    engine.stop()
+    assert whole[0] == tokens
+    assert stopped[1:] == (text[: text.index(stop)], "stop")
+    assert len(steps) < 6
+
+
+def test_gaps_change_nothing_where_they_are_allowed():
+    """And where they are not, they would: attention that counts columns."""
+    for name, options, is_allowed in (
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}, True),
+        ("llama", {"hidden_size": 32, "intermediate_size": 48}, True),
+        ("mistral", {"hidden_size": 32, "intermediate_size": 48, "sliding_window": 6}, False),
+        (
+            "gpt_neo",
+            {"hidden_size": 32, "window_size": 4, "attention_types": [[["global", "local"], 1]]},
+            False,
+        ),
+    ):
+        small = {"num_hidden_layers": 2, "num_layers": 2, "num_attention_heads": 2, "num_heads": 2}
+        config = CONFIG_MAPPING[name](vocab_size=101, **{**small, "num_key_value_heads": 2, **options})
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        tokens = torch.randint(5, 101, (1, 20))
+        gapped = torch.cat([tokens[:, :8], torch.full((1, 7), 3), tokens[:, 8:]], 1)
+        mask = torch.ones_like(gapped)
+        mask[:, 8:15] = 0
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            plain = model(tokens, position_ids=torch.arange(20)[None]).logits[:, 8:]
+            found = model(gapped, attention_mask=mask, position_ids=positions).logits[:, 15:]
+        assert allows_gaps(model) == is_allowed
+        assert torch.allclose(plain, found, atol=1e-5) == is_allowed
 
 
 def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):

@@ -10,6 +10,7 @@ from knnstore.server.engine.kv_cache import BatchCache
 from knnstore.server.engine.prompts import extract_layers
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
+MOST_COLUMNS = 64  # beside those of the longest text
 
 
 def text_of(tokens: list[int]) -> TextState:
@@ -19,7 +20,7 @@ def text_of(tokens: list[int]) -> TextState:
 
 
 def test_rows_come_and_go_and_each_keeps_its_own():
-    drawn, batch_cache = random.Random(0), BatchCache()
+    drawn, batch_cache, gaps = random.Random(0), BatchCache(), 0
     rows: list[tuple[list[int], torch.Tensor]] = []  # tokens; shape (layers, 2, heads, t, width)
 
     def values(count: int) -> torch.Tensor:
@@ -40,9 +41,7 @@ def test_rows_come_and_go_and_each_keeps_its_own():
         count = drawn.choice([1, 1, 3, 17])
         new = [[drawn.randrange(100) for _ in range(count)] for _ in rows]
         cache = batch_cache.begin_step(count)
-        texts = cache.layers[-1].texts
-        width, steps = count + max(len(tokens) for tokens, _ in rows), [values(count) for _ in rows]
-        assert cache.get_seq_length() == width - count
+        texts, steps = cache.layers[-1].texts, [values(count) for _ in rows]
         for layer in range(LAYERS):  # a step that is tried again writes the same columns
             cache.update(*torch.stack([of_row[layer] for of_row in steps], 1), layer)
         for text, tokens in zip(texts, new, strict=True):
@@ -51,15 +50,18 @@ def test_rows_come_and_go_and_each_keeps_its_own():
             batch_cache.begin_step(count)
             for text, tokens in zip(texts, new, strict=True):
                 text.append(np.array(tokens), torch.zeros(count, 1), None)
-        kept = drawn.randint(0, count)  # none is an error
+        mask = batch_cache.attention_mask(count).bool()
+        assert mask.shape[1] == cache.get_seq_length() <= MOST_COLUMNS + max(len(one) for one, _ in rows)
+        kept = [drawn.randint(0, count) for _ in rows]  # none is an error
         for at, (tokens, known) in enumerate(rows):
-            padding = width - len(tokens) - count
             assert texts[at].tokens(0, texts[at].length).tolist() == tokens + new[at]
-            before = known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH)
-            whole = torch.cat([before, known, steps[at]], 3)
+            whole = torch.cat([known, steps[at]], 3)
             for layer, (keys, others) in enumerate(whole):
                 held = extract_layers(cache)[layer]
-                assert torch.equal(held[0][at], keys)
-                assert torch.equal(held[1][at], others)
-            rows[at] = [*tokens, *new[at][:kept]], whole[..., padding : width - count + kept, :]
+                assert torch.equal(held[0][at][:, mask[at]], keys)
+                assert torch.equal(held[1][at][:, mask[at]], others)
+                assert not held[0][at][:, : int(mask[at].int().argmax())].any()  # padding has no NaN
+            gaps += int((~mask[at, int(mask[at].int().argmax()) :]).sum())
+            rows[at] = [*tokens, *new[at][: kept[at]]], whole[..., : len(tokens) + kept[at], :]
         batch_cache.keep_tokens(kept)
+    assert gaps > 1000

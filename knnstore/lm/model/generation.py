@@ -63,10 +63,11 @@ class StoreGeneration(GenerationMixin):
             *args: arguments of `GenerationMixin.generate`.
             knn: settings of this call; default ``self.knn``. Unset fields get their values for generation.
             draft: True to check several drafted tokens in one forward pass (speculative decoding). A draft is
-                copied from stored text, or from an earlier part of the text, where it follows the same
-                tokens. Greedy text stays the same. Drafts work for a single text of a causal model without
-                beams, if the model's cache can remove tokens. Otherwise a warning with the reason is logged,
-                and text is generated without drafts.
+                copied from a place in the store or earlier in the text where the same tokens precede it.
+                Greedy text stays the same, and sampled text keeps its distribution. Works for causal models
+                without beams, if the model's cache can remove tokens; several texts also need a model whose
+                attention does not count the columns of the cache. Otherwise a warning with the reason is
+                logged, and text is generated without drafts.
             **kwargs: arguments of `GenerationMixin.generate`.
 
         Returns:

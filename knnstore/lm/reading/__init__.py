@@ -14,6 +14,7 @@ from knnstore.lm.reading.encoder import (
 from knnstore.lm.reading.model_cache import (
     CACHE_NAMES,
     DummyLayer,
+    allows_gaps,
     as_cache_argument,
     find_cache,
     get_cache_argument_name,
@@ -85,6 +86,7 @@ __all__ = [
     "Tokens",
     "WindowBatch",
     "add",
+    "allows_gaps",
     "as_cache_argument",
     "check_checkpoint",
     "check_logits",

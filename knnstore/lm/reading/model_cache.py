@@ -96,3 +96,21 @@ else:
 
         def prefetch(self) -> None:
             """Do nothing, because the layer holds nothing to move."""
+
+
+def allows_gaps(model: Any) -> bool:
+    """Check whether a text in a model's cache may have gaps, which the attention mask hides.
+
+    In a gap, the number of columns between two tokens differs from the difference of their positions. This
+    changes the predictions if the attention counts columns: sliding windows and chunks, local layers
+    (GPT-Neo), and a model that takes no positions (MPT, whose biases follow the columns).
+    """
+    config = model.config.get_text_config(decoder=True)
+    return (
+        all(
+            type(layer) in (cache_utils.DynamicLayer, DummyLayer)
+            for layer in cache_utils.DynamicCache(config=config).layers
+        )
+        and "local" not in getattr(config, "attention_layers", ())
+        and "position_ids" in inspect.signature(model.forward).parameters
+    )

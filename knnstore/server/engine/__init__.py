@@ -1,7 +1,7 @@
 """The engine of the server: one thread that runs the model and decodes the texts of all requests together.
 
-Each step of the model adds a token to every running text. New texts join between two steps (continuous
-batching).
+Each step of the model adds a token, or several if they were drafted, to every running text. New texts join
+between two steps (continuous batching).
 
 `Engine` runs the thread. A request is described by a `Task` (prompts to continue or to score), with `Prompt`
 and `Sampling`. A `Ticket` is a task together with the callback that gets its results. Results arrive as

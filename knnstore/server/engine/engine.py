@@ -417,8 +417,8 @@ class Engine:
     def _run_step(self, batch: Batch) -> None:
         """Run one step of a batch: predict and send the next token of each of its texts.
 
-        Texts that have ended leave the batch. Draft tokens (guesses of the next tokens) can give a single
-        text several tokens at once. Calls `observe` at the end.
+        Texts that have ended leave the batch. Draft tokens (guesses of the next tokens) can give a text
+        several tokens at once. Calls `observe` at the end.
 
         If the forward pass fails, no text gets a token. Each scope (`Task.knn`: the documents and settings of
         retrieval) is then tested alone, to find out whose retrieval is broken: see `_scope_fails`. The texts
@@ -427,7 +427,7 @@ class Engine:
         """
         started = time.perf_counter()
         rows = batch.rows
-        done, taken, drafted = list[Row](), 0, 0
+        done, taken, drafted = list[Row](), list[int](), 0
         # 1) Predict. If this fails, end the texts whose retrieval is broken.
         try:
             step = self._predict_with_retries(batch)
@@ -440,27 +440,26 @@ class Engine:
         else:
             done, taken = self._choose_tokens(rows, step)
             batch.keep_tokens(step, taken)
-            drafted = len(step.draft_tokens)
+            drafted = sum(map(len, step.draft_tokens))
         # 3) Remove the texts that ended, and report the step.
-        seconds = (time.perf_counter() - started) / max(taken, 1)
+        tokens = sum(taken)
         observed = Observed(
             len(rows),
-            taken * len(rows) + self._first_tokens,
+            tokens + self._first_tokens,
             self._waiting_count,
-            seconds,
+            (time.perf_counter() - started) * len(rows) / max(tokens, len(rows)),
             drafted,
-            max(taken - 1, 0),
+            max(tokens - len(rows), 0),
             self._turn_count,
         )
         self._remove_rows(done)
         self._observe(observed)
 
-    def _choose_tokens(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
-        """Choose and send the next token of each text.
+    def _choose_tokens(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], list[int]]:
+        """Choose and send the next tokens of each text.
 
-        With draft tokens (guesses of the next tokens of a single text), the step has predicted the token
-        after each guess too. Choosing goes on while the chosen token equals the guess, and ends after the
-        first token that differs.
+        The step has predicted several tokens of a text with draft tokens (guesses of its next tokens). They
+        are all chosen, as long as the last chosen token equals its guess.
 
         Args:
             rows: the texts of the batch.
@@ -470,39 +469,40 @@ class Engine:
             The texts that ended or failed, and the number of tokens that were chosen for each text (at least
             1).
         """
-        done, taken = [], 0
-        for ahead, log_probs in zip([*step.draft_tokens, None], step.log_probs.unbind(1), strict=True):
-            done = self._choose_one_token_each(rows, log_probs)
-            taken += 1
-            if done or rows[0].tokens[-1] != ahead:
-                break
+        done, taken = [], []
+        for row, draft, log_probs, likeliest in zip(
+            rows, step.draft_tokens, step.log_probs, step.log_probs.argmax(-1).tolist(), strict=True
+        ):
+            for index, ahead in enumerate([*draft, None]):
+                is_done = self._choose_token(row, log_probs[index], likeliest[index])
+                if is_done or row.tokens[-1] != ahead:
+                    break
+            taken.append(1 + index)
+            if is_done:
+                done.append(row)
         return done, taken
 
-    def _choose_one_token_each(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
-        """Choose one token for each text, and send the token's text to the client.
+    def _choose_token(self, row: Row, log_probs: Tensor, likeliest: int) -> bool:
+        """Choose the next token of a text, and send the token's text to the client.
 
-        If choosing fails, the text's task is cancelled and its client gets the error; the other texts go on.
+        If choosing fails, the text's task is cancelled and its client gets the error; other texts go on.
 
         Args:
-            rows: the b texts.
-            log_probs: log-probabilities of all v tokens as the next token of each text, shape (b, v).
+            row: the text.
+            log_probs: log-probabilities of all v tokens as the next token, shape (v,).
+            likeliest: id of the most probable token.
 
         Returns:
-            The texts that ended or failed.
+            True if the text ended or failed.
         """
-        ended = []
-        for row, row_log_probs, likeliest in zip(rows, log_probs, log_probs.argmax(1).tolist(), strict=True):
-            try:
-                piece = row.choose_token(row_log_probs, likeliest)
-            except Exception as error:
-                _logger.exception("a token could not be chosen")
-                self._fail_tickets([self._tickets[row]], error)
-                ended.append(row)
-                continue
-            if piece.finish:
-                ended.append(row)
-            self._tickets[row].tell(piece)
-        return ended
+        try:
+            piece = row.choose_token(log_probs, likeliest)
+        except Exception as error:
+            _logger.exception("a token could not be chosen")
+            self._fail_tickets([self._tickets[row]], error)
+            return True
+        self._tickets[row].tell(piece)
+        return piece.finish is not None
 
     def _predict_with_retries(self, batch: Batch) -> Step:
         """Run the forward pass of a step and return its predictions. A failed pass is tried again.

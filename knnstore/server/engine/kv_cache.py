@@ -1,10 +1,18 @@
 """The KV cache of a batch of texts. It grows in place, so a step copies no keys and values of earlier tokens.
 
-All texts end in the same column (token position of the tensors); shorter texts are padded on the left. Free
-columns to the right are for the next steps. transformers' `DynamicCache` would copy all keys and values to
-add a column.
+All texts end at or before the same column (token position of the tensors); shorter texts are padded on the
+left. Free columns to the right are for the next steps. transformers' `DynamicCache` would copy all keys and
+values to add a column.
+
+A step may add more tokens to one text than to another, if more of its draft tokens were accepted. The columns
+that another text does not use are gaps: the attention mask hides them, until larger layers are allocated and
+all gaps are closed.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -28,8 +36,10 @@ class BatchCache:
         self._rows = self._columns = 0
         """Numbers of rows (texts) and of columns (token positions) for which the layers have memory."""
         self._end = 0
-        """Index of the column after the last token of every text. This column and the columns after it are
+        """Index of the column after the last token of the texts. This column and the columns after it are
         free."""
+        self._is_token = np.zeros((0, 0), np.bool_)
+        """True where a column holds a token of a text, shape (rows, columns)."""
         self.lengths: list[int] = []
         """Number of tokens of each text in the cache. Tokens of a step count only after `keep_tokens`."""
 
@@ -45,6 +55,8 @@ class BatchCache:
         if row == self._rows or length > self._end:
             self._reallocate(row + 1, length, layers)
         columns = slice(self._end - length, self._end)
+        self._is_token[row] = False
+        self._is_token[row, columns] = True
         for batch_layer, row_layer in zip(self._layers, layers, strict=True):
             for batch_values, row_values in zip(batch_layer, row_layer, strict=True):
                 batch_values[row] = 0
@@ -61,6 +73,7 @@ class BatchCache:
         if not last:
             self._layers, self._rows, self._columns, self._end = [], 0, 0, 0
         elif row < last:
+            self._is_token[row] = self._is_token[last]
             for layer in self._layers:
                 for values in layer:
                     values[row, :, : self._end] = values[last, :, : self._end]
@@ -74,7 +87,7 @@ class BatchCache:
         rows = len(self.lengths)
         if self._end + count > self._columns:
             self._reallocate(rows, 0, self._layers)
-        columns = slice(self._end - max(self.lengths), self._end + count)
+        columns = slice(self._find_first_column(), self._end + count)
         cache = DynamicCache()
         cache.layers = [
             _InPlaceLayer(keys[:rows, :, columns], values[:rows, :, columns], count)
@@ -84,11 +97,29 @@ class BatchCache:
         cache.layers.append(TextStateLayer(self._texts))
         return cache
 
-    def keep_tokens(self, count: int) -> None:
-        """Keep the first `count` tokens that the last pass read of each text, and drop its later tokens."""
-        self._end += count
-        self.lengths = [length + count for length in self.lengths]
+    def attention_mask(self, count: int) -> Tensor:
+        """Return the mask of the columns of a pass after `begin_step(count)`, int64, shape (rows, columns).
+
+        It is 0 at padding and in gaps, and 1 at the tokens of the texts and at the `count` new tokens.
+        """
+        known = self._is_token[: len(self.lengths), self._find_first_column() : self._end]
+        return torch.from_numpy(np.pad(known, ((0, 0), (0, count)), constant_values=True).astype(np.int64))
+
+    def keep_tokens(self, counts: Sequence[int]) -> None:
+        """Keep the first tokens that the last step read of each text, and drop its other tokens.
+
+        Args:
+            counts: the number of tokens to keep of each text.
+        """
+        for row, count in enumerate(counts):
+            self._is_token[row, self._end : self._end + max(counts)] = np.arange(max(counts)) < count
+            self.lengths[row] += count
+        self._end += max(counts)
         self._truncate_texts()
+
+    def _find_first_column(self) -> int:
+        """Return the index of the first column that holds a token of any text."""
+        return int(self._is_token[: len(self.lengths), : self._end].any(0).argmax())
 
     def _truncate_texts(self) -> None:
         """Cut the `TextState` of each text to the tokens that are kept in the cache."""
@@ -98,26 +129,34 @@ class BatchCache:
     def _reallocate(self, rows: int, length: int, like: Layers) -> None:
         """Allocate larger layers with free columns at the end, and copy all keys and values into them.
 
-        The number of free columns is `_FREE_COLUMNS`.
+        Texts get no gaps in the new layers. The number of free columns is `_FREE_COLUMNS`.
 
         Args:
             rows: number of rows (texts) to allocate.
             length: number of tokens of a text that will be added next; 0 if none will be added.
             like: layers whose number of heads, width, dtype and device the new layers get.
         """
-        old_columns = slice(self._end - max(self.lengths, default=0), self._end)
-        row_count, end = len(self.lengths), max([length, *self.lengths])
-        new_columns = slice(end - (old_columns.stop - old_columns.start), end)
+        end = max([length, *self.lengths])
+        # 1) Find the columns of each text, before and after.
+        is_token = np.zeros((rows, end + _FREE_COLUMNS), np.bool_)
+        moves = []
+        for row, old_length in enumerate(self.lengths):
+            old_columns = torch.from_numpy(np.flatnonzero(self._is_token[row, : self._end]))
+            moves.append((old_columns, slice(end - old_length, end)))
+            is_token[row, end - old_length : end] = True
+        # 2) Copy the texts.
         layers = []
         for number, pair in enumerate(like):
             new_pair = [
                 tensor.new_zeros((rows, tensor.shape[1], end + _FREE_COLUMNS, tensor.shape[3]))
                 for tensor in pair
             ]
-            for new_values, values in zip(new_pair, self._layers[number], strict=True) if row_count else ():
-                new_values[:row_count, :, new_columns] = values[:row_count, :, old_columns]
+            for new_values, values in zip(new_pair, self._layers[number], strict=True) if moves else ():
+                for row, (old_columns, new_columns) in enumerate(moves):
+                    new_values[row, :, new_columns] = values[row, :, old_columns.to(values.device)]
             layers.append((new_pair[0], new_pair[1]))
         self._layers, self._rows, self._columns, self._end = layers, rows, end + _FREE_COLUMNS, end
+        self._is_token = is_token
 
 
 class _InPlaceLayer(DynamicLayer):

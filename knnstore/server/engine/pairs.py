@@ -145,7 +145,7 @@ class PairBatch(Batch):
                 use_cache=True,
                 knn=settings,
             )
-            return Step([], output.logits.float().log_softmax(-1))
+            return Step([[] for _ in self.rows], output.logits.float().log_softmax(-1))
 
     def _pad_sources(self) -> _PaddedSources:
         """Return the sources of all texts as one batch. It is computed again if the texts have changed."""

@@ -33,8 +33,8 @@ class Observed:
     waiting: int
     """Number of waiting tasks (tasks whose texts have not all been started) and of unfinished jobs."""
     seconds: float
-    """Seconds per token: the duration of the step, divided by the number of tokens that each text got from
-    the step. 0 if the turn had no step."""
+    """Duration of the step in seconds, divided by the mean number of tokens that a text got from the step; 0
+    without a step."""
     drafted: int = 0
     """Number of draft tokens (guesses of the next tokens) that the step read."""
     accepted: int = 0
