@@ -149,7 +149,7 @@ class CompiledCells:
         return found
 
     def _reserve(self, rows: int) -> None:
-        """Extend all columns to a number of records; new records are 0."""
+        """Extend all columns to a number of records. Memory is used only where records are written."""
         for name in ("_ids", "_firsts", "_codes", "_norms"):
             column = getattr(self, name)
             extended = np.zeros((rows, *column.shape[1:]), column.dtype)

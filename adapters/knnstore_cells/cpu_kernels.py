@@ -25,7 +25,7 @@ _SIGNATURE = (
     "int64[:,::1], float32[:,::1])"
 )
 _OPTIONS: dict[str, Any] = {
-    "nogil": True,  # threads of a server search at the same time
+    "nogil": True,  # other threads of Python, such as those of a server, go on
     "fastmath": {"reassoc", "contract", "nsz"},  # sums in any order; NaN and infinities stay what they are
 }
 

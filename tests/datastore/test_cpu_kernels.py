@@ -115,41 +115,31 @@ def test_a_query_that_is_too_large_is_refused(create: str, metric: Metric) -> No
         codes.measure(queries * np.float32([[1], [1e38]]), np.zeros((2, 1), np.int64))
 
 
-PROGRAM = """
-import logging
-logging.basicConfig(format="%(message)s")
-from knnstore_cells.coded_cells import load_kernels
-kernels = load_kernels()
-print(None if kernels is None else type(kernels.measure_codes).__name__)
-"""
+@with_numba
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["kept", None])
+def test_numba_keeps_what_it_compiled_where_it_can(tmp_path: Path, folder: str | None) -> None:
+    variables = {"NUMBA_CACHE_DIR": "", "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    if folder is not None:
+        variables = {"NUMBA_CACHE_DIR": str(tmp_path / folder)}
+    program = "from knnstore_cells import cpu_kernels; print(cpu_kernels.measure_codes.nopython_signatures)"
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, env=os.environ | variables, capture_output=True, text=True, check=True)
+    assert done.stdout.count("-> bool") == 1
+    assert len([*tmp_path.rglob("*.nbc")]) == (folder is not None)
 
 
-def run(**variables: str) -> subprocess.CompletedProcess:
-    """Run `PROGRAM` with further environment variables."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_numba_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("KNNSTORE_NUMBA", "0")
+    assert load_kernels.__wrapped__() is None
+    assert not caplog.messages
 
 
 @with_numba
-@pytest.mark.slow
-def test_numba_needs_no_folder_to_write_and_can_be_switched_off(tmp_path: Path) -> None:
-    """It keeps what it compiled where it can; a broken installation costs a warning."""
-    assert run(NUMBA_CACHE_DIR=str(tmp_path / "kept")).stdout == "CPUDispatcher\n"
-    assert [*(tmp_path / "kept").rglob("*.nbc")]
-    nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": ""}
-    assert run(**nowhere).stdout == "CPUDispatcher\n"
-    off = run(KNNSTORE_NUMBA="0")
-    assert (off.stdout, off.stderr) == ("None\n", "")
-    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs another NumPy')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    broken = run(PYTHONPATH=path)
-    assert broken.stdout == "None\n"
-    assert (
-        "Numba cannot be used for searches on the CPU: ImportError: Numba needs another NumPy"
-        in broken.stderr
-    )
+def test_numba_that_does_not_work_costs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr("knnstore_cells.cpu_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "knnstore_cells.cpu_kernels", None)  # its import fails
+    assert load_kernels.__wrapped__() is None
+    assert "Numba cannot be used for searches on the CPU: ModuleNotFoundError" in caplog.text
