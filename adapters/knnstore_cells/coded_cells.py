@@ -110,7 +110,19 @@ class CompiledCells:
         self._kernels, self._cells, self._metric = kernels, cells, metric
         self._centers = codec.centers - middle
         self._books = np.ascontiguousarray(codec.books.swapaxes(1, 2))
+        block = kernels.PARTS_AT_ONCE
+        self._width = -(-len(codec.books) // block) * block
         self.clear()
+
+    def clear(self) -> None:
+        """Drop all cells, and free their memory."""
+        self._rows = 0
+        self._starts: NDArray[np.int64] = np.zeros(self._cells, np.int64)
+        self._counts: NDArray[np.int64] = np.zeros(self._cells, np.int64)
+        self._ids: NDArray[np.int64] = np.zeros(_LEAST_ROWS, np.int64)
+        self._firsts: NDArray[np.uint8] = np.zeros(_LEAST_ROWS, np.uint8)
+        self._codes: NDArray[np.uint8] = np.zeros((_LEAST_ROWS, self._width), np.uint8)
+        self._norms: NDArray[np.float32] = np.zeros(_LEAST_ROWS, np.float32)
 
     def add_cell(self, number: int, cell: CodedCell, norms: NDArray[np.float32]) -> None:
         """Add the records of a cell; see `CellCodes`."""
@@ -121,16 +133,6 @@ class CompiledCells:
         self._codes[start:stop, : len(self._books)] = cell.codes[:, 1:]
         self._norms[start:stop] = norms if self._metric is Metric.L2 else 0
         self._starts[number], self._counts[number], self._rows = start, len(cell.ids), stop
-
-    def clear(self) -> None:
-        """Drop all cells, and free their memory."""
-        block = self._kernels.PARTS_AT_ONCE
-        self._rows = 0
-        self._starts, self._counts = np.zeros((2, self._cells), np.int64)
-        self._ids, self._firsts = np.empty(0, np.int64), np.empty(0, np.uint8)
-        self._codes = np.empty((0, -(-len(self._books) // block) * block), np.uint8)
-        self._norms = np.empty(0, np.float32)
-        self._reserve(_LEAST_ROWS)
 
     def measure(self, queries: Keys, cells: NDArray[np.int64]) -> Measured:
         """Compute the distances of queries to all records of their cells; see `CellCodes`."""

@@ -145,7 +145,8 @@ class ModelDistribution:
         if not self.is_in_main_memory:
             return compute_entropy(self.log_probs, self.log_probs.exp())
         gaps = (self._logits - self._largest_logits).clamp_(min=_LOWEST)
-        return self._sums.log() - torch.linalg.vecdot(gaps, self._weights) / self._sums
+        mean_gaps: Tensor = torch.linalg.vecdot(gaps, self._weights) / self._sums
+        return self._sums.log() - mean_gaps
 
     def select_rows(self, rows: Tensor) -> "ModelDistribution":
         """Return the distributions at some of the positions; `rows` are indices or a mask."""
