@@ -23,13 +23,12 @@ from knnstore.datastore import (
     Visits,
 )
 from knnstore_cells.cell_cache import Cell, CellCache
-from knnstore_cells.coded_cells import CodedCell, can_measure_codes
 from knnstore_cells.device import DeviceKeys, QueriesByCell, RowsByCell
 from knnstore_cells.device_records import Found, Probed
 from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 from knnstore_cells.policy import Policy
-from knnstore_cells.scanning import CodeScanner
+from knnstore_cells.scanning import CodedCell, CodeScanner, can_scan
 from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit_cells
 
 _SMALL = 4096  # with at most so many matching records, a query is compared with all of them
@@ -260,14 +259,14 @@ class CellGroup:
         """Return the object that computes distances from codes (compressed keys) without decoding the codes.
 
         The object is called scanner, and is cached until the next `update`. Returns None if no scanner can be
-        used. A scanner can be used if three conditions are met: Numba or FAISS is installed, the keys are not
-        in the memory of a device, and all keys of the group are codes of one product quantizer.
+        used. A scanner can be used if three conditions are met: FAISS is installed, the keys are not in the
+        memory of a device, and all keys of the group are codes of one product quantizer.
         """
         version, scanner = self._scanner
         if version is not self._version:
             file, scanner = self._codec_file, None
             all_coded = all(part.segment.columns.codec_file is file for part in self._parts)
-            if file and all_coded and self.device is None and can_measure_codes():
+            if file and all_coded and self.device is None and can_scan():
                 codec, cells = file.codec, len(self.centers)
                 if isinstance(codec, ProductCodec):
                     scanner = CodeScanner(codec, cells, self.metric, self._cell_cache)

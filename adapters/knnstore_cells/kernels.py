@@ -16,8 +16,6 @@ reads 8 bytes for each record, and not the codes again. No function here waits f
 The results are those of `measure_plainly` and `sum_plainly` in `knnstore_cells.device_search`, but for the
 last digits: sums are added in another order, and atomic additions in an order that changes from run to run.
 The kernels have run in Triton's interpreter only (`TRITON_INTERPRET=1`), not on a GPU.
-
-`knnstore_cells.cpu_kernels` has the compiled search on a CPU.
 """
 
 from contextlib import AbstractContextManager, nullcontext

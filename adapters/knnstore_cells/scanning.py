@@ -2,30 +2,130 @@
 
 A byte of a code is the index of a vector in a table, its codebook. For each query, the inner products with
 all vectors of all codebooks are computed once. The inner product with a key is then a sum of one number for
-each byte of the key's code (asymmetric distances, Jégou et al. 2011). `knnstore_cells.coded_cells` computes
-these sums, if Numba or FAISS is installed. If many queries share a cell (a cluster of near keys), one
-multiplication with decoded keys is faster.
+each byte of the key's code (asymmetric distances, Jégou et al. 2011). FAISS computes these sums, if it is
+installed. If many queries share a cell (a cluster of near keys), one multiplication with decoded keys is
+faster.
 """
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from knnstore.datastore import Keys, Metric, ProductCodec, Visit, Visits
+from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visit, Visits
+from knnstore.errors import InvalidVectorError
 from knnstore_cells.cell_cache import CellCache
-from knnstore_cells.coded_cells import CodedCell, create_cell_codes
 
 _AT_ONCE = 64  # queries; all cells that they probe are kept, even if they exceed the room
+_TOGETHER = 8  # queries of one call of FAISS; for more, its results need too much memory
 _BYTES_BESIDE = 20  # bytes of a record beside its code: id, |key|², first byte of the code as an index
 _NONE = -1
+
+
+class CodedCell(NamedTuple):
+    """The r records of a cell (a cluster of near keys), with codes (compressed keys) in place of keys.
+
+    Deleted and replaced records are left out.
+    """
+
+    ids: Ids
+    """Record ids, int64, shape (r,)."""
+
+    codes: NDArray[np.uint8]
+    """Codes (compressed keys), uint8, shape (r, size)."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate lists of records of one cell into one list, in the order of the lists.
+
+        Args:
+            parts: one or more lists of records. A single list is returned itself.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
 
 Read = Callable[[Sequence[int]], list[CodedCell]]
 """Function that reads the records of several cells by the cells' numbers, which must have no duplicates."""
 
 
+class _CellNorms(NamedTuple):
+    """Values of the r records of a cell that are kept in memory in addition to their codes.
+
+    A cell is a cluster of records with near keys, and codes are compressed keys.
+    """
+
+    norms: NDArray[np.float32]
+    """|key - middle|² of each key, shape (r,). The middle is a vector near the mean key.
+
+    The middle is subtracted from keys and queries before distances are computed.
+    """
+
+    firsts: NDArray[np.intp]
+    """First byte of each code, which is the number of the codec's center for the key, shape (r,)."""
+
+
+class _PreparedQueries(NamedTuple):
+    """Query vectors minus the middle (a vector near the mean key), and the cells that each query searches.
+
+    A cell is a cluster of records with near keys.
+    """
+
+    queries: Keys
+    """Query vectors minus the middle, float32, shape (q, width)."""
+
+    cells: NDArray[np.int64]
+    """Numbers of the cells that each query searches, int64, shape (q, p); padded with -1."""
+
+    center_products: NDArray[np.float32]
+    """Inner products of `queries` and the centers of the codec minus the middle, shape (q, 256).
+
+    The codec is the compressor of keys. A decoded key is the sum of a center and of other vectors.
+    """
+
+    squares: NDArray[np.float32]
+    """|query - middle|² of each query, shape (q,)."""
+
+    @classmethod
+    def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor) -> Self:
+        """Compute the values of queries that `CodeScanner` needs.
+
+        Args:
+            queries: rotated query vectors, float32, shape (q, width).
+            cells: numbers of the cells (clusters of near keys) that each query searches, shape (q, p); padded
+                with -1.
+            middle: vector that is subtracted from keys and queries, shape (width,).
+            centers: centers of the codec (a compressor of keys) minus `middle`, one in each column, shape
+                (width, 256).
+        """
+        relative_queries = np.ascontiguousarray(queries - middle)
+        # All products use torch: the threads of numpy would compete with those of torch.
+        center_products = (torch.from_numpy(relative_queries) @ centers).numpy()
+        squares = np.einsum("ij,ij->i", relative_queries, relative_queries)
+        return cls(relative_queries, np.ascontiguousarray(cells, np.int64), center_products, squares)
+
+    def select_rows(self, rows: Sequence[int] | slice) -> Self:
+        """Return only some of the queries.
+
+        Args:
+            rows: row numbers of the queries.
+        """
+        return self._replace(
+            queries=self.queries[rows],
+            cells=self.cells[rows],
+            center_products=self.center_products[rows],
+            squares=self.squares[rows],
+        )
+
+
 class CodeScanner:
-    """Computes distances between queries and the codes (compressed keys) of a group's cells.
+    """Computes distances between queries and the codes (compressed keys) of a group's cells, with FAISS.
 
     A cell is a cluster of near keys. The codes of a cell are read when a query first searches the cell, and
     are kept in memory. Threads may share a scanner.
@@ -41,13 +141,23 @@ class CodeScanner:
     """Number of bytes of codes in memory."""
 
     def __init__(self, codec: ProductCodec, cells: int, metric: Metric, cell_cache: CellCache) -> None:
-        self._codec, self._room = codec, cell_cache
+        import faiss
+
+        parts, width = len(codec.books), codec.centers.shape[1]
+        self._codec, self._metric, self._room = codec, metric, cell_cache
         # Distances do not depend on the origin; with the mean key as origin they lose the fewest digits.
-        is_euclidean = metric is Metric.L2
-        self._middle = codec.centers.mean(0) if is_euclidean else np.zeros_like(codec.centers[0])
-        self._codes = create_cell_codes(codec, self._middle, cells, metric)
-        self._lengths: dict[int, int] = {}  # number of records of each cell in memory
+        self._middle = codec.centers.mean(0) if metric is Metric.L2 else np.zeros(width, np.float32)
+        self._centers = torch.from_numpy(codec.centers - self._middle).T.contiguous()
+        self._quantizer = faiss.IndexFlat(width, faiss.METRIC_INNER_PRODUCT)  # never searched
+        self._index: Any = faiss.IndexIVFPQ(
+            self._quantizer, width, cells, parts, 8, faiss.METRIC_INNER_PRODUCT
+        )
+        self._index.by_residual = False
+        faiss.copy_array_to_vector(codec.books.ravel(), self._index.pq.centroids)
+        self._index.is_trained = True
+        self._faiss = faiss
         self.held = 0
+        self._cell_norms: dict[int, _CellNorms] = {}
         cell_cache.add_sharer(self)
 
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
@@ -65,11 +175,18 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        relative_queries, cells = np.ascontiguousarray(queries - self._middle), np.ascontiguousarray(cells)
+        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
         with self._room.wait_to_grow():
-            self._load_cells(cells, read)
-            ids, distances = self._codes.measure(relative_queries, cells)
-        return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
+            self._load_cells(prepared.cells, read)
+            found = self._compute_distances(prepared)
+        if len(found) == 1:
+            ((ids, distances),) = found
+            return Visits(np.zeros((1, 1), np.int64), ids[None], distances[None, None])
+        shape = len(queries), max(len(ids) for ids, _ in found)
+        every_id, every_distance = np.full(shape, -1), np.full(shape, np.inf, np.float32)
+        for row, (ids, distances) in enumerate(found):
+            every_id[row, : len(ids)], every_distance[row, : len(ids)] = ids, distances
+        return Visits(np.arange(len(queries))[:, None], every_id, every_distance[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
         """Compute the distances of each query to all records of its cells, arranged by cell.
@@ -90,7 +207,7 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        relative_queries, cells = np.ascontiguousarray(queries - self._middle), np.ascontiguousarray(cells)
+        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers)
         queries_of_cell: dict[int, list[tuple[int, int]]] = {}
         # Queries with the same nearest cell stand together, so that cells without room are read less often.
         order = cells[:, 0].argsort(kind="stable").tolist()
@@ -101,15 +218,16 @@ class CodeScanner:
         visits, filled_rows = dict[int, Visit](), dict.fromkeys(queries_of_cell, 0)
         for start in range(0, len(queries), _AT_ONCE):
             with self._room.wait_to_grow():
-                batch = order[start : start + _AT_ONCE]
-                self._load_cells(cells[batch], read)
-                found = self._codes.measure(relative_queries[batch], cells[batch])
-                for numbers, ids, distances in zip(cells[batch].tolist(), *found, strict=True):
+                batch = prepared.select_rows(order[start : start + _AT_ONCE])
+                self._load_cells(batch.cells, read)
+                for numbers, (ids, distances) in zip(
+                    batch.cells.tolist(), self._compute_distances(batch), strict=True
+                ):
                     offset = 0
                     for number in numbers:
                         if number == _NONE:
                             continue
-                        length = self._lengths[number]
+                        length = len(self._cell_norms[number].norms)
                         if number not in visits:
                             rows, ranks = np.array(queries_of_cell[number]).T
                             cell_distances = np.empty((len(rows), length), np.float32)
@@ -125,9 +243,44 @@ class CodeScanner:
 
         Codes are compressed keys.
         """
-        self._codes.clear()
-        self._lengths.clear()
+        self._index.reset()
+        self._cell_norms.clear()
         self.held = 0
+
+    def _compute_distances(self, prepared: _PreparedQueries) -> list[tuple[Ids, Distances]]:
+        """Compute the distances of each query to all records of its cells, which are in memory.
+
+        Args:
+            prepared: the queries, at least one.
+
+        Returns:
+            For each query the record ids and the distances, each of shape (r,), cell after cell.
+
+        Raises:
+            InvalidVectorError: an inner product is not finite, because a query is too large.
+        """
+        if len(prepared.queries) > _TOGETHER:
+            starts = range(0, len(prepared.queries), _TOGETHER)
+            parts = (prepared.select_rows(slice(start, start + _TOGETHER)) for start in starts)
+            return [found for part in parts for found in self._compute_distances(part)]
+        numbers = prepared.cells.ravel().tolist()
+        cells = [self._cell_norms[number] for number in numbers if number != _NONE]
+        firsts = np.concatenate([np.empty(0, np.intp), *(cell.firsts for cell in cells)])
+        ends, ids, distances = self._compute_products(prepared.queries, prepared.cells)
+        if len(ids) != len(firsts):
+            raise InvalidVectorError("a query is too large to be measured: a product is not a finite number")
+        counts = np.diff(ends)
+        rows, width = np.arange(len(counts)), prepared.center_products.shape[1]
+        distances += prepared.center_products.ravel().take(firsts + np.repeat(rows * width, counts))
+        if self._metric is Metric.IP:
+            np.negative(distances, out=distances)
+        else:
+            distances *= -2
+            distances += np.concatenate([np.empty(0, np.float32), *(cell.norms for cell in cells)])
+            distances += np.repeat(prepared.squares, counts)
+            np.maximum(distances, 0, out=distances)
+        borders = ends.tolist()
+        return [(ids[start:stop], distances[start:stop]) for start, stop in pairwise(borders)]
 
     def _load_cells(self, cells: NDArray[np.int64], read: Read) -> None:
         """Read the codes (compressed keys) of cells whose codes are not in memory yet, and keep the codes.
@@ -140,12 +293,61 @@ class CodeScanner:
         """
         # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
         numbers = cells.ravel().tolist()
-        missing = sorted({number for number in numbers if number not in self._lengths} - {_NONE})
+        missing = sorted({number for number in numbers if number not in self._cell_norms} - {_NONE})
         if not missing:
             return
-        for number, cell in zip(missing, read(missing), strict=True):
-            relative_keys = self._codec.turned(cell.codes) - self._middle
-            self._codes.add_cell(number, cell, np.einsum("ij,ij->i", relative_keys, relative_keys))
-            self._lengths[number] = len(cell.ids)
-            self.held += len(cell.ids) * (cell.codes.shape[1] + _BYTES_BESIDE)
+        for number, (ids, codes) in zip(missing, read(missing), strict=True):
+            relative_keys = self._codec.turned(codes) - self._middle
+            parts, pointer = np.ascontiguousarray(codes[:, 1:]), self._faiss.swig_ptr
+            if len(ids):
+                self._index.invlists.add_entries(number, len(ids), pointer(ids), pointer(parts))
+            norms = np.einsum("ij,ij->i", relative_keys, relative_keys)
+            self._cell_norms[number] = _CellNorms(norms, codes[:, 0].astype(np.intp))
+            self.held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
         self._room.shrink()
+
+    def _compute_products(
+        self, queries: Keys, cells: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], Ids, Distances]:
+        """Compute the inner products of queries with all keys of several cells, without the keys' centers.
+
+        A decoded key is the sum of a center of the codec (the compressor of keys) and of vectors from its
+        codebooks. This method computes the products with the vectors from the codebooks. The caller adds the
+        products with the centers.
+
+        Args:
+            queries: query vectors minus the middle, float32, shape (q, width).
+            cells: numbers of the cells of each query, int64, shape (q, p); padded with -1.
+
+        Returns:
+            Three arrays: 0 and the index at which the records of each query end, int64, shape (q + 1,); the
+            record ids; and the inner products. The records of the queries follow each other, and those of a
+            query are cell after cell. Products that are not finite are left out.
+        """
+        faiss, pointer = self._faiss, self._faiss.swig_ptr
+        if cells.shape[1] > self._index.nlist:
+            # FAISS takes at most `nlist` cells of each query: move the padding to the end, and cut it off.
+            places = (cells == _NONE).argsort(1, kind="stable")[:, : self._index.nlist]
+            cells = np.take_along_axis(cells, places, 1)
+        result = faiss.RangeSearchResult(len(queries))
+        self._index.nprobe = cells.shape[1]
+        center_terms = np.zeros(cells.shape, np.float32)  # FAISS adds these products with its own centers
+        threads = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(1)  # its threads would compete with those of torch
+        try:
+            self._index.range_search_preassigned_c(
+                len(queries), pointer(queries), -np.inf, pointer(cells), pointer(center_terms), result
+            )
+        finally:
+            faiss.omp_set_num_threads(threads)
+        ends = faiss.rev_swig_ptr(result.lims, len(queries) + 1).astype(np.int64)
+        if not ends[-1]:
+            return ends, np.empty(0, np.int64), np.empty(0, np.float32)
+        arrays = (faiss.rev_swig_ptr(values, int(ends[-1])) for values in (result.labels, result.distances))
+        ids, products = (array.copy() for array in arrays)  # FAISS frees its own
+        return ends, ids, products
+
+
+def can_scan() -> bool:
+    """Return True if FAISS is installed, which `CodeScanner` needs; else False."""
+    return find_spec("faiss") is not None

@@ -16,11 +16,10 @@ from torch.nn.functional import pad
 
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.cell_cache import Cell
-from knnstore_cells.coded_cells import CodedCell
 from knnstore_cells.device import QueriesByCell
 from knnstore_cells.device_records import Found, Probed
 from knnstore_cells.device_search import DeviceVisits
-from knnstore_cells.scanning import CodeScanner
+from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
 """Largest number of distances (float32) that are in memory at the same time."""

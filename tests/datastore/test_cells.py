@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from knnstore_cells import CellsDatastore, coded_cells, group, partition, visiting
+from knnstore_cells import CellsDatastore, group, partition, visiting
 from knnstore_cells.scanning import CodeScanner
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
@@ -296,8 +296,7 @@ def test_tables_are_used_where_decoded_keys_have_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where few queries share a cell; what is kept of both kinds has room together."""
-    if not coded_cells.can_measure_codes():
-        pytest.skip("neither Numba nor FAISS")
+    pytest.importorskip("faiss")
     keys, scans = clustered(40_000), list[int]()
     codes: dict[str, Any] = {"codes": "pq4", "coded_from": 8192}
     scan = CodeScanner.scan_by_cell
@@ -546,15 +545,13 @@ def test_queries_may_probe_more_cells_than_one_group_has(tmp_path: Path, count: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "tables"), [(0, "numba"), (256, "numba"), (0, "faiss"), (256, "faiss")])
+@pytest.mark.parametrize("memory", [0, 256])
 @pytest.mark.parametrize("metric", list(Metric))
 def test_queries_meet_by_tables_what_decoded_keys_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: Metric, memory: int, tables: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: Metric, memory: int
 ) -> None:
     """Codes of two groups, by the protocol's own decoding: far from zero, filtered, deleted, added to."""
-    pytest.importorskip(tables)
-    if tables == "faiss":
-        monkeypatch.setattr(coded_cells, "load_kernels", lambda: None)
+    pytest.importorskip("faiss")
     keys, queries = clustered(3000) + 30, clustered(6, seed=1) + 30
     params: dict[str, Any] = {"cells": 8, "codes": "pq4", "coded_from": 500, "memory": memory}
     with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, **params) as store:
@@ -564,8 +561,8 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
         scans = list[int]()
         monkeypatch.setattr(
             CodeScanner,
-            "_load_cells",
-            lambda *given, true=CodeScanner._load_cells: scans.append(1) or true(*given),
+            "_compute_products",
+            lambda *given, true=CodeScanner._compute_products: scans.append(1) or true(*given),
         )
         for change in (
             lambda: None,
