@@ -24,6 +24,7 @@ from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration import Calibration
 from knnstore.lm.settings import derive_default
+from knnstore.store import KNNStore
 
 MODEL, CACHE, BM25 = "the model", "the model + cache", "BM25 in the prompt"
 NGRAMS, KEYS, STORE, MIXED = "n-grams", "keys", "store", "keys + n-grams of everything"
@@ -139,8 +140,10 @@ class Sides:
             costs = self._time_everything()
         else:
             lm = self._create("ngrams", self._plan.model, _BASE, key=None)
+            texts = take_tokens(self._texts.store, lm.reader, tokens)
             with processor_time() as adding:
-                lm.add(take_tokens(self._texts.store, lm.reader, tokens), domain=_DOMAIN)
+                lm.add(texts, domain=_DOMAIN)
+            _check_content(lm.store, texts)
             costs = {"adding": adding[0]}
         name = f"{NGRAMS} of {tokens or ALL}"
         default = derive_default(lm.store)
@@ -188,8 +191,10 @@ class Sides:
     def _judge_keys(self, tokens: int) -> Step:
         """Judge a store with keys of so many tokens, with its own n-grams and with those of everything."""
         lm = self._create("keys", self._plan.model, _BASE)
+        texts = take_tokens(self._texts.store, lm.reader, tokens)
         with processor_time() as adding:
-            added = lm.add(take_tokens(self._texts.store, lm.reader, tokens), domain=_DOMAIN)
+            added = lm.add(texts, domain=_DOMAIN)
+        _check_content(lm.store, texts)
         of = f" of {tokens}"
         default = derive_default(lm.store)
         found, seconds = self._calibrate(lm)
@@ -364,6 +369,15 @@ class Sides:
         """Run a step once, and keep its result."""
         self._say(name)
         return step(self._results, name, make)
+
+
+def _check_content(store: KNNStore, texts: Sequence[TextDocument]) -> None:
+    """Stop the program if a store has other documents than `texts`, e.g. of a larger part that was run before.
+
+    Stores grow from part to part, so a part whose results were deleted needs a new store.
+    """
+    if {document.id for document in store.documents()} != {text.id for text in texts}:
+        raise SystemExit(f"{store.home.path} has documents of another part: delete this folder, and run again")
 
 
 def best_without(found: Calibration, *parts: str) -> KNNSettings:

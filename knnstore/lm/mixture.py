@@ -3,7 +3,7 @@
 A program that runs the model makes a `Batch` of the positions to predict, calls `look_up` once, and mixes::
 
     evidence = look_up(reader, settings, batch, Form.DISTRIBUTION)
-    log_probs = mixture_of(settings, evidence).distribution(lm_log_probs)
+    log_probs = mixture_of(settings, evidence).distribution(ModelDistribution(logits))
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Likelihoods, compute_entropy, compute_exp
+from knnstore.lm.mixing import Likelihoods, ModelDistribution
 from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
@@ -105,12 +105,12 @@ class RowMixer:
             ConfigError: the settings need the texts of the rows, and the texts are not known.
         """
         count = min(count, rows.logits.shape[1])
-        log_probs = rows.logits.float().log_softmax(-1)
+        lm = ModelDistribution(rows.logits)
         if settings.is_model_alone:
-            return Likelihoods.of(log_probs, targets, count)
-        batch = _batch(rows, log_probs, compute_exp(log_probs), settings, targets)
+            return Likelihoods.of(lm.log_probs, targets, count)
+        batch = _batch(rows, lm, settings, targets)
         mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-        return mixture.likelihoods(log_probs, targets, count)
+        return mixture.likelihoods(lm.log_probs, targets, count)
 
     def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
         """Mix predictions from the store into the logits of rows that all have the same settings.
@@ -135,29 +135,25 @@ class RowMixer:
         for start in range(0, len(rows.logits), step):
             at = slice(start, start + step)
             some = rows if start == 0 and step >= len(rows.logits) else rows.select(at)
-            log_probs = some.logits.float().log_softmax(-1)
-            probs = compute_exp(log_probs)
-            batch = _batch(some, log_probs, probs, settings)
+            lm = ModelDistribution(some.logits)
+            batch = _batch(some, lm, settings)
             mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
             # To ask a GPU would mean to wait for it; its rows without a result have the model's log p.
             is_anything_found = (
-                is_anything_found or log_probs.device.type != "cpu" or mixture.is_anything_found
+                is_anything_found or some.logits.device.type != "cpu" or mixture.is_anything_found
             )
-            parts.append(mixture.distribution(log_probs, probs))
+            parts.append(mixture.distribution(lm))
         if not is_anything_found:
             return rows.logits
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _batch(
-    rows: Rows, log_probs: Tensor, probs: Tensor, settings: KNNSettings, targets: Tensor | None = None
-) -> Batch:
+def _batch(rows: Rows, lm: ModelDistribution, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
     """Create the input of `look_up`, a `Batch`, from rows with the same settings.
 
     Args:
         rows: the n rows; a row is one position of one text.
-        log_probs: the model's log-probabilities, float32, shape (n, v).
-        probs: the model's probabilities, float32, shape (n, v).
+        lm: the model's distributions at the rows.
         settings: the settings of all rows.
         targets: the target tokens, int64, shape (n,); None when text is generated.
 
@@ -169,10 +165,10 @@ def _batch(
             "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
         )
     return Batch(
-        rows.keys.to(log_probs.device).float(),
-        log_probs.amax(-1),
-        None if settings.needs_nearest_only else compute_entropy(log_probs, probs),
-        log_probs.shape[1],
+        rows.keys.to(rows.logits.device).float(),
+        lm.log_max,
+        None if settings.needs_nearest_only else lm.compute_entropy(),
+        rows.logits.shape[1],
         contexts=rows.contexts if settings.needs_text else None,
         targets=targets,
         is_text=None if rows.is_text is None else torch.from_numpy(rows.is_text),

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from knnstore.lm.mixing import Contribution, Mixture, compute_neighbor_weights
+from knnstore.lm.mixing import Contribution, Mixture, ModelDistribution, compute_neighbor_weights
 
 MISSING_TOKEN = 2**20 - 1  # the token of id -1
 
@@ -69,7 +69,7 @@ def test_mixture_is_the_definition(case):
     lm, distances, tokens, temperature, lam = case
     expected = oracle(lm.numpy(), distances, tokens, temperature, lam)
     found = mixture(torch.from_numpy(distances), temperature, torch.from_numpy(tokens), torch.from_numpy(lam))
-    mixed = found.distribution(lm)
+    mixed = found.distribution(ModelDistribution(lm))
     assert mixed.dtype == torch.float32
     np.testing.assert_allclose(mixed.exp(), np.exp(expected), atol=2e-6)
     np.testing.assert_allclose(mixed.exp().sum(1), 1.0, atol=5e-6)
@@ -92,14 +92,14 @@ def test_rows_without_neighbors_and_lambda_zero_keep_the_model_exactly():
     tokens = torch.full((3, 4), MISSING_TOKEN)
     tokens[0, 0] = 5
     found = mixture(distances, 1.0, tokens, torch.tensor([0.0, 0.7, 1.0]))
-    assert torch.equal(found.distribution(lm), lm)
+    assert torch.equal(found.distribution(ModelDistribution(lm)), ModelDistribution(lm).log_probs)
     assert torch.equal(found.gold(lm[:, 5], torch.full((3,), 5)), lm[:, 5])
 
 
 def test_lambda_one_is_retrieval_alone():
     lm = torch.zeros(1, 5).log_softmax(1)
     distances, tokens = torch.tensor([[0.0, 0.0, 0.0, torch.inf]]), torch.tensor([[2, 2, 4, MISSING_TOKEN]])
-    mixed = mixture(distances, 3.0, tokens, 1.0).distribution(lm)
+    mixed = mixture(distances, 3.0, tokens, 1.0).distribution(ModelDistribution(lm))
     expected = torch.tensor([[-torch.inf, -torch.inf, math.log(2 / 3), -torch.inf, math.log(1 / 3)]])
     torch.testing.assert_close(mixed, expected)
 
@@ -127,18 +127,29 @@ def test_temperature_may_differ_by_query():
 def test_rare_tokens_of_the_model_do_not_round_to_impossible():
     """exp(-200) is zero in float32; its logarithm must survive the mixture."""
     lm = torch.tensor([[0.0, -200.0]])
-    mixed = mixture(torch.tensor([[1.0]]), 1.0, torch.tensor([[0]]), 0.5).distribution(lm)
+    mixed = mixture(torch.tensor([[1.0]]), 1.0, torch.tensor([[0]]), 0.5).distribution(ModelDistribution(lm))
     torch.testing.assert_close(mixed, torch.tensor([[0.0, -200.0 + math.log(0.5)]]))
 
 
-def test_known_probabilities_change_nothing_and_are_not_changed():
-    lm = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).log_softmax(1)
-    probs = lm.exp()
-    before = lm.clone(), probs.clone()
+def test_a_model_s_distribution_can_be_used_again_after_it_was_mixed():
+    """The mixture takes the memory of the probabilities, never that of the logits."""
+    logits = 9 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    before, lm = logits.clone(), ModelDistribution(logits)
     found = mixture(torch.rand(3, 4), 1.0, torch.arange(12).reshape(3, 4), 0.3)
-    torch.testing.assert_close(found.distribution(lm, probs), found.distribution(lm), rtol=0, atol=1e-6)
-    assert torch.equal(lm, before[0])
-    assert torch.equal(probs, before[1])
+    mixed = found.distribution(lm)
+    assert torch.equal(found.distribution(lm), mixed)
+    assert torch.equal(logits, before)
+    expected = logits.double().log_softmax(1)
+    torch.testing.assert_close(lm.log_max, expected.amax(1).float())
+    entropy = -(expected.exp() * expected).sum(1)
+    torch.testing.assert_close(lm.compute_entropy(), entropy.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lm.scale_probs(torch.ones(3)), expected.exp().float())
+
+
+def test_impossible_tokens_have_no_part_in_the_entropy():
+    lm = ModelDistribution(torch.tensor([[0.0, -torch.inf, 0.0], [-torch.inf, 7.0, -torch.inf]]))
+    torch.testing.assert_close(lm.compute_entropy(), torch.tensor([math.log(2), 0.0]))
+    torch.testing.assert_close(lm.log_max, torch.tensor([-math.log(2), 0.0]))
 
 
 def test_gradients_flow_to_the_model_alone():
@@ -148,7 +159,7 @@ def test_gradients_flow_to_the_model_alone():
     found = mixture(distances, 1.0, torch.tensor([[0, 2], [1, 1]]), 0.5)
 
     def loss(values):
-        return -found.distribution(values.log_softmax(1)).gather(1, gold).sum()
+        return -found.distribution(ModelDistribution(values)).gather(1, gold).sum()
 
     loss(logits).backward()
     step = 1e-2
@@ -165,7 +176,8 @@ def test_weights_that_sum_to_more_than_one_by_rounding_leave_nothing_to_the_mode
     tokens = torch.arange(4)[None].expand(4096, -1)
     found = Mixture([Contribution(torch.full((4096, 4), 0.25), lam, tokens) for lam in lams])
     model = torch.full((4096, 5), 0.2).log()
+    mixed = found.distribution(ModelDistribution(model))
     expected = torch.tensor([0.25] * 4 + [0.0]).expand(4096, -1)
-    torch.testing.assert_close(found.distribution(model).exp(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(mixed.exp(), expected, atol=1e-6, rtol=0)
     gold = found.gold(model[:, 4], torch.full((4096,), 4)).exp()
     torch.testing.assert_close(gold, expected[:, 4], atol=1e-6, rtol=0)

@@ -21,6 +21,7 @@ from knnstore.lm import (
     settings_from_dict,
     settings_to_dict,
 )
+from knnstore.lm.mixing import ModelDistribution
 from knnstore.lm.mixture import mixture_of
 from tests.lm.scored import AllNeighborsLambda
 
@@ -62,8 +63,8 @@ def test_every_mixture_is_a_distribution(mixer, temperature, distances, confiden
     assert mixture.lam.dtype == torch.float32
     assert bool(((mixture.lam >= 0) & (mixture.lam <= 1)).all())
     assert bool((torch.as_tensor(mixture.temperature) > 0).all())
-    log_lm = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).log_softmax(1)
-    mixed = mixture.distribution(log_lm)
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    mixed = mixture.distribution(ModelDistribution(logits))
     assert mixed.exp().sum(1).numpy() == pytest.approx(np.ones(5), abs=1e-5)
 
 

@@ -127,7 +127,7 @@ class Keys:
         if not settings.retrieves or (is_text is not None and not is_text.any()):
             return [_convert_to_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)]
         # 2) Sum over whole cells on the device where text is generated and the engine's keys are there.
-        if form is Form.DISTRIBUTION and batch.targets is None and probes_cells(reader, settings):
+        if form is Form.DISTRIBUTION and batch.targets is None and settings.probes is not None:
             sums = _sum_on_device(reader, settings, batch)
             if sums is not None:
                 return [*sums]
@@ -351,13 +351,14 @@ def _sum_on_device(reader: Reader, settings: KeySettings, batch: Batch) -> list[
     """Run every search that the settings ask for on the device of the batch, without waiting for the device.
 
     Args:
-        reader: a store with cells.
+        reader: the store.
         settings: the settings in force, with the number of searched cells, the mixer and the selection of
             documents.
         batch: the positions. Padding finds no records.
 
     Returns:
-        The sums of each search. None if a search cannot be run this way, or has no records.
+        The sums of each search. None if a search cannot be run this way, as in a store without cells, or has
+        no records.
 
     Raises:
         ConfigError: the store contains a token that the model does not predict.

@@ -83,8 +83,10 @@ def find_bins(
         distance_edges: edges between the bins of the nearest distance, ascending.
         confidence_edges: edges between the bins of the model's confidence, ascending; empty for one bin.
     """
-    confidence = _assign_bins(evidence.lm_max, confidence_edges)
-    return _assign_bins(evidence.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
+    bins = _assign_bins(evidence.distances[:, 0], distance_edges)
+    if not confidence_edges:
+        return bins
+    return bins * (len(confidence_edges) + 1) + _assign_bins(evidence.lm_max, confidence_edges)
 
 
 def _assign_bins(values: Tensor, edges: Sequence[float]) -> Tensor:

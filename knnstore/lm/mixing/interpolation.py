@@ -15,6 +15,7 @@ nearer; they may be negative (inner products).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,79 @@ def compute_entropy(log_probs: Tensor, probs: Tensor) -> Tensor:
         Shape (n,).
     """
     return -(log_probs.clamp(min=_LOWEST).mul_(probs)).sum(-1)
+
+
+class ModelDistribution:
+    """The distributions over v tokens that the model predicts at n positions.
+
+    On a CPU, a mixture needs their logarithms only where λ or a probability is 0, so `log_probs` is computed
+    when it is first used.
+
+    Args:
+        logits: logits or log-probabilities, shape (n, v), any floating dtype.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits.float()
+        self.is_in_main_memory = logits.device.type == "cpu" and not logits.requires_grad
+        """True on a CPU without gradients, where the probabilities may be changed in place."""
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """Log p_LM, float32, shape (n, v)."""
+        return self._logits.log_softmax(-1)
+
+    @cached_property
+    def log_max(self) -> Tensor:
+        """The largest log p_LM at each position, float32, shape (n,)."""
+        if not self.is_in_main_memory:
+            return self.log_probs.amax(-1)
+        return self._sums.log().neg_()
+
+    @cached_property
+    def _largest_logits(self) -> Tensor:
+        """The largest logit at each position, shape (n, 1)."""
+        return self._logits.amax(-1, keepdim=True)
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """exp(logit - largest logit), shape (n, v)."""
+        weights = self._logits - self._largest_logits
+        array = weights.numpy()
+        with np.errstate(under="ignore"):
+            np.exp(array, out=array)  # in half of torch's time
+        return weights
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        """Sums of `_weights`, shape (n,)."""
+        return self._weights.sum(-1)
+
+    def scale_probs(self, factors: Tensor) -> Tensor:
+        """Return p_LM, multiplied by a factor at each position, as a new tensor, float32, shape (n, v).
+
+        On a CPU the tensor is the memory of an intermediate result, which is computed again if it is needed.
+
+        Args:
+            factors: the factors, shape (n,).
+        """
+        if not self.is_in_main_memory:
+            return factors[:, None] * self.log_probs.exp()
+        scaled = self._weights.mul_((factors / self._sums)[:, None])
+        del self._weights
+        return scaled
+
+    def compute_entropy(self) -> Tensor:
+        """Compute the entropy in nats at each position, float32, shape (n,)."""
+        if not self.is_in_main_memory:
+            return compute_entropy(self.log_probs, self.log_probs.exp())
+        gaps = (self._logits - self._largest_logits).clamp_(min=_LOWEST)
+        mean_gaps: Tensor = torch.linalg.vecdot(gaps, self._weights) / self._sums
+        return self._sums.log() - mean_gaps
+
+    def select_rows(self, rows: Tensor) -> "ModelDistribution":
+        """Return the distributions at some of the positions; `rows` are indices or a mask."""
+        return ModelDistribution(self._logits[rows])
 
 
 def compute_neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
@@ -196,8 +270,8 @@ class Mixture:
     def __init__(self, components: Sequence[Contribution], temperature: PerQuery = 1.0) -> None:
         self.components = components
         self.temperature = temperature
-        found = [component.is_found for component in components]
-        lams = [one.lam.where(is_found, 0.0) for one, is_found in zip(components, found, strict=True)]
+        self._found = [component.is_found for component in components]
+        lams = [one.lam.where(is_found, 0.0) for one, is_found in zip(components, self._found, strict=True)]
         shares, left = lams[-1:], 1 - lams[-1]
         for lam in reversed(lams[:-1]):
             shares.insert(0, lam * left)
@@ -211,7 +285,7 @@ class Mixture:
     @property
     def is_anything_found(self) -> bool:
         """True if a component has a prediction in at least one row. The program waits for the device."""
-        return any(bool(component.is_found.any()) for component in self.components)
+        return any(bool(is_found.any()) for is_found in self._found)
 
     @property
     def weights(self) -> Tensor:
@@ -276,27 +350,32 @@ class Mixture:
         )
         return _mix_log_probs(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
 
-    def distribution(self, lm_log_probs: Tensor, lm_probs: Tensor | None = None) -> Tensor:
+    def distribution(self, lm: ModelDistribution) -> Tensor:
         """Compute the log-probabilities of all tokens of the vocabulary in the mixture.
 
         Args:
-            lm_log_probs: log p_LM, float32, shape (n, v).
-            lm_probs: p_LM, if the caller has it, float32, shape (n, v).
+            lm: the model's distributions.
 
         Returns:
             log p, float32, shape (n, v). A row in which the weight λ of all components is 0 equals the row of
-            `lm_log_probs` exactly.
+            `lm.log_probs` exactly.
         """
-        left = 1 - self.lam[:, None]
-        below = left * (compute_exp(lm_log_probs) if lm_probs is None else lm_probs)
-        if below.device.type == "cpu" and not below.requires_grad and (self.lam > 0).all() and len(below):
-            mixed = self._add_component_probs(below)
+        left = 1 - self.lam
+        if lm.is_in_main_memory and len(left):
+            mixed = self._add_component_probs(lm.scale_probs(left))
+            is_unmixed = self.lam == 0
+            has_unmixed = bool(is_unmixed.any())
+            if has_unmixed:
+                mixed[is_unmixed] = 1
             if mixed.amin() >= _LEAST_NORMAL:
-                return _log_in_place(mixed)
-            below = left * compute_exp(lm_log_probs)
+                _log_in_place(mixed)
+                if has_unmixed:
+                    mixed[is_unmixed] = lm.select_rows(is_unmixed).log_probs
+                return mixed
         # A token without a weight in any component is computed in logarithms: exact, and never log 0.
-        mixed_in = self._add_component_probs(torch.zeros_like(lm_log_probs))
-        return (mixed_in + below).log().where(mixed_in > 0, lm_log_probs + left.log())
+        below = lm.scale_probs(left)
+        mixed_in = self._add_component_probs(torch.zeros_like(below))
+        return (mixed_in + below).log().where(mixed_in > 0, lm.log_probs + left.log()[:, None])
 
     def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
         """Compute the mixture's log-probabilities of one given token and of the most probable tokens.
