@@ -377,7 +377,9 @@ def _check_content(store: KNNStore, texts: Sequence[TextDocument]) -> None:
     Stores grow from part to part, so a part whose results were deleted needs a new store.
     """
     if {document.id for document in store.documents()} != {text.id for text in texts}:
-        raise SystemExit(f"{store.home.path} has documents of another part: delete this folder, and run again")
+        raise SystemExit(
+            f"{store.home.path} has documents of another part: delete this folder, and run again"
+        )
 
 
 def best_without(found: Calibration, *parts: str) -> KNNSettings:
