@@ -45,7 +45,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 """Options of `generate`, each with the values that drafts support: one text, one token at a time."""
 _UNSUPPORTED_OPTIONS = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
 """Options of `generate` that drafts support only if they are None."""
-_NOT_CROPPABLE = "the model's cache cannot take tokens back"
+_NOT_CROPPABLE = "the model's cache cannot remove tokens"
 
 
 def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
@@ -86,7 +86,7 @@ def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mappi
         if options.get(name) is not None:
             return f"{name} is given"
     if model.base._is_stateful:  # transformers refuses assisted decoding by this flag
-        return "the model has a recurrent state, which cannot take tokens back"
+        return "the model has a recurrent state, from which tokens cannot be removed"
     return None
 
 
