@@ -34,7 +34,7 @@ def check_name(name: object, what: str) -> None:
     if len(name) > MAX_NAME:
         raise InputError(f"{what} has {len(name)} characters, at most {MAX_NAME} are allowed: {name[:40]!r}…")
     if "\0" in name or not _is_unicode(name):
-        raise InputError(f"{what} holds a NUL or is not valid Unicode: {name!r}")
+        raise InputError(f"{what} contains a NUL or is not valid Unicode: {name!r}")
 
 
 def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
@@ -49,7 +49,7 @@ def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
             Unicode.
     """
     if isinstance(names, str):
-        raise InputError(f"{what}s are several: give [{names!r}], not {names!r}")
+        raise InputError(f"{what}s must be a list: give [{names!r}], not {names!r}")
     unique_names = frozenset(names)
     for name in unique_names:
         check_name(name, f"a {what}")
@@ -78,7 +78,7 @@ def check_json(value: Mapping[str, Any], what: str) -> None:
     if level:
         raise InputError(f"{what} is nested more than {MAX_DEPTH} deep: flatten it")
     if value == TOO_DEEP:
-        raise InputError(f"{what} cannot be kept, it is nested too deep to be read: give it anew")
+        raise InputError(f"{what} is nested too deep to be read, so it cannot be saved: give a new value")
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -154,7 +154,7 @@ def read_file(path: Path) -> bytes:
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-            raise NoFileError(errno.EFBIG, "is too large to be one of a store", str(path))
+            raise NoFileError(errno.EFBIG, "is too large to be a file of a store", str(path))
         return file.read()
 
 
@@ -274,7 +274,8 @@ class WriterLock:
         except Timeout:
             holder = _describe_holder(holder_path)
             raise LockedError(
-                f"{root} is being written by {holder}: end that first; mode 'r' may read"
+                f"{root} is being written by {holder}: stop that process, or open the store with mode "
+                "'r' to read it"
             ) from None
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error

@@ -104,11 +104,13 @@ def _explain_hub_refusal(name: str, file: str, revision: str | None) -> str | No
     try:
         get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=PATIENCE)
     except HFValidationError as error:
-        raise ConfigError(f"the model {name!r} cannot be loaded: no such folder, nor a hub name") from error
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded: it is neither a folder nor a valid name on the hub"
+        ) from error
     except OfflineModeIsEnabled:
         return "the hub is switched off (HF_HUB_OFFLINE)"
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
-        return "the hub has none of this name, or none for you (HF_TOKEN)"
+        return "the hub has no such model, or it needs a token that may read the model (HF_TOKEN)"
     except Exception as error:  # of its HTTP client; which one that is depends on its version
         return f"the hub cannot be reached ({str(error).strip() or type(error).__name__})"
     return None

@@ -46,13 +46,16 @@ def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str 
     except OSError as error:
         raise ConfigError(f"{where}, which cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{where}, which is larger than {MAX_BYTES // 1024} KiB and so no secret")
+        raise ConfigError(
+            f"{where}, which is larger than {MAX_BYTES // 1024} KiB: name a file that contains only the "
+            "secret"
+        )
     try:
         secret = content.decode()
     except UnicodeDecodeError:  # would quote the bytes: not chained
-        raise ConfigError(f"{where}, which is no text in UTF-8") from None
+        raise ConfigError(f"{where}, which is not text in UTF-8") from None
     if "\0" in secret:  # libpq would use what stands before it
-        raise ConfigError(f"{where}, which holds a NUL byte and so no secret")
+        raise ConfigError(f"{where}, which contains a NUL byte: name a file that contains only the secret")
     secret = secret.removesuffix("\r\n") if secret.endswith("\r\n") else secret.removesuffix("\n")
     if not secret:
         raise ConfigError(f"{where}, which is empty: write the secret there, or unset the variable")
@@ -78,6 +81,6 @@ def _read_file(path: Path) -> bytes:
         OSError: the path is not a regular file, or cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block, a device never end
-        raise OSError(0, "it is no regular file")
+        raise OSError(0, "it is not a regular file")
     with path.open("rb") as file:
         return file.read(MAX_BYTES + 1)

@@ -47,8 +47,8 @@ def check_space(path: Path, needed: int, what: str) -> None:
     free = free_space(path)
     if free < needed + MARGIN:
         raise DiskFullError(
-            f"{what} needs {needed + MARGIN:,} bytes at {path} and {free:,} are free: it was not begun; "
-            "free some space and try again"
+            f"{what} needs {needed + MARGIN:,} bytes at {path}, but only {free:,} are free, so it was not "
+            "started: free some space and try again"
         )
 
 
@@ -86,8 +86,12 @@ def medium_errors(path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise DiskFullError(f"{place} cannot be written, the disk is full: free some space") from error
         if error.errno in _READ_ONLY:
-            why = "is on a read-only medium" if error.errno == errno.EROFS else "is not yours to write"
-            raise ReadOnlyError(f"{place} {why}: it can be read, and nothing in it can be changed") from error
+            why = (
+                "is on a read-only file system"
+                if error.errno == errno.EROFS
+                else "may not be written by this user"
+            )
+            raise ReadOnlyError(f"{place} {why}: it can be read but not changed") from error
         raise
 
 

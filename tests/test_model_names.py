@@ -73,10 +73,13 @@ def test_the_hub_is_asked_once_and_not_waited_for(hub, tmp_path) -> None:
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     there, none, silent, cached, broken, malformed = answers
     assert (there, cached) == (False, True)
-    assert "the hub has none of this name, or none for you (HF_TOKEN): give the path" in none
+    assert (
+        "the hub has no such model, or it needs a token that may read the model (HF_TOKEN): give the path"
+        in none
+    )
     assert "the hub cannot be reached (" in silent
     assert "503" in broken
-    assert malformed.endswith("no such folder, nor a hub name")
+    assert malformed.endswith("it is neither a folder nor a valid name on the hub")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/x/y", "~/nowhere", "a/b/c", "folder"])

@@ -123,7 +123,9 @@ class Documents:
             ConfigError: text and source have the same field.
         """
         if self.source_field == self.text_field:
-            raise ConfigError("--source-field and --text-field are the same field: name two")
+            raise ConfigError(
+                "--source-field and --text-field name the same field: give two different fields"
+            )
         return Fields(self.text_field, self.id_field, self.source_field)
 
     def check_files(self) -> None:
@@ -168,7 +170,7 @@ class Documents:
             self.ignored += 1
             self.names_by_reason.setdefault(Reason.KIND, []).append(str(file))
             if LOG.verbose:
-                bar.print_above(f"ignored {file}: no kind of file that is read")
+                bar.print_above(f"ignored {file}: files of this type are not read")
 
         return read_documents(
             self.files,
@@ -213,9 +215,11 @@ class Documents:
         """
         counts = []
         if self.skipped:
-            counts.append(f"{self.skipped:,} that cannot be used")
+            counts.append(f"{self.skipped:,} unusable {'document' if self.skipped == 1 else 'documents'}")
         if self.ignored:
-            counts.append(f"{self.ignored:,} {'file' if self.ignored == 1 else 'files'} of another kind")
+            counts.append(
+                f"{self.ignored:,} {'file' if self.ignored == 1 else 'files'} of an unsupported type"
+            )
         if counts:
             names_by_reason = (
                 ""
@@ -311,11 +315,16 @@ class SyncDocuments(Documents):
             if self.ref is not None or self.only:
                 raise typer.BadParameter("--ref and --only need --git")
             if STDIN in self.files:
-                raise typer.BadParameter("what is to be compared first is read twice: give files or a folder")
+                raise typer.BadParameter(
+                    "standard input cannot be compared, because the files are read twice: give files or a "
+                    "folder"
+                )
             super().check_files()
         else:
             if self.fields != FIELDS:
-                raise typer.BadParameter("--text-field and --id-field are for rows, and not for --git")
+                raise typer.BadParameter(
+                    "--text-field and --id-field are for the rows of files: leave them out with --git"
+                )
             self.tree = GitTree(self.git, "HEAD" if self.ref is None else self.ref, self.only or ())
 
     def expect_pairs(self, *, is_paired: bool) -> None:
@@ -329,7 +338,9 @@ class SyncDocuments(Documents):
                 the store has no pairs.
         """
         if is_paired and self.git is not None:
-            raise ConfigError("--git is for causal models, and the store has pairs")
+            raise ConfigError(
+                "--git needs a store of a causal model, and this store is for an encoder-decoder model"
+            )
         super().expect_pairs(is_paired=is_paired)
 
     def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:

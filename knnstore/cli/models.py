@@ -126,7 +126,7 @@ def resolve_model_location(store: "KNNStore", model_at: str | None) -> str:
     try:
         check_model(location)
     except ConfigError as error:
-        raise ConfigError(f"{error}; --model-at says where the store's model is now") from error
+        raise ConfigError(f"{error}; give its new location with --model-at") from error
     return location
 
 

@@ -98,7 +98,7 @@ def confirm(change: str, yes: bool) -> None:
         if typer.confirm(f"{printable(change)}. Go on?", err=True):
             return
         raise ConfigError("nothing was changed")
-    raise ConfigError(f"{change}: say --yes if that is meant, --dry-run shows it")
+    raise ConfigError(f"{change}: confirm with --yes, or see the changes first with --dry-run")
 
 
 def seed_option(help: str) -> Any:

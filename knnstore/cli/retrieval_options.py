@@ -147,7 +147,7 @@ class Query:
             self._print_calibration(store, settings)
         if not _can_retrieve(store, settings):
             why = explain_empty_selection(store, settings.selection)
-            alone = "" if settings.cache else ", the model is alone"
+            alone = "" if settings.cache else ", so the model is used alone"
             print_message(f"warning: nothing is retrieved{alone}: {why}")
         return settings
 
@@ -160,7 +160,9 @@ class Query:
         from knnstore.lm import Overrides
 
         if self.probes and self.k is not None:
-            raise ConfigError("give --k or --probes, not both: of the cells visited all records count")
+            raise ConfigError(
+                "give --k or --probes, not both: with --probes, every record of the searched cells is used"
+            )
         return Overrides(
             selection=selection,
             k=self.k,
@@ -227,7 +229,7 @@ class Query:
         if record is None:
             return
         scope = printable(", ".join(record.domains)) or "the whole store"
-        mixer = record.mixer if self.lam is None else f"lambda={self.lam:g}, without what else was found"
+        mixer = record.mixer if self.lam is None else f"lambda={self.lam:g} in place of the fitted weights"
         scoring_only = (
             ", ".join(settings.scoring_only) if self.lam is None else ""
         )  # else nothing of it counts
@@ -240,9 +242,9 @@ class Query:
         )
         if record.is_stale(store):
             print_message(
-                f"warning: these settings are stale, there are {record.growth(store):.2f} times as many "
-                f"records as they were found for, and {record.gone(store):.0%} of the documents are gone; "
-                "run knnstore calibrate again"
+                f"warning: these settings are stale: the store has {record.growth(store):.2f} times as many "
+                f"records as when they were fitted, and {record.gone(store):.0%} of the documents were "
+                "removed; run knnstore calibrate again"
             )
 
 
@@ -265,7 +267,7 @@ class ScoringQuery(Query):
 def print_if_empty(store: "KNNStore", selection: "Selection") -> None:
     """Print on stderr why a selection has no documents; print nothing if it has documents."""
     if not store.lengths(selection):
-        print_message(f"nothing is found: {explain_empty_selection(store, selection)}")
+        print_message(f"nothing was found: {explain_empty_selection(store, selection)}")
 
 
 def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
@@ -291,10 +293,10 @@ def explain_empty_selection(store: "KNNStore", selection: "Selection") -> str:
         unknown = ", ".join(
             field for field, with_field in selections_by_field.items() if not store.lengths(with_field)
         )
-        missing_fields = f", none has {unknown}" if unknown else ""
-        return f"no document selected meets {selection.where!r}{missing_fields}"
+        missing_fields = f", no document has {unknown}" if unknown else ""
+        return f"no selected document meets {selection.where!r}{missing_fields}"
     tags = ", ".join(map(repr, selection.tags or ()))
-    return f"no document selected has the tag {tags}" if tags else "no document is stored"
+    return f"no selected document has the tag {tags}" if tags else "no document is stored"
 
 
 def _can_retrieve(store: "KNNStore", settings: "KNNSettings") -> bool:

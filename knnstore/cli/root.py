@@ -124,8 +124,8 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-database = typer.Typer(help="Look after the catalog's database.", no_args_is_help=True)
-keys = typer.Typer(help="Look after the keys of the store's server.", no_args_is_help=True)
+database = typer.Typer(help="Maintain the catalog's database.", no_args_is_help=True)
+keys = typer.Typer(help="Manage the API keys of the store's server.", no_args_is_help=True)
 
 for _name, _command in COMMANDS.items():
     _register_command(app, _command, _name)

@@ -80,7 +80,9 @@ class RowMixer:
         """
         count = len(rows.logits)
         if len(each) not in (1, count):
-            raise ConfigError(f"{len(each)} settings were given for {count} rows")
+            raise ConfigError(
+                f"{len(each)} settings were given for {count} rows: give one, or one for each row"
+            )
         groups: dict[int, list[int]] = {}
         for row, settings in enumerate(each):
             groups.setdefault(id(settings), []).append(row)

@@ -144,7 +144,11 @@ def _declare_server_endpoints(
     def counted(request: Request) -> Response:
         """Return the metrics for Prometheus. They cover all domains together."""
         if not options.public_metrics and not access(request).sees_all_domains:
-            raise ApiError(403, "this key is for some domains, the metrics are of all", code="missing_right")
+            raise ApiError(
+                403,
+                "the metrics cover all domains, but this key is limited to some of them",
+                code="missing_right",
+            )
         return Response(metrics.format_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.add("GET", "/openapi.json", Right.PREDICT)
@@ -173,9 +177,9 @@ async def _answer_invalid_request(request: Request, error: Exception) -> JSONRes
     if first["type"] == "json_invalid":
         where, reason = "", f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"
     elif first["type"] == "model_attributes_type" and not where:
-        reason = "the body is no JSON object, or the header content-type: application/json lacks"
+        reason = "the body is not a JSON object, or the header content-type: application/json is missing"
     elif first["type"] == "extra_forbidden":
-        reason = f"{where}: this server does not know it"
+        reason = f"{where}: this server does not know this field"
     else:
         message = str(first["msg"]).removeprefix("Value error, ")
         reason = message if message.startswith(f"{where}:") or not where else f"{where}: {message}"
@@ -196,9 +200,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = ", ".join(methods)
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
-        reason = f"{path} does not take {request.method}, only {headers['Allow']}"
+        reason = f"{path} does not accept {request.method}, only {headers['Allow']}"
     elif error.status_code == 404:
         reason = f"this server has no {path}"
         if list_methods(request.app, f"/v1{path}"):
-            reason += f"; there is /v1{path}: let the client's base URL end with /v1"
+            reason += f"; /v1{path} exists: let the client's base URL end with /v1"
     return await _answer_known_error(request, ApiError(error.status_code, reason, headers=headers))

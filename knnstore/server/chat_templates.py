@@ -94,7 +94,7 @@ class ChatTemplate:
             raise refused(f"the model's template refuses these messages: {answer['error']}", "messages")
         if "characters" in answer:
             raise refused(
-                f"messages: the model's template makes {answer['characters']:,} characters of them, more "
+                f"messages: the model's template turns them into {answer['characters']:,} characters, more "
                 "than the model reads",
                 "messages",
                 "context_length_exceeded",

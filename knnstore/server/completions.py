@@ -153,9 +153,12 @@ def _refuse_scored_source(body: CompletionRequest) -> None:
         ApiError: 400 if `echo` is True, which repeats the prompt, or `max_tokens` is 0, which only scores it.
     """
     if body.echo:
-        raise refused("echo: an encoder-decoder model does not score its prompt, the source", "echo")
+        raise refused("echo: an encoder-decoder model does not score its prompt, which is the source", "echo")
     if body.max_tokens == 0:
-        raise refused("max_tokens: 0 generates nothing, and a source is not scored", "max_tokens")
+        raise refused(
+            "max_tokens: must be at least 1, because an encoder-decoder model does not score its prompt",
+            "max_tokens",
+        )
 
 
 def _plan_infilling(serving: Serving, body: InfillRequest, completion: CompletionRequest) -> _GenerationPlan:
@@ -177,7 +180,7 @@ def _plan_infilling(serving: Serving, body: InfillRequest, completion: Completio
     if limit < serving.window // 4:
         raise refused(
             f"n_predict: {max_tokens:,} tokens leave too little of the model's {serving.window:,} for the "
-            "text around the cursor",
+            "text around the cursor: ask for fewer",
             "n_predict",
         )
     prompt = serving.make_infilling_prompt(body.input_prefix, body.input_suffix, body.prompt, limit)
@@ -234,7 +237,7 @@ def _render_conversation(serving: Serving, body: ChatRequest) -> str:
             them.
     """
     if serving.reads_source:
-        raise refused("an encoder-decoder model has no conversations: use /v1/completions", "model")
+        raise refused("an encoder-decoder model does not support conversations: use /v1/completions", "model")
     characters = sum(len(message.text) + len(message.thoughts) for message in body.messages)
     serving.check_length(characters, serving.window, "messages")
     template = serving.chat_template

@@ -87,7 +87,7 @@ def convert_to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineBusyError):
         return ApiError(
             429,
-            "the server has as many requests waiting as it takes: try again later",
+            "the queue of the server is full: try again later",
             code="queue_full",
             headers={"Retry-After": str(_RETRY_SECONDS)},
         )
@@ -102,10 +102,10 @@ def convert_to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, DiskFullError):
         return ApiError(507, "the server's disk is full", code="disk_full")
     if isinstance(error, FencedError):
-        return ApiError(503, "another process has taken the store over", code="store_taken_over")
+        return ApiError(503, "another process has taken over the store", code="store_taken_over")
     if isinstance(error, ModelOutputError):
         return ApiError(500, str(error), code="model_output")
     if isinstance(error, StoreUnavailableError):
         return ApiError(503, "the store cannot be reached: try again later", code="store_unavailable")
     summary = "the store failed" if isinstance(error, KnnstoreError) else "the server failed"
-    return ApiError(500, f"{summary}; its log says more", code="internal_error")
+    return ApiError(500, f"{summary}; see its log", code="internal_error")

@@ -141,7 +141,9 @@ class Frame:
                 machine; 401 if the key is missing or wrong.
         """
         if self._local_only and not _LOCAL_HOST.fullmatch(headers.get("host", "")):
-            raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
+            raise ApiError(
+                403, "this server accepts requests of this machine only: call it by the name localhost"
+            )
         if scope["path"] in self._open:
             return None
         return await self._gate.authenticate_request(headers.get("authorization", ""))
@@ -170,7 +172,7 @@ class Frame:
                 async with asyncio.timeout_at(None if is_whole else deadline):
                     message = await receive()
             except TimeoutError as error:
-                message_text = f"the request has not come within {self._body_seconds:g} seconds"
+                message_text = f"the request did not arrive within {self._body_seconds:g} seconds"
                 raise HTTPException(408, message_text) from error
             is_whole = not message.get("more_body", False)
             byte_count += len(message.get("body", b""))

@@ -103,7 +103,9 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
         if len(body.tokens) > serving.most_tokens:
             most = serving.most_tokens
-            raise refused(f"tokens: {len(body.tokens):,} are more than the {most:,} read at once", "tokens")
+            raise refused(
+                f"tokens: got {len(body.tokens):,}, but at most {most:,} are read at once", "tokens"
+            )
 
         def build_answer() -> Response:
             """Check the tokens and return the answer with their text. Runs in a worker thread."""
@@ -247,7 +249,11 @@ def _tokenize_source(serving: Serving, source: str | None) -> list[int]:
         ApiError: 400 if an encoder-decoder model has no source or cannot read it, or a causal model has one.
     """
     if serving.reads_source != (source is not None):
-        problem = "is missing: the model reads it" if source is None else "is for encoder-decoder models"
+        problem = (
+            "is missing: an encoder-decoder model needs it"
+            if source is None
+            else "works only with encoder-decoder models"
+        )
         raise refused(f"source: the source of the text {problem}", "source")
     return [] if source is None else serving.make_source(source, "source")
 
@@ -277,7 +283,7 @@ def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[in
     tokens = [*serving.tokenize_document(body.after + body.text), *serving.document_end]
     if len(tokens) > MOST_EXPLAINED:
         raise refused(
-            f"the text has {len(tokens):,} tokens, at most {MOST_EXPLAINED:,} are explained at once",
+            f"the text has {len(tokens):,} tokens, but at most {MOST_EXPLAINED:,} are explained at once",
             "text",
         )
     if (len(tokens) - start) * body.neighbors > MOST_SOURCES:

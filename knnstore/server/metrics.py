@@ -61,12 +61,12 @@ class Metrics:
         )
         self._turns = Counter(
             "knnstore_server_turns",
-            "Turns of explanations and other long work, between steps.",
+            "Number of times that explanations and other long work ran between two steps.",
             registry=self._registry,
         )
         self._waiting = Gauge(
             "knnstore_server_waiting",
-            "Requests that had not begun at the last step, and explanations that were not done.",
+            "Requests that had not begun at the last step, and explanations that were not finished.",
             registry=self._registry,
         )
 

@@ -182,13 +182,13 @@ UNSUPPORTED_CHAT = {
     "web_search_options": Unsupported("this server cannot search the web", is_empty_refused=True),
     "modalities": Unsupported(_NO_AUDIO, (["text"],)),
     "audio": Unsupported(_NO_AUDIO),
-    "reasoning_effort": Unsupported("this server has no effort to choose", ("none",)),
-    "verbosity": Unsupported("this server has no verbosity to choose: say it in a message", ("medium",)),
-    "prediction": Unsupported("this server drafts from its store and takes no predicted text"),
+    "reasoning_effort": Unsupported("this server does not support a reasoning effort", ("none",)),
+    "verbosity": Unsupported("this server does not support verbosity: ask for it in a message", ("medium",)),
+    "prediction": Unsupported("this server takes its drafts from its store and accepts no predicted text"),
     "moderation": Unsupported("this server cannot moderate texts"),
-    "service_tier": Unsupported("this server has one tier", ("auto", "default")),
-    "store": Unsupported("this server keeps no answers", (False,)),
-    "metadata": Unsupported("this server keeps no answers, so their metadata neither"),
+    "service_tier": Unsupported("this server has only one service tier", ("auto", "default")),
+    "store": Unsupported("this server does not store answers", (False,)),
+    "metadata": Unsupported("this server stores neither answers nor their metadata"),
     "prompt_cache_retention": Unsupported(_NO_CACHE_CONTROL, ("in_memory", "in-memory", "24h")),
     "prompt_cache_options": Unsupported(
         _NO_CACHE_CONTROL, is_neutral=_make_defaults_test(mode="implicit", ttl="30m")
@@ -198,7 +198,7 @@ UNSUPPORTED_CHAT = {
     "continue_final_message": Unsupported("an answer is always a new message", (False,)),
 }
 UNSUPPORTED_MESSAGE = {
-    "function_call": Unsupported("write it as tool_calls, which replaced it"),
+    "function_call": Unsupported("it was replaced by tool_calls: use that field"),
     "refusal": Unsupported("write a refusal as the content of its message"),
     "audio": Unsupported(_NO_AUDIO),
 }
@@ -211,7 +211,7 @@ IGNORED_IN_MESSAGE = (
 """Names of fields of an assistant's message that are dropped. Another server has added them to an earlier
 answer, and clients send them back with the conversation. They describe that answer and ask for nothing."""
 UNSUPPORTED_PART = {
-    "annotations": Unsupported("this server reads the text of a message only"),
+    "annotations": Unsupported("this server reads only the text of a message"),
     "prompt_cache_breakpoint": Unsupported(_NO_CACHE_CONTROL),
     "cache_control": Unsupported(_NO_CACHE_CONTROL),
 }
@@ -246,13 +246,15 @@ class Body(BaseModel):
         if not isinstance(given, dict):  # pydantic refuses its type later
             return given
         if len(given) > MOST_FIELDS:
-            raise ValueError(f"an object has {len(given):,} fields, at most {MOST_FIELDS} are known")
+            raise ValueError(f"an object has {len(given):,} fields, but at most {MOST_FIELDS} are allowed")
         try:
             json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError("half of a character (a lone surrogate) is no text") from error
+            raise ValueError("half of a character (a lone surrogate) is not valid text") from error
         except ValueError as error:
-            raise ValueError("NaN and Infinity are no JSON: leave the field out, or send null") from error
+            raise ValueError(
+                "NaN and Infinity are not valid JSON: leave the field out, or send null"
+            ) from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
         fields = {}
@@ -326,7 +328,9 @@ class ResponseFormat(Body):
             PydanticCustomError: if a schema is missing or superfluous.
         """
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise field_error("json_schema", "is needed for the type 'json_schema', and for no other")
+            raise field_error(
+                "json_schema", "is required for the type 'json_schema', and not allowed for other types"
+            )
         return self
 
 
@@ -359,7 +363,7 @@ class GenerationRequest(Body):
                 stream.
         """
         if "" in self.stops:
-            raise field_error("stop", "a string that ends a text cannot be empty")
+            raise field_error("stop", "a stop string cannot be empty")
         if self.wants_usage and not self.stream:
             raise field_error("stream_options", "only with stream")
         return self
@@ -456,11 +460,11 @@ class CompletionRequest(GenerationRequest):
         for name, token_list in lists:
             if not isinstance(token_list, list):
                 raise ValueError(
-                    f"prompt: {name.rstrip(': ')} is {_describe_json_type(token_list)} "
-                    "beside lists of token ids"
+                    f"prompt: {name.rstrip(': ')} is {_describe_json_type(token_list)}, but the first item "
+                    "is a list of token ids"
                 )
             if not token_list:
-                raise ValueError(f"prompt: {name}there is no token id")
+                raise ValueError(f"prompt: {name}the list of token ids is empty")
             for position, token in enumerate(token_list):
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise ValueError(
@@ -495,7 +499,7 @@ class CompletionRequest(GenerationRequest):
                 or wants the prompt repeated (`echo`).
         """
         if self.suffix and self.echo:
-            raise field_error("echo", "a prompt with a suffix is not repeated")
+            raise field_error("echo", "a prompt with a suffix cannot be repeated")
         if self.suffix and not (len(self.prompts) == 1 and isinstance(self.prompts[0], str)):
             raise field_error("suffix", "needs one prompt, which is text and not token ids")
         return self
@@ -515,9 +519,9 @@ class InfillRequest(Body):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **{name: rule for name, rule in _UNSUPPORTED_SAMPLING.items() if name not in IGNORED_IN_INFILL},
-        "stream": Unsupported("this server answers at once", (False,)),
-        "grammar": Unsupported("this server has no grammars"),
-        "json_schema": Unsupported("JSON does not stand between two texts"),
+        "stream": Unsupported("this endpoint does not stream its answers", (False,)),
+        "grammar": Unsupported("this server does not support grammars"),
+        "json_schema": Unsupported("this server cannot fill in JSON between two texts"),
     }
 
     input_prefix: str = Field(default="", description="Text before the cursor.")
@@ -541,7 +545,9 @@ class InfillRequest(Body):
             PydanticCustomError: if the request asks for sources (stored records that support a token).
         """
         if self.knn is not None and self.knn.sources:
-            raise field_error("knn.sources", "this answer has no place for them: use /v1/completions")
+            raise field_error(
+                "knn.sources", "answers of this endpoint have no field for sources: use /v1/completions"
+            )
         return self
 
     @model_validator(mode="before")
@@ -669,12 +675,12 @@ class Message(Body):
             PydanticCustomError: if a field does not fit the role.
         """
         if self.content is None and self.role != "assistant":
-            raise field_error("content", f"a message of the role {self.role!r} needs one")
+            raise field_error("content", f"is required for a message of the role {self.role!r}")
         if self.tool_calls and self.role != "assistant":
-            raise field_error("tool_calls", "only in messages of the role 'assistant'")
+            raise field_error("tool_calls", "is allowed only in messages of the role 'assistant'")
         for name in ("reasoning_content", "reasoning"):
             if getattr(self, name) and self.role != "assistant":
-                raise field_error(name, "only in messages of the role 'assistant'")
+                raise field_error(name, "is allowed only in messages of the role 'assistant'")
         return self
 
     @property

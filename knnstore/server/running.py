@@ -94,7 +94,7 @@ def serve(config: Config, load: Callable[[], KNNLM]) -> None:
         keys = AccessKeys(catalog)
         if config.needs_keys and not any(not key.has_expired for key in keys.all()):
             raise ConfigError(
-                f"whoever reaches {config.host} needs a key, and there is none: `knnstore key add` makes one"
+                f"clients of {config.host} need an API key, but none exists: make one with `knnstore key add`"
             )
         _run_uvicorn(config, load, Gate(keys, required=config.needs_keys))
     finally:
@@ -172,7 +172,9 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLM], gate: Gate) -> None:
         listening_socket = uvicorn_config.bind_socket()
         listening_socket.listen(uvicorn_config.backlog)
     except (SystemExit, OSError) as error:  # uvicorn logs the cause
-        raise ConfigError(f"{config.host} port {config.port} cannot be listened to: is it in use?") from error
+        raise ConfigError(
+            f"cannot listen at {config.host} port {config.port}: is the port in use?"
+        ) from error
     # Without TCP_NODELAY the first event of a stream waits 40 ms for an ACK.
     listening_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A thread that reads requests delays the engine's thread by at most this long each time.
@@ -208,9 +210,7 @@ def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
         except Exception:
             _logger.exception("could not reload")
             return
-        _logger.info(
-            "reloaded: settings of all domains, counts of n-grams, what keys have used of their limits"
-        )
+        _logger.info("reloaded: settings of all domains, counts of n-grams, usage of all keys")
 
     def start_reload(*_: object) -> None:
         """Start a reload in a thread. This is the handler of the signal."""

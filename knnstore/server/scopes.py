@@ -136,18 +136,17 @@ class Scopes:
             return Scope(domains, only_selected=not access.sees_all_domains)
         if not domains and (knn.domains or knn.tags or knn.where):
             raise refused(
-                f"`{name}` is the model alone and retrieves nothing; name domains as {self.model}+DOMAIN",
+                f"`{name}` is the model alone and retrieves nothing: name domains as {self.model}+DOMAIN",
                 next(f"knn.{part}" for part in ("domains", "tags", "where") if getattr(knn, part)),
             )
         for domain in knn.domains or ():
             if domain not in domains:
-                raise refused(f"the domain {domain!r} is none of those of `{name}`", "knn.domains")
+                raise refused(f"the domain {domain!r} is not one of the domains of `{name}`", "knn.domains")
         for param, limit in self._limits.items():
             value = getattr(knn, param)
             if value is not None and value > limit:
                 raise refused(
-                    f"knn.{param}: {value:,} is more than the {limit:,} that this server takes "
-                    f"(`--max-{param}`)",
+                    f"knn.{param}: {value:,} is more than this server's limit of {limit:,} (`--max-{param}`)",
                     f"knn.{param}",
                 )
         scope = Scope(

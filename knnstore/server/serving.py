@@ -263,7 +263,7 @@ class Serving:
             ApiError: 503 if the server is not ready.
         """
         if not self.is_ready or self._lm is None:
-            raise ApiError(503, "the model is not there yet", code="not_ready", headers={"Retry-After": "2"})
+            raise ApiError(503, "the model is not ready yet", code="not_ready", headers={"Retry-After": "2"})
         return self._lm
 
     def stop(self) -> None:
@@ -447,7 +447,7 @@ class Serving:
         """Check that the model can read a prompt of `count` tokens, else raise ApiError 400."""
         if count > self.window:
             raise refused(
-                f"{param}: {count:,} tokens are more than this model reads, {self.window:,}",
+                f"{param}: {count:,} tokens are too many: this model reads at most {self.window:,}",
                 param,
                 "context_length_exceeded",
             )
@@ -469,7 +469,9 @@ class Serving:
                 not have.
         """
         if self.reads_source:
-            raise refused("an encoder-decoder model reads a source, and fills in no middle", "suffix")
+            raise refused(
+                "an encoder-decoder model cannot fill in the middle: leave the suffix out", "suffix"
+            )
         if self.infilling is None:
             raise refused(
                 f"the model {self.name!r} cannot fill in the middle: its tokenizer has no tokens for a "
@@ -552,7 +554,7 @@ class Serving:
                 f"this model generates at most {most} tokens, not {max_tokens}: ask for fewer"
                 if prompt.source
                 else f"this model reads at most {self.window} tokens, but the prompt has "
-                f"{len(prompt.tokens)} and {max_tokens} are to follow: shorten it or ask for fewer",
+                f"{len(prompt.tokens)} and {max_tokens} more are requested: shorten it or ask for fewer",
                 param,
                 "context_length_exceeded",
             )
@@ -656,7 +658,9 @@ class Pieces:
         ticket.told += 1
         if ticket.told - ticket.taken > MOST_UNREAD:
             ticket.cancelled = True
-            piece = ApiError(400, "the answer is read more slowly than it is written", code="too_slow")
+            piece = ApiError(
+                400, "the client reads the answer more slowly than it is generated", code="too_slow"
+            )
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._box.put_nowait, piece)
 
@@ -693,7 +697,7 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Found
     try:
         await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
         if not work_task.done():
-            raise ApiError(499, "the client has gone")
+            raise ApiError(499, "the client has disconnected")
         return work_task.result()
     finally:
         disconnect_task.cancel()

@@ -90,7 +90,7 @@ class JsonConstraint:
                 states.
         """
         if self._matcher.is_error():
-            raise InputError(f"{_PARAM}: the schema is too complex to be followed")
+            raise InputError(f"{_PARAM}: the schema is too complex")
 
 
 class JsonConstraints:
@@ -217,7 +217,7 @@ def _compile_schema(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
 
     length = len(json.dumps(schema))
     if length > _MAX_SCHEMA_LENGTH:
-        return None, f"a schema of {length:,} characters, at most {_MAX_SCHEMA_LENGTH:,} are read"
+        return None, f"the schema has {length:,} characters, but at most {_MAX_SCHEMA_LENGTH:,} are allowed"
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_LAYOUT)
     except ValueError as error:

@@ -55,9 +55,9 @@ def _render(first: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, 
         )
         text = str(rendered[0][0])
     except MemoryError:
-        return {"error": "it takes too much memory"}
+        return {"error": "it uses too much memory"}
     except RecursionError:
-        return {"error": "it calls itself too often"}
+        return {"error": "it recurses too deeply"}
     except Exception as error:  # a template is a program and can raise any exception
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return {"error": lines[0][:_MOST_ERROR_CHARACTERS]}

@@ -151,7 +151,7 @@ def probe_keys(
     """
     for metric in metrics:
         if metric not in list(Metric):
-            raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
+            raise ConfigError(f"metric must be one of {', '.join(Metric)}, got {metric!r}")
     shown = progress or Progress()
     places = {key: locate(model, key) for key in keys or default_keys(model)}
     window = choose_window(model, max_length)
@@ -165,8 +165,8 @@ def probe_keys(
     stored = [text for at, text in enumerate(texts) if at % _EVERY != _EVERY - 1]
     if len(held_out) < MIN_DOCUMENTS or sum(map(len, held_out)) < MIN_TOKENS:
         raise InputError(
-            f"{len(texts):,} documents of {sum(map(len, texts)):,} tokens are too little: a third is held "
-            f"out, which must be {MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens at least"
+            f"{len(texts):,} documents of {sum(map(len, texts)):,} tokens are too little: the held-out "
+            f"third must have at least {MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens"
         )
     # 2) Run the model once, and capture the keys at all places.
     shown.start("reading", total=sum(map(len, texts)))

@@ -117,10 +117,12 @@ def probe_keys(
                 f"{joined.states} states: {ratio:.3f} times the perplexity of one ({low:.3f} to {high:.3f})"
             )
     if found.best is None:
-        raise ConfigError("no place beats the model alone beyond chance: give more text (--tokens), or other")
+        raise ConfigError(
+            "no place beats the model alone beyond chance: give more text (--tokens), or other text"
+        )
     print_message(
-        f"best here: knnstore init --key {found.best.key} --states {found.best.states} --metric "
-        f"{found.best.metric}; a location, which --key takes as well: {found.best.location}"
+        f"best for this text: knnstore init --key {found.best.key} --states {found.best.states} --metric "
+        f"{found.best.metric}; --key also accepts this module path: {found.best.location}"
     )
 
 

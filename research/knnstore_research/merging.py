@@ -135,7 +135,7 @@ def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k:
         ConfigError: `text` was scored without keys or targets.
     """
     if text.evidence.keys is None or text.targets is None:
-        raise ConfigError("a text needs keys and targets: score it with score_once")
+        raise ConfigError("the text was scored without keys or targets: score it with score_once")
     left = np.flatnonzero(weights)
     k = min(k, len(left))
     keys = torch.from_numpy(records.keys[left])

@@ -209,7 +209,7 @@ def load_head(
         if weights.metadata.get(name) != needed:
             raise FingerprintMismatchError(
                 f"the substitute {settings['weights'][:12]} was trained for {name} "
-                f"{weights.metadata.get(name)!r}, the store has {needed!r}: train one for this store "
+                f"{weights.metadata.get(name)!r}, but the store has {needed!r}: train one for this store "
                 "(knnstore research substitute)"
             )
     rows, tokens = (torch.from_numpy(weights.tensors[name]).to(device) for name in ("rows", "tokens"))
@@ -451,7 +451,7 @@ def train_substitute(
     if store.mode != "a":
         raise ReadOnlyError('a substitute is saved in the store: open it for writing, mode "a"')
     if store.is_keyless:
-        raise ConfigError("a substitute is trained on keys, and this store keeps none")
+        raise ConfigError("a substitute is trained on keys, but this store has none")
     if rows < 1 or epochs < 1 or not 0 < learning_rate < math.inf:
         raise ConfigError("rows and epochs must be at least 1 and the learning rate above 0")
     started, shown = time.perf_counter(), progress or Progress()
@@ -840,12 +840,12 @@ def evaluate_substitute(
     settings = resolve(store, knn or lm.knn)
     selection = settings.selection
     if Selection(domains=selection.domains) != selection:
-        raise ConfigError("a substitute is of whole domains: leave out --tag and --where")
+        raise ConfigError("a substitute covers whole domains: leave out --tag and --where")
     trained = find_trained_settings(store, selection, Substitute.name)
     if trained is None:
         options = "".join(f" --domain {name}" for name in selection.domains or ())
         raise ConfigError(
-            f"no substitute was trained on exactly this: run knnstore research substitute{options}"
+            f"no substitute was trained on exactly these domains: run knnstore research substitute{options}"
         )
     _refuse_outdated(store, trained)
     listed = list(usable_documents(lm.reader, documents, on_bad))

@@ -67,7 +67,7 @@ def substitute(
     print_result(found, format_pairs(found), as_json=as_json)
     if trained.epochs == 0:
         print_message(
-            "warning: training made nothing better than the model's own rows; try a lower --learning-rate"
+            "warning: training did not improve on the model's own rows; try a lower --learning-rate"
         )
 
 

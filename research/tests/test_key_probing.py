@@ -120,5 +120,5 @@ def test_what_cannot_be_probed_is_refused(make_model, tokenizer) -> None:
         probe_keys(model, tokenizer, DOCUMENTS[:23])
     with pytest.raises(ConfigError, match="no module"):
         probe_keys(model, tokenizer, DOCUMENTS, keys=["nowhere"])
-    with pytest.raises(ConfigError, match="none of l2, ip"):
+    with pytest.raises(ConfigError, match="metric must be one of l2, ip, got 'cosine'"):
         probe_keys(model, tokenizer, DOCUMENTS, metrics=["cosine"])

@@ -411,7 +411,9 @@ def test_its_share_of_the_gain_is_in_log_perplexity(lm, trained) -> None:
     assert found.share == pytest.approx(expected)
     nothing = evaluate_substitute(lm, HELD_OUT, KNNSettings(lam=0.0, selection=PHRASES_ONLY))
     assert nothing.share is None, "the store gains nothing"
-    with pytest.raises(ConfigError, match="no substitute was trained on exactly this: run knnstore research"):
+    with pytest.raises(
+        ConfigError, match="no substitute was trained on exactly these domains: run knnstore research"
+    ):
         evaluate_substitute(lm, HELD_OUT, KNNSettings(lam=0.3))
 
 
@@ -422,7 +424,7 @@ def test_its_settings_are_checked_and_survive_json(substitute) -> None:
     for wrong, message in (
         ({"lam": 0.5}, "name its weights and the documents"),
         ({**substitute, "traces": None}, "name its weights and the documents"),
-        ({**substitute, "traces": {"domains": []}}, "not the documents"),
+        ({**substitute, "traces": {"domains": []}}, "the list of documents that a component"),
         ({**substitute, "lam": 1.5}, "between 0 and 1"),
         ({**substitute, "rows": 3}, "no setting 'rows'"),
     ):
@@ -457,7 +459,7 @@ def test_one_of_an_earlier_version_is_used_with_one_warning(lm, substitute, capl
     lm.store.save_settings(SavedSettings.of_payload(former), ["phrases"])
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_load_installed_components", dict)
-    with pytest.raises(ConfigError, match="no component 'substitute' of another package is installed"):
+    with pytest.raises(ConfigError, match="no component 'substitute' is installed"):
         settings_for(lm.store, PHRASES_ONLY)
     lm.store.save_settings(SavedSettings.of_payload({**query, "substitute": None}), ["phrases"])
     assert settings_for(lm.store, PHRASES_ONLY).is_model_alone

@@ -105,7 +105,7 @@ def test_sync_empties_no_domain_by_accident(knnstore, store, notes):
         (notes / name).unlink()
     refused = knnstore("sync notes --domain notes")
     assert (refused.status, refused.out) == (1, "")
-    assert refused.err.startswith("error: 2 of 3 documents of notes go: say --yes if that is meant")
+    assert refused.err.startswith("error: 2 of 3 documents of notes will be removed: confirm with --yes")
     (notes / "b.md").write_text("")
     for _ in range(2):
         refused = knnstore("sync notes --domain notes --yes")
@@ -130,7 +130,9 @@ def test_a_folder_with_bad_files_is_added_without_them(knnstore, store, notes):
     (notes / "photo.png").write_bytes(b"\x89PNG")
     done = knnstore("add notes --domain notes --json")
     assert (done.status, done.json["added"], done.json["skipped"], done.json["ignored"]) == (0, 3, 2, 1)
-    said = "left out 2 that cannot be used and 1 file of another kind (-v names them): notes/empty.txt: "
+    said = (
+        "left out 2 unusable documents and 1 file of an unsupported type (-v names them): notes/empty.txt: "
+    )
     assert done.err.startswith(said)
     assert done.json["left_out"] == {
         "another kind of file": ["notes/photo.png"],
@@ -141,7 +143,7 @@ def test_a_folder_with_bad_files_is_added_without_them(knnstore, store, notes):
     assert "\n  not UTF-8 (1): notes/latin.txt; save as UTF-8, or give --encoding: cp1252 " in done.err
     named = knnstore("-v add notes --domain notes").err.splitlines()
     assert "skipped notes/empty.txt: the file is empty" in named
-    assert "ignored notes/photo.png: no kind of file that is read" in named
+    assert "ignored notes/photo.png: files of this type are not read" in named
     assert knnstore("eval notes --json").json["skipped"] == 2
 
 
@@ -254,7 +256,9 @@ def test_a_text_that_is_stored_under_another_id_is_told(knnstore, store, notes, 
     (notes / "deep" / "c.txt").rename(notes / "deep" / "d.txt")
     knnstore("add notes --domain notes")
     (said,) = caplog.messages
-    assert said.startswith("1 of these texts are in notes under another id too, 'deep/d.txt' as 'deep/c.txt'")
+    assert said.startswith(
+        "1 of these texts are also stored in notes under another id, such as 'deep/d.txt' as 'deep/c.txt'"
+    )
 
 
 def test_several_documents_are_removed_or_none(knnstore, store):
@@ -270,7 +274,7 @@ def test_several_documents_are_removed_or_none(knnstore, store):
 def test_documents_are_removed_by_tag(knnstore, store):
     knnstore("tag n-18 --add final")
     refused = knnstore("remove --tag nothing")
-    assert (refused.status, refused.err) == (1, "error: no document selected has the tag 'nothing'\n")
+    assert (refused.status, refused.err) == (1, "error: no selected document has the tag 'nothing'\n")
     planned = knnstore("remove --tag final --dry-run").out.splitlines()
     assert planned[:3] == ["first.txt of letters", "second.txt of letters", "n-18 of news"]
     assert planned[3].startswith("would remove 3 documents: ")

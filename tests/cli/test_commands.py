@@ -103,7 +103,7 @@ def test_eval_agrees_with_the_store(knnstore, store):
 
 def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):
     inside = knnstore("eval news.jsonl --lambda 0.9 --json")
-    assert inside.err.startswith("warning: 3 of these documents are among those retrieved from, 'n-17'")
+    assert inside.err.startswith("warning: 3 of these documents are also in the store (for example 'n-17')")
     elsewhere = knnstore("eval news.jsonl --domain letters --json")
     assert (elsewhere.err, elsewhere.json["stored"]) == ("", [])
     without = knnstore("eval news.jsonl --lambda 0.9 --leave-out --json")
@@ -118,7 +118,9 @@ def test_eval_audits_its_figures(knnstore, store):
     stored = knnstore("eval news.jsonl --audit")
     assert stored.status == 1
     assert "FAILED: no evaluated text in the store" in stored.err
-    assert stored.err.endswith("error: the audit found what makes these figures doubtful, see above\n")
+    assert stored.err.endswith(
+        "error: the audit found problems that make these figures unreliable: see above\n"
+    )
 
 
 @pytest.mark.slow
@@ -132,7 +134,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     after = knnstore("eval dev.jsonl --domain news --json")
     assert after.err.startswith("settings calibrated for news on 20")
     assert (before["fitted"], len(after.json["fitted"])) == ([], before["documents"])
-    assert f"warning: to {before['documents']} of these documents the settings were fitted" in after.err
+    assert f"warning: the settings were fitted to {before['documents']} of these documents" in after.err
     assert (after.json["mixer"], after.json["probes"]) == (
         "gate over all" if found["settings"]["gate"] else found["settings"]["mixer"]["name"],
         found["settings"]["probes"],
@@ -168,9 +170,9 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert knnstore("calibrate --show --domain news --json").json["domains"] == ["news"]
     assert knnstore("calibrate --reset --domain news --json").json == {"reset": True, "domains": ["news"]}
     assert knnstore("calibrate --show --domain news --json").json == shown
-    for said in ("dropped what was saved", "nothing is saved"):
+    for said in ("deleted the settings saved", "no settings are saved"):
         assert knnstore("calibrate --reset").out == f"{said} for the whole store\n"
-    assert knnstore("calibrate --show").out == "nothing is saved: the defaults are used\n"
+    assert knnstore("calibrate --show").out == "no settings are saved: the defaults are used\n"
     assert knnstore("eval dev.jsonl --json").json["mixer"] == "bins"
 
 
@@ -189,7 +191,7 @@ def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
     assert refused.err.startswith("error: 2 documents of ")
     inside = knnstore("calibrate dev.jsonl news.jsonl")
     assert inside.status == 1
-    assert "3 of the held-out documents are in the store, 'n-17' for one" in inside.err
+    assert "3 of the held-out documents (for example 'n-17'), with at least half" in inside.err
 
 
 @pytest.mark.slow
@@ -197,12 +199,15 @@ def test_settings_fitted_to_stored_documents_go_with_them(knnstore, store):
     for more in ("--stored 500 --show", "--show --reset", "dev.jsonl --reset"):
         refused = knnstore(f"calibrate {more}")
         assert (refused.status, refused.out) == (2, "")
-        assert "give --show or --reset alone" in " ".join(refused.err.split())
+        assert "give either --show or --reset, without FILE and --stored" in " ".join(refused.err.split())
     held_out = len(Path("dev.jsonl").read_text().splitlines())
     found = knnstore("calibrate dev.jsonl --stored 500 --max-k 16 --domain news")
-    assert "3 of the documents are in the store: once one of them is removed or" in found.err
+    assert (
+        "3 of the documents are in the store, so these settings are deleted when one of them is removed or"
+        in found.err
+    )
     assert knnstore("calibrate --show --domain news --json").json["calibration"]["documents"] == 3 + held_out
-    assert "with any of 3 stored documents" in knnstore("calibrate --show --domain news").out
+    assert "when one of the 3 stored documents" in knnstore("calibrate --show --domain news").out
     knnstore("remove n-18")
     assert knnstore("calibrate --show --domain news --json").json["calibration"] is None
     left = knnstore("info --json").json["documents"]
@@ -294,12 +299,12 @@ def test_search_shows_the_nearest_passages(knnstore, store):
     assert (refused.status, refused.err) == (1, "error: the text is empty\n")
     nothing = knnstore("search boat --where \"autor = 'Ida'\"")
     assert (nothing.status, nothing.out) == (0, "")
-    why = "nothing is found: no document selected meets \"autor = 'Ida'\", none has autor\n"
+    why = "nothing was found: no selected document meets \"autor = 'Ida'\", no document has autor\n"
     assert nothing.err == why
     for line in ("documents --json", "documents --count", "remove", "tag --add old"):
         assert knnstore(f"{line} --where \"autor = 'Ida'\"").err == why
     assert knnstore("documents --tag nothing").err == (
-        "nothing is found: no document selected has the tag 'nothing'\n"
+        "nothing was found: no selected document has the tag 'nothing'\n"
     )
 
 
@@ -310,7 +315,10 @@ def test_a_key_for_a_domain_that_is_not_there_is_made_and_said(knnstore, store):
     ):
         made = knnstore(f"key add --right read --domain {domains} --json")
         assert (made.status, made.json["domains"]) == (0, domains.split(" --domain "))
-        assert made.err == f"{warned}the key is printed only now; whoever has it has its rights\n"
+        assert (
+            made.err
+            == f"{warned}the key is printed only now, so keep it safe: anyone who has it has its rights\n"
+        )
 
 
 def test_explain_names_the_neighbors(knnstore, store):
@@ -327,7 +335,10 @@ def test_explain_names_the_neighbors(knnstore, store):
 def test_the_model_may_be_elsewhere_now(knnstore, store, model, monkeypatch):
     with sqlite3.connect(store / "catalog.db") as catalog:
         catalog.execute("UPDATE knnstore_store SET model = '/gone/model'")
-    missing = "error: the model '/gone/model' cannot be loaded: no such folder; --model-at says where"
+    missing = (
+        "error: the model '/gone/model' cannot be loaded: no such folder; "
+        "give its new location with --model-at"
+    )
     lines = "add letters --domain new", "generate 'The boat' --max-new-tokens 2", "show n-17 --text", "serve"
     for line in lines:
         refused = knnstore(line)
@@ -352,7 +363,8 @@ def test_what_selects_nothing_is_warned_of(knnstore, store):
         done = knnstore(f"{line} --tag nope")
         assert done.status == 0
         assert done.err == (
-            "warning: nothing is retrieved, the model is alone: no document selected has the tag 'nope'\n"
+            "warning: nothing is retrieved, so the model is used alone: "
+            "no selected document has the tag 'nope'\n"
         )
         assert knnstore(f"{line} --tag nope --lambda 0").err == ""
         assert knnstore(f"{line} --tag nope --cache 100").err.startswith("warning: nothing is retrieved: no")
@@ -383,7 +395,9 @@ def test_documents_are_listed_used_tagged_and_removed_by_their_metadata(knnstore
     assert given["knn_ppl"] == knnstore("eval held-out.jsonl --tag recent --json").json["knn_ppl"]
     assert given["knn_ppl"] != knnstore("eval held-out.jsonl --domain years --json").json["knn_ppl"]
     warned = knnstore("eval held-out.jsonl --where 'year > 3000'").err
-    assert "nothing is retrieved, the model is alone: no document selected meets 'year > 3000'" in warned
+    assert (
+        "nothing is retrieved, so the model is used alone: no selected document meets 'year > 3000'" in warned
+    )
     assert knnstore("remove --where 'year < 2020' --domain news").status == 0  # there is none
     assert knnstore("remove --where 'year < 2020' --json").json["removed"]["documents"] == 2
     left = [row["id"] for row in knnstore("documents --domain years --json").json]
@@ -401,7 +415,7 @@ def test_what_is_removed_is_gone(knnstore, store):
     assert knnstore("show n-17").status == 1
     refused = knnstore("remove --domain news")
     assert (refused.status, refused.out) == (1, "")
-    assert refused.err.startswith("error: all of news goes, 2 documents: say --yes if that is meant")
+    assert refused.err.startswith("error: all 2 documents of news will be removed: confirm with --yes")
     assert knnstore("remove --domain news --yes").out.startswith("removed news: 2 documents")
     assert [row["name"] for row in knnstore("domains --json").json] == ["letters"]
     after = knnstore("eval held-out.jsonl --json").json
@@ -422,7 +436,7 @@ def test_what_is_erased_is_in_no_file(knnstore, store):
     assert files() == []
     again = knnstore("erase")
     assert (again.status, again.err) == (0, "")
-    assert again.out.startswith("erased what was removed in ")
+    assert again.out.startswith("erased the removed documents in ")
 
 
 def test_a_document_of_several_domains_is_named_with_its_domain(knnstore, store):
@@ -446,7 +460,7 @@ def test_move_keeps_every_prediction(knnstore, store):
     assert not (store / "keys").exists()
     said = f"moved {moved['records']} records to faiss at keys; it finds 100.00% of the {moved['neighbors']} "
     assert knnstore("move --store faiss --location keys").out.startswith(said)
-    assert knnstore("move --abandon").out == "no move is unfinished\n"
+    assert knnstore("move --abandon").out == "there is no unfinished move\n"
     assert knnstore("move --abandon --json").json == {"abandoned": None}
 
 
@@ -488,7 +502,7 @@ def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplac
     init = "--home cells init --model examples/tiny-lm --store cells"
     made = knnstore(f"{init} --codes pq8")
     assert made.status == 0
-    assert "keys are kept as codes (pq8)" in made.err
+    assert "keys are compressed (pq8)" in made.err
     narrow = knnstore(
         f"{init} --json".replace("cells init", "narrow init")
     )  # so narrow that codes are not worth it
@@ -565,7 +579,7 @@ def test_a_model_that_knnstore_cannot_run_has_a_store_of_n_grams(knnstore, workp
     assert knnstore("--home words add letters --domain letters --json").json["added"] == 2
     refused = knnstore("--home words eval held-out.jsonl")
     assert (refused.status, refused.out, refused.err.count("error: ")) == (1, "", 1)
-    assert "(t5) is an encoder-decoder model, and this needs a causal one" in refused.err
+    assert "(t5) is an encoder-decoder model, but a causal model is needed" in refused.err
     assert "--dim has no effect" in knnstore("--home keys init --model t5 --key none --dim 4").err
     assert not Path("keys").exists()
 
@@ -573,9 +587,9 @@ def test_a_model_that_knnstore_cannot_run_has_a_store_of_n_grams(knnstore, workp
 def test_a_store_without_keys_knows_its_text_by_n_grams(knnstore, workplace):
     made = knnstore("--home words init --model examples/tiny-lm --key none")
     assert made.status == 0
-    assert "no keys are kept" in made.err
+    assert "the store keeps no keys: only the n-grams" in made.err
     empty = knnstore("--home words eval held-out.jsonl")
-    assert "warning: nothing is retrieved, the model is alone: no document is stored" in empty.err
+    assert "warning: nothing is retrieved, so the model is used alone: no document is stored" in empty.err
     assert knnstore("--home words add letters --domain letters --json").json["tokens"] > 0
     info = knnstore("--home words info --json").json
     assert (info["store"], info["key"], info["records"], info["documents"]) == ("none", None, 0, 2)

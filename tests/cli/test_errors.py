@@ -48,7 +48,7 @@ def test_skip_bad_reports_each_and_goes_on(knnstore, store):
     for (_, problem), line in zip(BAD.values(), lines, strict=False):
         assert line.startswith(f"skipped {problem}")
     assert lines[-2].startswith("skipped nowhere.txt: cannot be read: No such file or directory")
-    assert lines[-1].startswith(f"left out {len(BAD) + 1} that cannot be used (-v names them): ")
+    assert lines[-1].startswith(f"left out {len(BAD) + 1} unusable documents (-v names them): ")
     # The document that stood before its double is kept.
     assert knnstore("show a --json").json["domain"] == "mixed"
 
@@ -88,8 +88,8 @@ def test_very_short_and_very_long_documents(knnstore, store):
         ("move --store memory", "memory keeps nothing after the process ends"),
         ("eval nowhere.jsonl", "nowhere.jsonl: cannot be read: No such file or directory"),
         ("eval held-out.jsonl --device nonsense", "the model"),
-        ("eval held-out.jsonl --device cuda:99", "there is no cuda:99 here: torch finds"),
-        ("eval held-out.jsonl --dtype float8", "dtype 'float8' is none of"),
+        ("eval held-out.jsonl --device cuda:99", "the device cuda:99 does not exist: torch finds"),
+        ("eval held-out.jsonl --dtype float8", "dtype must be float32, bfloat16 or float16, got 'float8'"),
         ("eval held-out.jsonl --temperature 1e-300", "temperature must be above 0"),
         ("domains --home news.jsonl", "no knnstore at news.jsonl: this is a file, a store is a folder"),
         ("remove nothing --domain nothing", "'nothing', which is not there; there are: letters, news"),
@@ -132,7 +132,7 @@ def test_without_a_store(knnstore, line):
         ("--model examples/tiny-lm --store memory", "memory keeps nothing after the process ends"),
         ("--model examples/tiny-lm --store nope", "no adapter 'nope'"),
         ("--model examples/tiny-lm --key h.77", "h.77"),
-        ("--model examples/tiny-lm --metric cosine", "metric 'cosine' is none of"),
+        ("--model examples/tiny-lm --metric cosine", "metric must be one of l2, ip, got 'cosine'"),
         ("--model examples/tiny-lm --param color=red", "color"),
         ("--model examples/tiny-lm --catalog mysql://x/y", "the catalog does not run on mysql"),
         ("--model examples/tiny-lm --max-length 4096", "max_length is 4096, the model takes at most 96"),

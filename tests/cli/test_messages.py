@@ -187,6 +187,6 @@ def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
 
     status, said = answered(b"n\n")
     assert status == 1
-    assert "all of news goes, 3 documents. Go on?" in said
+    assert "all 3 documents of news will be removed. Go on?" in said
     assert "error: nothing was changed" in said
     assert answered(b"y\n")[0] == 0

@@ -41,7 +41,7 @@ def test_plan_encode_commit(knnstore, store, monkeypatch):
     assert "articles" not in count_documents(knnstore)
     committed = knnstore("commit plan --json").json
     assert count_documents(knnstore)["articles"] == committed["documents"] > 0
-    assert "committed before" in knnstore("commit plan").err
+    assert "this plan was already committed: nothing is changed" in knnstore("commit plan").err
     again = knnstore("add articles.jsonl --domain articles --plan other")
     assert (again.status, "nothing to encode" in again.err, Path("other").exists()) == (0, True, False)
     assert knnstore("verify").status == 0

@@ -70,7 +70,7 @@ def test_a_model_that_wants_a_repository_s_code_is_refused(model, tmp_path):
     odd = tmp_path / "odd"
     shutil.copytree(model, odd)
     alter(odd / "config.json", attn_implementation="kernels-community/flash-attn3")
-    with pytest.raises(ConfigError, match=r"wants code from 'kernels-community/flash-attn3'"):
+    with pytest.raises(ConfigError, match=r"needs code from 'kernels-community/flash-attn3'"):
         load_model(str(odd))
 
 

@@ -91,7 +91,10 @@ def test_what_changes_around_unchanged_files(knnstore, store, repository):
         ("sync letters --git code --domain code", "give files or a folder, or a repository with --git"),
         ("sync letters --ref main --domain letters", "--ref and --only need --git"),
         ("sync --git letters --domain code", "letters: not a git repository"),
-        ("sync --git code --text-field body --domain code", "--text-field and --id-field are for rows"),
+        (
+            "sync --git code --text-field body --domain code",
+            "--text-field and --id-field are for the rows of files",
+        ),
         ("sync --git code --ref '' --domain code", "code: Needed a single revision"),
         ("sync --git code --ref nothing --domain code", "code: Needed a single revision"),
         ("sync --git code --only *.rs --domain code", "has no file that matches '*.rs'"),

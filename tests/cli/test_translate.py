@@ -68,7 +68,7 @@ def test_translations_are_scored_beside_the_perplexities(run) -> None:
     assert "bleu_signature" in shown
     assert "for encoder-decoder models" in run("eval pairs.jsonl --translate --audit").err
     assert "--beams needs --translate" in run("eval pairs.jsonl --beams 2").err
-    assert "are the same field" in run("eval pairs.jsonl --text-field de --source-field de").err
+    assert "name the same field" in run("eval pairs.jsonl --text-field de --source-field de").err
 
 
 def test_a_pair_is_shown_without_the_token_that_ends_it(run) -> None:
@@ -104,10 +104,10 @@ def test_what_is_not_built_for_pairs_is_refused(run, home) -> None:
                  "calibrate --stored 100 --repetition"):  # fmt: skip
         refused = run(line)
         assert (refused.status, refused.out) == (1, "")
-        assert "(bart) is an encoder-decoder model, and this needs a causal one" in refused.err
+        assert "(bart) is an encoder-decoder model, but a causal model is needed" in refused.err
     Repository(home / "code").commit({"a.txt": "w5"})
-    assert "--git is for causal models" in run("sync --git code --domain first").err
-    assert "together with its source" in run("explain w5").err
+    assert "--git needs a store of a causal model" in run("sync --git code --domain first").err
+    assert "needs the source of each text" in run("explain w5").err
     assert len(run("documents --domain first --json").json) == 30
 
 
@@ -135,10 +135,10 @@ def test_pairs_are_encoded_by_several_processes(run) -> None:
 def test_a_causal_model_translates_nothing(knnstore, workplace, store) -> None:
     (workplace / "lines.txt").write_text("The harbour.\n")
     for line in ("translate lines.txt", "explain harbour --source wall"):
-        assert "is a causal one, and this needs an encoder-decoder" in knnstore(line).err
+        assert "is a causal model, but an encoder-decoder model is needed" in knnstore(line).err
     (workplace / "pairs.jsonl").write_text('{"id": "a", "text": "The harbour.", "en": "Der Hafen."}')
     refused = knnstore("add pairs.jsonl --domain pairs --source-field en")
-    assert "the document is a pair, and the model reads no source" in refused.err
+    assert "the document is a pair, but the model reads no source" in refused.err
     for line in (
         "sync pairs.jsonl --domain pairs --source-field en",
         "--home new init --model examples/tiny-lm --dim 2 --sample pairs.jsonl --source-field en",

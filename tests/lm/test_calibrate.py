@@ -180,7 +180,7 @@ def test_nothing_is_saved_that_does_not_beat_the_model(lm):
 
 @pytest.mark.slow
 def test_documents_of_the_store_are_refused_or_left_out(lm):
-    with pytest.raises(InputError, match="2 of the held-out documents are in the store, 's0' for one"):
+    with pytest.raises(InputError, match=r"2 of the held-out documents \(for example 's0'\)"):
         lm.calibrate([*HELD_OUT, *STORED[:2]])
     elsewhere = lm.calibrate(STORED, domains=["noise"], max_k=4)
     assert (elsewhere.comparison.documents, elsewhere.in_store) == (12, 12)
@@ -197,7 +197,7 @@ def test_stored_text_is_recognized_by_its_tokens(lm):
     part = " ".join(STORED[3].text.split()[20:90])
     around = f"{NOISE[0]} {part} {NOISE[1]}"
     for disguised in (spaced[0], part, around):
-        with pytest.raises(InputError, match="1 of the held-out documents are in the store"):
+        with pytest.raises(InputError, match=r"1 of the held-out documents \("):
             lm.calibrate([*HELD_OUT, disguised])
     apart = lm.evaluate([HELD_OUT[0]], leave_out=True)
     assert apart.stored == ()
@@ -214,7 +214,7 @@ def test_stored_text_is_recognized_by_its_tokens(lm):
 @pytest.mark.parametrize("held_out", [HELD_OUT[:7], [f"w5 w{at}" for at in range(6, 20)], []])
 def test_too_little_text_is_refused_before_the_pass(lm, held_out):
     with pytest.raises(
-        InputError, match="at least 8 documents and 1,000 tokens, or 2,000 in fewer documents, are needed"
+        InputError, match="give at least 8 documents and 1,000 tokens, or 2,000 tokens in fewer documents"
     ):
         lm.calibrate(held_out)
 

@@ -116,7 +116,7 @@ def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store
     with pytest.raises(ConfigError) as now:
         resolve(store)
     assert str(former.value) == str(now.value)
-    assert "no component 'substitute' of another package is installed" in str(now.value)
+    assert "no component 'substitute' is installed" in str(now.value)
     # One that is not in use needs no package.
     store.save_settings(SavedSettings.of_payload(unused))
     assert resolve(store) == KNNSettings(8, 4.0, lam=0.5)

@@ -155,7 +155,7 @@ def test_new_tokens_alone_with_a_cache_of_the_bare_model(lm, knn, prompt, size) 
     if not lm.needs_text(knn):
         check_steps(lm, knn, prompt.tolist(), **given)
         return
-    with pytest.raises(ConfigError, match=r"holds 11 tokens .* give the whole text as input_ids"):
+    with pytest.raises(ConfigError, match=r"contains 11 tokens .* give the whole text as input_ids"):
         check_steps(lm, knn, prompt.tolist(), **given)
 
 
@@ -201,7 +201,7 @@ def test_forward_in_pieces(lm, knn, prompt) -> None:
 
 def test_a_cache_of_other_rows_is_refused(joined, prompt) -> None:
     cache = cache_of(joined, prompt, 7)
-    with torch.no_grad(), pytest.raises(ConfigError, match="1 texts and this pass 2"):
+    with torch.no_grad(), pytest.raises(ConfigError, match="1 texts but this pass has 2"):
         joined(prompt[:, 7:].repeat(2, 1), past_key_values=cache)
 
 

@@ -172,7 +172,7 @@ def test_tokens_that_the_model_has_not_are_warned_of(folder, caplog) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with knnstore.create(folder.parent / "home", str(folder)) as lm:
         (warning,) = [line for line in caplog.messages if "tokenizer has" in line]
-        assert "3 tokens that are not among the model's 101, 'far-0' (token 101) for one" in warning
+        assert "3 tokens that are not among the model's 101, such as 'far-0' (token 101)" in warning
         with pytest.raises(InputError, match="far-1"):
             lm.add(["far-1"], domain="a")
 

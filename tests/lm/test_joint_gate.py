@@ -312,7 +312,7 @@ def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, 
 
 
 def test_what_does_not_go_together_is_said(scored, gated) -> None:
-    with pytest.raises(ConfigError, match="does not go with the mixer 'domains'"):
+    with pytest.raises(ConfigError, match="does not work with the mixer 'domains'"):
         replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
     with pytest.raises(ConfigError, match="'later', which this version does not know"):
         collect_experts(all_components(), ALL.parts, scored.evidence, {"later": (1.0,)}, 2.0)

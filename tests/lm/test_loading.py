@@ -106,7 +106,9 @@ def test_a_model_object_is_used_as_it_is(make_model, tokenizer, model_path, tmp_
         with pytest.raises(FingerprintMismatchError):
             knnstore.load(tmp_path / home, model=wrong, tokenizer=tokenizer)
     for options in ({"dtype": "float16"}, {"device": "cpu"}, {"device_map": "auto"}):
-        with pytest.raises(ConfigError, match=f"load it with {next(iter(options))}"):
+        with pytest.raises(
+            ConfigError, match=f"{next(iter(options))} has no effect on a model that is already loaded"
+        ):
             knnstore.load(tmp_path / "named", model=base, **options)
     with pytest.raises(ConfigError, match="not int"):
         knnstore.create(tmp_path / "new", 7)
@@ -164,7 +166,7 @@ def test_adapters_of_peft_are_part_of_the_model(make_model, tokenizer, tmp_path)
         knnstore.load(tmp_path / "plain", model=adapted, tokenizer=tokenizer)
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     learned = peft.get_peft_model(make_model("llama"), prompts)
-    with pytest.raises(ConfigError, match="prompts that were learned"):
+    with pytest.raises(ConfigError, match="cannot use learned prompts"):
         knnstore.create(tmp_path / "learned", learned, tokenizer=tokenizer)
 
 
@@ -212,7 +214,7 @@ def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> No
     deeper = copied("deeper") / "config.json"
     config = json.loads(deeper.read_text())
     deeper.write_text(json.dumps({**config, "n_layer": config["n_layer"] + 1}))
-    refused(deeper.parent, r"lack \d+ of the weights that its config.json asks for, 'transformer.h.")
+    refused(deeper.parent, r"lack \d+ of the weights that its config.json describes, such as 'transformer.h.")
     broken = copied("broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:100])
     refused(
@@ -222,7 +224,7 @@ def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> No
     wordless = copied("wordless")
     for file in wordless.glob("*token*"):
         file.unlink()
-    refused(wordless, "has no tokenizer: save that beside it")
+    refused(wordless, "has no tokenizer: save the tokenizer in the model's folder")
 
 
 def test_a_store_is_made_where_there_can_be_one(model_path, tmp_path, monkeypatch) -> None:

@@ -153,7 +153,7 @@ def test_a_text_without_tokens_is_named(make_model, tokenizer, tmp_path) -> None
     silent.backend_tokenizer.normalizer = Replace("~", "")
     rows = [{"id": "a", "text": "w5 w6"}, {"id": "b", "text": "~~"}, {"id": "c", "text": "w7"}]
     with knnstore.create(tmp_path / "home", make_model("gpt2"), tokenizer=silent) as lm:
-        with pytest.raises(UnusableDocumentError, match=r"document 'b' .*makes no token of the text"):
+        with pytest.raises(UnusableDocumentError, match=r"document 'b' .*gives no tokens for the text"):
             lm.add(rows, domain="d")
         assert [one.id for one in lm.store.documents()] == ["a", "c"]
 

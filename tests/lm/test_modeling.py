@@ -197,7 +197,7 @@ def test_a_model_that_takes_no_cache_is_not_given_a_part_of_a_text(gpt2, make_st
     lm = KNNLMForCausalLM(model, make_store(gpt2, [SEQUENCE]), KNNSettings(k=4, lam=0.5))
     with torch.no_grad():
         assert lm(torch.tensor([SEQUENCE])).logits.shape[1] == len(SEQUENCE)
-        with pytest.raises(ConfigError, match="NoCache takes no cache of earlier tokens"):
+        with pytest.raises(ConfigError, match="NoCache accepts no cache of earlier tokens"):
             lm(torch.tensor([SEQUENCE[:6]]), cache=DynamicCache())
 
 

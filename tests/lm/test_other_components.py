@@ -150,7 +150,7 @@ def test_its_settings_are_checked_by_name(title) -> None:
 
 
 def test_without_the_package_its_settings_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="no component 'title' of another package is installed"):
+    with pytest.raises(ConfigError, match="no component 'title' is installed"):
         KNNSettings(others={"title": {"lam": 0.1}})
 
 

@@ -136,7 +136,7 @@ def test_pairs_have_the_ids_of_both_texts(lm) -> None:
         ({"source": 3, "text": "w5"}, "'source' is int, not a string"),
         ({"source": " ", "text": "w5"}, "the source is empty"),
         ({"source": "w5", "text": " "}, "the text is empty"),
-        ({"source": "w5 " * 64, "text": "w5"}, "the source has 65 tokens, and 1 to 64 are possible"),
+        ({"source": "w5 " * 64, "text": "w5"}, "the source has 65 tokens, but must have 1 to 64"),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_named_and_left_out(lm, row, reason) -> None:
@@ -267,7 +267,7 @@ def test_an_explanation_names_the_pairs_and_shows_their_sources(lm) -> None:
     assert found.documents[0].document == pair["id"]
     rest = lm.explain(" w9", source=pair["source"], after=pair["text"])
     assert [token.text.strip() for token in rest] == ["w9", "</s>"]
-    with pytest.raises(ConfigError, match="together with its source"):
+    with pytest.raises(ConfigError, match="needs the source of each text"):
         lm.explain(pair["text"])
 
 
@@ -306,7 +306,7 @@ def test_another_language_is_refused(folder, tmp_path, change) -> None:
 def test_a_store_of_pairs_says_so(lm) -> None:
     assert lm.store.identity.is_paired
     assert len(lm.store.identity.tokenizer_fingerprint) == 64
-    with pytest.raises(FingerprintMismatchError, match="the store has pairs for the encoder-decoder model"):
+    with pytest.raises(FingerprintMismatchError, match="the store was made for the encoder-decoder model"):
         KeylessText(lm.store, make_tokenizer())
 
 
@@ -320,7 +320,7 @@ def test_each_class_names_the_other_for_models_of_the_other_kind(lm, make_model,
 def test_what_is_not_built_for_pairs_is_refused_in_one_line(lm, folder, tmp_path, caplog) -> None:
     lm.add(FIRST, domain="first")
     for call in (lm.keys, lm.neighbors, lm.p_knn):
-        with pytest.raises(ConfigError, match="together with its source"):
+        with pytest.raises(ConfigError, match="needs the source of each text"):
             call("w5 w6")
     with pytest.raises(ConfigError, match="encoder-decoder"):
         lm.search("w5 w6")
@@ -328,11 +328,13 @@ def test_what_is_not_built_for_pairs_is_refused_in_one_line(lm, folder, tmp_path
         lm(torch.tensor([[5, 6, EOS]]))
     with pytest.raises(InputError, match="no 'source'"):
         lm.reader.sources([TextDocument("1", "w5")])
-    with pytest.raises(ConfigError, match="an audit is for causal models"):
+    with pytest.raises(ConfigError, match="an audit needs a causal model"):
         lm.audit(HELD_OUT)
     ids = torch.tensor([[5, 6, EOS]])
     for option in ({"guidance_scale": 2.0}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": lm.base}):
-        with pytest.raises(ConfigError, match=f"{next(iter(option))} works for causal models"):
+        with pytest.raises(
+            ConfigError, match=f"{next(iter(option))} works with a store only for causal models"
+        ):
             lm.generate(ids, **option)
     with caplog.at_level(logging.WARNING):
         lm.generate(ids, draft=True, max_new_tokens=2)
@@ -349,7 +351,7 @@ def test_a_model_without_an_end_or_with_two_vocabularies_is_refused(tmp_path) ->
         knnstore.create(tmp_path / "home", make_model("bart"), tokenizer=tokenizer)
     model = make_model("marian")
     model.config.vocab_size = 70
-    with pytest.raises(ConfigError, match="a vocabulary for sources, and another one for texts"):
+    with pytest.raises(ConfigError, match="has different vocabularies for sources and for texts"):
         knnstore.create(tmp_path / "home", model, tokenizer=make_tokenizer())
 
 
@@ -388,7 +390,7 @@ def test_text_is_generated_with_stop_strings_and_several_rows(lm) -> None:
     for source, new, reason in (
         ("w5 " * 64, 12, "the source has 65 tokens"),
         (" ", 12, "the source is empty"),
-        ("w5", 64, "a text has at most 63 tokens, and 64 are asked for"),
+        ("w5", 64, "a text has at most 63 tokens, but 64 are requested"),
     ):
         with pytest.raises(InputError, match=reason):
             lm.generate_text(source, new)

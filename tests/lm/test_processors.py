@@ -121,8 +121,8 @@ WHISPER = WhisperConfig(
 @pytest.mark.parametrize(
     ("config", "auto_class", "reason"),
     [
-        (T5, AutoModelForSeq2SeqLM, "a store without keys is for NGramLogitsProcessor"),
-        (WHISPER, AutoModelForSpeechSeq2Seq, "is an encoder-decoder model, and knnstore does not run it"),
+        (T5, AutoModelForSeq2SeqLM, "a store without keys works only with NGramLogitsProcessor"),
+        (WHISPER, AutoModelForSpeechSeq2Seq, "is an encoder-decoder model, so knnstore cannot run it"),
     ],
     ids=["t5", "whisper"],
 )
@@ -163,7 +163,7 @@ def test_a_store_for_a_model_that_does_not_fit_is_refused(tokenizer, tmp_path, c
         KeylessText.create(tmp_path / "other", str(tmp_path / "small"), tokenizer=tokenizer).store.close()
     assert "the tokenizer has 51 tokens that are not among the model's 50" in caplog.text
     Wav2Vec2BertConfig().save_pretrained(tmp_path / "none")
-    with pytest.raises(ConfigError, match="names no vocabulary"):
+    with pytest.raises(ConfigError, match="does not give the size of its vocabulary"):
         KeylessText.create(tmp_path / "refused", str(tmp_path / "none"), tokenizer=tokenizer)
     assert not (tmp_path / "refused").exists()
 
@@ -172,5 +172,5 @@ def test_wrong_values_and_another_vocabulary_are_refused(reader) -> None:
     for options in ({"weight": 1.5}, {"order": 1}, {"order": 99}):
         with pytest.raises(ConfigError):
             NGramLogitsProcessor(reader, **options)
-    with pytest.raises(ConfigError, match="101 tokens, the scores have 50"):
+    with pytest.raises(ConfigError, match="vocabulary of 101 tokens, but the scores have 50"):
         NGramLogitsProcessor(reader)(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 50))

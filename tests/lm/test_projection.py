@@ -55,7 +55,7 @@ def test_keys_of_a_half_precision_model_are_projected_in_float32() -> None:
 
 @pytest.mark.parametrize(("keys", "dim"), [(KEYS, 13), (KEYS, 0), (KEYS[:119], 4)])
 def test_impossible_sizes_are_refused(keys, dim) -> None:
-    with pytest.raises(ConfigError, match=r"at least 120 tokens, it has 119|between 1 and 12"):
+    with pytest.raises(ConfigError, match=r"at least 120 tokens, but it has 119|between 1 and 12"):
         fit_projection(keys, dim)
     fit_projection(KEYS[:120], 4)
 

@@ -148,7 +148,7 @@ def test_overrides_change_single_values_of_saved_parts(lm) -> None:
     for values, message in (({"k": 2, "probes": 2}, "k or probes, not both"), ({"lam": 1.5}, "lambda")):
         with pytest.raises(ConfigError, match=message):
             Overrides(**values)
-    with pytest.raises(ConfigError, match="settings are KNNSettings"):
+    with pytest.raises(ConfigError, match="settings must be KNNSettings"):
         resolve(lm.store, {"k": 3})
 
 
@@ -231,5 +231,5 @@ def test_a_trained_component_goes_with_the_selections_that_reach_its_documents(l
     assert resolve(lm.store, KNNSettings(selection=NEWS)).components == ("keys",)
     assert find_outdated_components(lm.store) == ()
     assert lm.store.info()["trained"] == ["rows of law: ready"]
-    with pytest.raises(ConfigError, match="not the documents that a component was trained on"):
+    with pytest.raises(ConfigError, match="the list of documents that a component was trained on is invalid"):
         KNNSettings(others={"rows": {"traces": {"domains": []}}})

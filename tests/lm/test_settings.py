@@ -70,9 +70,9 @@ def test_values_out_of_range_are_refused(make, values, message):
         ({"mixer": {"name": "fixed"}}, "mixer"),
         ({"mixer": {"name": "fixed", "lam": 0.5, "x": 1}}, "mixer"),
         ({"cache": {"size": 0}}, "the cache's size"),
-        ({"cache": {"reach": 3}}, "other settings: .*reach"),
+        ({"cache": {"reach": 3}}, "the settings of CacheSettings are invalid: .*reach"),
         ({"rows": {"weights": "x"}}, "unknown setting 'rows'"),
-        ({"rows": {"weights": "x", "traces": {}}}, "no component 'rows' of another package is installed"),
+        ({"rows": {"weights": "x", "traces": {}}}, "no component 'rows' is installed"),
     ],
 )
 def test_what_was_not_saved_by_settings_is_refused(values, message):

@@ -49,6 +49,6 @@ def test_text_that_is_wrapped_otherwise_counts_as_stored(tmp_path):
     again = TextDocument("again", textwrap.fill(TEXT, 50))
     with lm.store:
         lm.add([TEXT], domain="licence")
-        with pytest.raises(InputError, match="in the store, 'again'"):
+        with pytest.raises(InputError, match="for example 'again'"):
             lm.calibrate([again])
         assert "1 of 1 documents; 100" in lm.audit([again]).checks[-1].found

@@ -199,7 +199,7 @@ def test_what_was_fitted_to_a_document_that_is_gone_is_not_saved(lm, monkeypatch
 
     whole = calibrating.compare
     monkeypatch.setattr(calibrating, "compare", compare)
-    with pytest.raises(InputError, match=r"nothing is saved: .* were removed or replaced meanwhile"):
+    with pytest.raises(InputError, match=r"nothing is saved: .* were removed or replaced in the meantime"):
         lm.calibrate(stored_tokens=3000, max_k=16, networks=False)
     assert lm.store.settings() is None
 

@@ -133,7 +133,7 @@ def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbors_for_them(lm
     [
         ({"domain": None}, "the domain's name is NoneType, not a string"),
         ({"domain": ""}, "the domain's name is empty"),
-        ({"domain": "d", "tags": "old"}, "tags are several: give ['old'], not 'old'"),
+        ({"domain": "d", "tags": "old"}, "tags must be a list: give ['old'], not 'old'"),
         ({"domain": "d", "tags": [7]}, "a tag is int, not a string"),
     ],
 )
@@ -149,7 +149,7 @@ def test_what_names_no_domain_or_tag_changes_nothing(lm, given, said) -> None:
 @pytest.mark.parametrize("knn", [{"lam": 0.5}, 0.5, Selection()])
 def test_settings_of_another_type_are_refused(lm, knn) -> None:
     for call in lm.evaluate, lm.explain, partial(lm.generate_text, max_new_tokens=1):
-        with pytest.raises(ConfigError, match=r"settings are KNNSettings\(\.\.\.\), not"):
+        with pytest.raises(ConfigError, match=r"settings must be KNNSettings\(\.\.\.\), not"):
             call(["text"] if call == lm.evaluate else "text", knn=knn)
 
 
@@ -200,7 +200,7 @@ def test_a_domain_becomes_what_is_given(lm) -> None:
     problems: list[Exception] = []
     kept = lm.sync([rows[0], {"id": "1"}], domain="d", on_bad=problems.append)
     assert (kept.removed, len(problems)) == ((), 1)  # nobody knows which document the bad one is
-    with pytest.raises(InputError, match="d stays as it is"):
+    with pytest.raises(InputError, match="no document was given: d is not changed"):
         lm.sync([], domain="d")
     assert {one.id for one in lm.store.documents(domain="d")} == {"0", "1", "4"}
 
@@ -271,7 +271,7 @@ def test_text_is_continued_from_the_store_and_seeds_repeat(lm) -> None:
         lm.generate_text(start, max_new_tokens=6, knn=unsure, do_sample=True, seed=seed) for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
-    with pytest.raises(InputError, match="window is 16"):
+    with pytest.raises(InputError, match="window has 16 tokens"):
         lm.generate_text(words(12), max_new_tokens=6)
 
 

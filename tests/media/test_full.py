@@ -32,7 +32,7 @@ def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     ):
         said = steps.refused("command", *refused, "--home", home)
         assert " bytes at " in said
-        assert " are free: it was not begun" in said
+        assert " are free, so it was not started: free some space" in said
         full.fill()  # what was given back is taken again, so nothing is left for others
     assert (home / "reserve").stat().st_size
     assert not (home / "other").exists()
@@ -95,7 +95,7 @@ def test_erasing_that_will_not_fit_is_not_begun(disk, steps) -> None:
         said = steps.refused("erase", home, temporary=folder.path)
         assert "erasing needs " in said
         assert f" bytes at {full.path}" in said
-        assert " are free: it was not begun" in said
+        assert " are free, so it was not started: free some space" in said
         assert files(home) == before
         full.relieve()
         full.resize(size)
@@ -118,7 +118,7 @@ def test_no_segment_is_rewritten_where_not_all_have_room(disk, steps) -> None:
     small.fill()
     small.resize(size + room)
     refused = steps("command", "remove", "--document", "c", "--erase", "--home", home)
-    assert refused.err.startswith("removed c of y: 20,000 tokens; not erased, `knnstore erase` does that\n")
+    assert refused.err.startswith("removed c of y: 20,000 tokens; `knnstore erase` also erases the bytes\n")
     assert "erasing needs " in refused.err
     assert files(home) == before
     steps.well("command", "remove", "--document", "d", "--home", home)

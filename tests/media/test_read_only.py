@@ -44,7 +44,7 @@ def test_it_can_be_read(engine, disk, steps) -> None:
     for arguments in READING:
         steps.well("command", *arguments, "--home", home)
     said = steps.refused("add", home, "x", ["c"], N)
-    assert f"{home}/writer.lock is on a read-only medium" in said
+    assert f"{home}/writer.lock is on a read-only file system" in said
 
 
 @pytest.mark.slow
@@ -61,7 +61,9 @@ def test_a_folder_of_which_only_reading_is_allowed(home, plain_steps) -> None:
     for path in (home, *home.rglob("*")):
         path.chmod(0o500 if path.is_dir() else 0o400)
     assert plain.well("check", home, N).ids == ["a", "b"]
-    assert "is not yours to write" in plain.refused("command", "remove", "--document", "a", "--home", home)
+    assert "may not be written by this user" in plain.refused(
+        "command", "remove", "--document", "a", "--home", home
+    )
 
 
 def test_a_writer_leaves_one_file(home) -> None:

@@ -141,11 +141,11 @@ def test_the_middle_ends_with_a_token_of_the_format(server, monkeypatch) -> None
 @pytest.mark.parametrize(
     ("changes", "field", "reason"),
     [
-        ({"echo": True}, "echo", "is not repeated"),
+        ({"echo": True}, "echo", "cannot be repeated"),
         ({"prompt": [1, 2]}, "suffix", "one prompt, which is text"),
         ({"prompt": ["a", "b"]}, "suffix", "one prompt"),
         ({"suffix": "a" * 100_000}, "suffix", "more than"),
-        ({"max_tokens": 10_000}, "prompt", "the prompt has 13 and 10000 are to follow"),
+        ({"max_tokens": 10_000}, "prompt", "the prompt has 13 and 10000 more are requested"),
     ],
 )
 def test_what_cannot_be_filled_in_is_refused_by_name(server, changes, field, reason) -> None:

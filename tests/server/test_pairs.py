@@ -274,12 +274,12 @@ def test_tokens_of_sources_count_against_the_limit_of_a_key(listen, pair_home, t
     ("fields", "reason"),
     [
         ({"prompt": " "}, "the source is empty"),
-        ({"prompt": "w5 " * 48}, "49 tokens are more than this model reads, 48"),
+        ({"prompt": "w5 " * 48}, "49 tokens are too many: this model reads at most 48"),
         ({"prompt": [5, 61]}, "is not among the model's 61 tokens"),
         ({"max_tokens": 49}, "this model generates at most 48 tokens, not 49"),
-        ({"max_tokens": 0}, "max_tokens: 0 generates nothing"),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"echo": True}, "echo: an encoder-decoder model does not score its prompt"),
-        ({"suffix": "w5"}, "fills in no middle"),
+        ({"suffix": "w5"}, "cannot fill in the middle"),
         ({"num_beams": 5}, "this server has no beam search"),
     ],
 )
@@ -293,9 +293,9 @@ def test_what_makes_no_sense_for_a_source_is_refused(server, fields, reason):
 def test_a_source_has_no_conversation_and_no_cursor(server):
     message = {"role": "user", "content": "w5"}
     refused = server.call("POST", "/v1/chat/completions", json={"model": "tiny", "messages": [message]})
-    assert "has no conversations" in refused.json()["error"]["message"]
+    assert "does not support conversations" in refused.json()["error"]["message"]
     refused = server.call("POST", "/infill", json={"input_prefix": "w5"})
-    assert "fills in no middle" in refused.json()["error"]["message"]
+    assert "cannot fill in the middle" in refused.json()["error"]["message"]
 
 
 def test_the_command_serves_pairs_without_vllm(pair_home, tmp_path):
@@ -308,4 +308,7 @@ def test_the_command_serves_pairs_without_vllm(pair_home, tmp_path):
         server.close()
     assert not [line for line in server.log() if "warm up" in str(line)]
     refused = call("--home", home, "serve", "--upstream", "http://127.0.0.1:9")
-    assert "--upstream is for causal models, and the store has pairs" in refused.err
+    assert (
+        "--upstream needs a store of a causal model, and this store is for an encoder-decoder model"
+        in refused.err
+    )

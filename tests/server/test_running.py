@@ -132,7 +132,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(process):
     port = process.url.rpartition(":")[2]
     status, said = run_forked("--home", str(process.home), "serve", "--read-only", "--port", port)
     assert status == 1
-    assert f"port {port} cannot be listened to" in said.splitlines()[-1]
+    assert f"cannot listen at 127.0.0.1 port {port}" in said.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_requests_to_some_endpoints(described):
 def test_an_error_is_one_line_whatever_was_sent(described):
     answer = described[0].call("POST", "/tokenize", json={"prompt": "a", "two\nlines\u202e": 1})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "two\\nlines\\u202e: this server does not know it"
+    assert answer.json()["error"]["message"] == "two\\nlines\\u202e: this server does not know this field"
 
 
 @pytest.mark.slow

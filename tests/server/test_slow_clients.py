@@ -98,7 +98,7 @@ def test_a_body_that_does_not_come_is_refused(impatient):
         slow.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         said = heard(slow)
     assert said.startswith(b"HTTP/1.1 408 ")
-    assert b'"message":"the request has not come within 0.5 seconds"' in said
+    assert b'"message":"the request did not arrive within 0.5 seconds"' in said
 
 
 @pytest.mark.slow

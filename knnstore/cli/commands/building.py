@@ -178,10 +178,10 @@ def init(
             given = next((name for name, value in no_effect.items() if value), None)
             if given is not None:
                 raise ConfigError(
-                    f"--{given} has no effect on a store of n-grams alone for this model: leave it out"
+                    f"--{given} has no effect, because the store of this model has only n-grams: leave it out"
                 )
             new_store = KeylessText.create(home, model, catalog=catalog).store
-            print_message("without keys, use the n-grams of this model's store through NGramLogitsProcessor")
+            print_message("the store keeps no keys for this model: use its n-grams with NGramLogitsProcessor")
         else:
             new_store = knnstore.create(
                 home,
@@ -207,11 +207,11 @@ def init(
     with new_store:
         store_info = new_store.info()
         if new_store.is_keyless:
-            print_message("no keys are kept: of the text that is added its n-grams are all that is retrieved")
+            print_message("the store keeps no keys: only the n-grams of added text are retrieved")
         if store_info["codes"] is not None:
             print_message(
-                f"keys are kept as codes ({store_info['codes']}) in domains of "
-                f"{store_info['coded_from']:,} tokens; --codes none keeps them in half precision"
+                f"keys are compressed ({store_info['codes']}) in domains of {store_info['coded_from']:,} "
+                "tokens or more; --codes none keeps them in half precision"
             )
         if new_store.identity.projection is not None:
             projection_info = new_store.load_weights(new_store.identity.projection).metadata
@@ -407,7 +407,7 @@ def sync(
     ] = None,
     documents: SyncDocuments,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the changes, and make none.")
+        bool, typer.Option("--dry-run", help="Only print the changes, without making them.")
     ] = False,
     yes: YesOption = False,
     runtime: StoreRuntime,
@@ -439,7 +439,7 @@ def sync(
         unchanged = [*difference.unchanged, *unread]
         is_empty = not difference.added + difference.replaced + difference.described and not unchanged
         if is_empty and documents.tree is None:
-            raise InputError(f"no document could be used: {domain} stays as it is")
+            raise InputError(f"no document could be used: {domain} is not changed")
         removed_ids = (
             []
             if documents.skipped_without_id
@@ -465,8 +465,8 @@ def sync(
         }
         if documents.skipped_without_id and difference.removed:
             print_message(
-                f"warning: nothing is removed: {documents.skipped_without_id:,} rows cannot be read, and "
-                f"any of {len(difference.removed):,} documents may be theirs"
+                f"warning: nothing is removed: {documents.skipped_without_id:,} rows cannot be read, so any "
+                f"of {len(difference.removed):,} stored documents may come from them"
             )
         # 3) With --dry-run print the plan and stop; otherwise let the user confirm a large removal.
         if dry_run:
@@ -479,7 +479,8 @@ def sync(
             return
         if len(removed_ids) > len(remaining_ids):
             confirm(
-                f"{len(removed_ids):,} of {len(removed_ids) + len(remaining_ids):,} documents of {domain} go",
+                f"{len(removed_ids):,} of {len(removed_ids) + len(remaining_ids):,} documents of "
+                f"{domain} will be removed",
                 yes,
             )
         # 4) Rename moved documents, add new and changed documents, and remove the others.

@@ -121,7 +121,7 @@ def calibrate(
     # 1) --show and --reset need no model.
     if show or reset:
         if documents.files or stored_tokens or show == reset:
-            raise typer.BadParameter("give --show or --reset alone")
+            raise typer.BadParameter("give either --show or --reset, without FILE and --stored")
         (_drop_saved if reset else _show_saved)(runtime.home, domains, as_json)
         return
     # 2) Fit the candidates, and save the best.
@@ -143,8 +143,8 @@ def calibrate(
         )
     if fitted.in_store and fitted.record is not None:
         print_message(
-            f"{fitted.in_store:,} of the documents are in the store: once one of them is removed or "
-            "replaced, these settings go; of other text expect higher perplexities"
+            f"{fitted.in_store:,} of the documents are in the store, so these settings are deleted when one "
+            "of them is removed or replaced; expect higher perplexities on other text"
         )
     # 3) Print the table of candidates.
     from knnstore.lm import settings_to_dict
@@ -170,14 +170,14 @@ def calibrate(
             f"{probes}: {ppl:,.2f}" for probes, ppl in sorted(fitted.comparison.probes.items())
         )
         print_message(
-            f"{fitted.comparison.chosen_probes} cells are visited, the fewest within 0.5 % of the lowest "
-            f"perplexity that keys, n-grams and cache have together ({perplexities})"
+            f"{fitted.comparison.chosen_probes} cells are searched, the smallest number within 0.5 % of the "
+            f"lowest perplexity of keys, n-grams and cache together ({perplexities})"
         )
     # 4) Say what was saved, or why nothing was saved.
     if fitted.kept and fitted.comparison.current is not None:
         print_message(
-            "the settings in force stay, perplexity "
-            f"{fitted.comparison.current.held_out.ppl:,.2f}: no candidate beats them beyond chance"
+            f"the current settings (perplexity {fitted.comparison.current.held_out.ppl:,.2f}) are kept: no "
+            "candidate beats them beyond chance"
         )
         return
     if fitted.record is None:
@@ -313,7 +313,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
         )
         stored_count = len(store.stored_content(saved.fitted_on)) if saved else 0
     if saved is None:
-        print_result({"settings": None}, "nothing is saved: the defaults are used", as_json=as_json)
+        print_result({"settings": None}, "no settings are saved: the defaults are used", as_json=as_json)
         return
     # 2) Leave out the fields that mean nothing to a reader, or have no effect.
     hidden = ("stored", "held_out", "text_hash")
@@ -325,7 +325,9 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
             saved.query.get("scoring_only") or (), calibration.get("written") or ()
         )
     if stored_count:
-        origin["goes"] = f"with any of {stored_count:,} stored documents that it was fitted to"
+        origin["deleted"] = (
+            f"when one of the {stored_count:,} stored documents that it was fitted to is removed or replaced"
+        )
     hidden_settings = {"k"} if saved.query.get("probes") else set()  # with probes, k has no effect
     hidden_settings |= (
         {"mixer"} if saved.query.get("gate") else set()
@@ -380,7 +382,7 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
         if saved is not None and has_saved:
             store.save_settings(SavedSettings(trained=saved.trained), scope_domains)
     where = ", ".join(scope_domains) or "the whole store"
-    message = f"dropped what was saved for {where}" if has_saved else f"nothing is saved for {where}"
+    message = f"deleted the settings saved for {where}" if has_saved else f"no settings are saved for {where}"
     print_result({"reset": has_saved, "domains": scope_domains}, printable(message), as_json=as_json)
 
 

@@ -64,7 +64,7 @@ def encode(
     try:
         check_model(model)
     except ConfigError as error:
-        raise ConfigError(f"{error}; --model-at says where the store's model is now") from error
+        raise ConfigError(f"{error}; give its new location with --model-at") from error
     with Bar() as bar:
         encoding = encode_shards(
             plan_folder,
@@ -107,7 +107,7 @@ def commit(folder: PlanArgument, *, home: HomeOption = DEFAULT_HOME, as_json: Js
     if committed.skipped:
         print_message(describe_skipped(committed.skipped))
     if committed.was_committed:
-        print_message("this plan was committed before: nothing is changed")
+        print_message("this plan was already committed: nothing is changed")
     result = {**asdict(committed), "skipped": len(committed.skipped)}
     print_result({**result, "skipped_ids": list(committed.skipped)}, format_pairs(result), as_json=as_json)
 

@@ -141,14 +141,13 @@ def evaluate(
     # 3) Warn if documents are stored, or if the settings were fitted to them.
     if evaluation.stored and not leave_out:
         print_message(
-            f"warning: {len(evaluation.stored):,} of these documents are among those retrieved from, "
-            f"{evaluation.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents "
-            "it"
+            f"warning: {len(evaluation.stored):,} of these documents are also in the store (for example "
+            f"{evaluation.stored[0]!r}), so their own text is retrieved: use --leave-out to prevent this"
         )
     if evaluation.fitted and query.lam is None:
         print_message(
-            f"warning: to {len(evaluation.fitted):,} of these documents the settings were fitted, "
-            f"{evaluation.fitted[0]!r} for one: on other text expect a higher perplexity"
+            f"warning: the settings were fitted to {len(evaluation.fitted):,} of these documents (for "
+            f"example {evaluation.fitted[0]!r}): expect a higher perplexity on other text"
         )
     # 4) Print the result.
     documents.report()
@@ -162,13 +161,13 @@ def evaluate(
     print_result(result, parts, as_json=as_json)
     if is_default and not as_json:
         print_message(
-            "these are default settings: `knnstore calibrate` fits them, to other text or the store's"
+            "these are default settings: `knnstore calibrate` fits them to other text or to stored documents"
         )
     if report is not None:
         for check in report.checks:
             print_message(f"{'passed' if check.passed else 'FAILED'}: {check.name} ({check.found})")
         if not report.passed:
-            raise KnnstoreError("the audit found what makes these figures doubtful, see above")
+            raise KnnstoreError("the audit found problems that make these figures unreliable: see above")
 
 
 def format_summary(result: Mapping[str, Any]) -> str:
@@ -260,7 +259,7 @@ def check_writable(file: Path) -> None:
     """
     folder = file.resolve().parent
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{file} cannot be written: {folder} is not there, or cannot be written")
+        raise ConfigError(f"{file} cannot be written: its folder {folder} does not exist or is not writable")
 
 
 def convert_intervals(evaluation: "Evaluation") -> dict[str, dict[str, float]]:

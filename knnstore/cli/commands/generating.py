@@ -292,7 +292,7 @@ def search(
         selection = selected.make_selection()
         passages = lm.search(read_text(text), KNNSettings(selection=selection), limit=limit)
         if not passages:
-            print_message(f"nothing is found: {explain_empty_selection(lm.store, selection)}")
+            print_message(f"nothing was found: {explain_empty_selection(lm.store, selection)}")
     shown = "\n".join(line for passage in passages for line in _format_passage_lines(passage))
     print_result([get_fields(passage) for passage in passages], shown, as_json=as_json)
 

@@ -156,6 +156,6 @@ def _describe_capabilities(capabilities: "Capabilities | None") -> list[str]:
     return [
         "exact" if capabilities.exact_search else "approximate",
         "float32 keys" if capabilities.exact_keys else "float16 keys",
-        "durable" if capabilities.persistent else "gone with the process",
+        "durable" if capabilities.persistent else "lost when the process ends",
         "many writers" if capabilities.shared_writers else "one writer",
     ]

@@ -138,7 +138,9 @@ def serve(
     with KNNStore.open(runtime.home, mode) as store:
         name, store_id = model or Path(store.identity.model).name, store.id
         if upstream is not None and store.identity.is_paired:
-            raise ConfigError("--upstream is for causal models, and the store has pairs")
+            raise ConfigError(
+                "--upstream needs a store of a causal model, and this store is for an encoder-decoder model"
+            )
         kind: Kind | None = "causal" if store.is_keyless or upstream is not None else None
         model_location = resolve_model_location(store, runtime.model_at)
     # 2) Prepare loading the model, and check the vLLM server if there is one.
@@ -237,7 +239,9 @@ def key_add(
     try:
         parsed_rights = [Right(right) for right in rights]
     except ValueError as error:
-        raise typer.BadParameter(f"a right is one of {', '.join(Right)}", param_hint="'--right'") from error
+        raise typer.BadParameter(
+            f"a right must be one of {', '.join(Right)}", param_hint="'--right'"
+        ) from error
     expires_at = None if expires is None else datetime.now(UTC) + _parse_duration(expires)
     with _open_catalog(home) as catalog:
         key, secret = AccessKeys(catalog).add(
@@ -246,7 +250,7 @@ def key_add(
         missing = set(domains or ()) - {domain.name for domain in catalog.domains()}
     if missing:
         print_message(printable(f"warning: there is no domain {', '.join(sorted(missing))} yet"))
-    print_message("the key is printed only now; whoever has it has its rights")
+    print_message("the key is printed only now, so keep it safe: anyone who has it has its rights")
     print_result({**_key_fields(key), "key": secret}, secret, as_json=as_json)
 
 

@@ -132,13 +132,13 @@ def remove(
         if ids or by_kind:
             store.remove_selected(selection)
         else:
-            confirm(f"all of {domain} goes, {result['documents']:,} documents", yes)
+            confirm(f"all {result['documents']:,} documents of {domain} will be removed", yes)
             store.remove_domain(str(domain))
         sentence = f"removed {sentence}"
         try:
             erased = store.erase() if erase else None
         except KnnstoreError:
-            print_message(printable(f"{sentence}; not erased, `knnstore erase` does that"))
+            print_message(printable(f"{sentence}; `knnstore erase` also erases the bytes"))
             raise
     for line in erased.unreached if erased else ():
         print_message(printable(f"not reached: {line}"))
@@ -190,7 +190,7 @@ def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
         erased = store.erase(progress=bar)
     for line in erased.unreached:
         print_message(printable(f"not reached: {line}"))
-    sentence = f"erased what was removed in {erased.seconds:.1f} s; {erased.records:,} records are there"
+    sentence = f"erased the removed documents in {erased.seconds:.1f} s; {erased.records:,} records remain"
     print_result(asdict(erased), sentence, as_json=as_json)
 
 
@@ -226,7 +226,7 @@ def move(
     with knnstore.open(home, "a", copied=True) as store, Bar() as bar:
         if to is None:
             dropped = store.abandon_move()
-            sentence = "no move is unfinished"
+            sentence = "there is no unfinished move"
             if dropped:
                 sentence = f"dropped the copy for {dropped.adapter} at {dropped.location}"
             print_result({"abandoned": dropped and asdict(dropped)}, sentence, as_json=as_json)
@@ -235,10 +235,11 @@ def move(
     result = {"store": moved.after.adapter, "location": moved.after.location, **asdict(moved)}
     sentence = f"moved {moved.records:,} records to {moved.after.adapter} at {moved.after.location}"
     if moved.recall is not None:
-        sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
+        sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest neighbors"
     if moved.codes is not None:
         print_message(
-            f"keys are kept as codes ({moved.codes}) where there are many: what these lose does not come back"
+            f"keys of large domains are compressed ({moved.codes}): the precision that this loses "
+            "cannot be recovered"
         )
     if moved.left:
         print_message(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
@@ -274,7 +275,7 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     """
     with knnstore.open(home) as store:
         records, problems = store.datastore.count(), store.verify()
-    _print_check_result(records, problems, f"found wrong in {home}", as_json=as_json)
+    _print_check_result(records, problems, f"problems found in {home}", as_json=as_json)
 
 
 def repair(
@@ -282,8 +283,8 @@ def repair(
         bool,
         typer.Option(
             "--take-over",
-            help="Take the keys over for this store's folder, after it was moved or restored. The folder "
-            "that wrote the keys before can no longer write.",
+            help="Let this folder write the keys, after the store was moved or restored. The folder that "
+            "wrote the keys before can no longer write.",
         ),
     ] = False,
     home: HomeOption = DEFAULT_HOME,
@@ -301,7 +302,7 @@ def repair(
     """
     with knnstore.open(home, "a", copied=take_over) as store:
         problems, records = store.repair(take_over=take_over), store.datastore.count()
-    _print_check_result(records, problems, f"cannot be repaired in {home}", as_json=as_json)
+    _print_check_result(records, problems, f"problems cannot be repaired in {home}", as_json=as_json)
 
 
 def _print_check_result(records: int, problems: list[str], outcome: str, *, as_json: bool) -> None:
@@ -332,4 +333,4 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     from knnstore.store import Home
 
     upgrade_catalog(Home.open(home, writing=True).catalog_url)
-    print_message("the catalog has the newest schema")
+    print_message("the catalog's schema is up to date")

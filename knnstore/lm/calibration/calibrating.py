@@ -147,7 +147,9 @@ def calibrate(
     if max_k < 1:
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     if repetition and reader.reads_pairs:
-        raise ConfigError("repetition is measured for causal models: leave it out for encoder-decoder models")
+        raise ConfigError(
+            "repetition can be measured only for causal models: leave it out for encoder-decoder models"
+        )
     if stored_tokens < 0:
         raise ConfigError(f"stored_tokens must be at least 0, got {stored_tokens}")
     names = tuple(sorted(set(domains or ())))

@@ -33,9 +33,9 @@ def check_text_size(documents: NDArray[np.int64]) -> None:
     if blocks < MIN_DOCUMENTS or tokens < MIN_TOKENS:
         count = len(np.unique(documents))
         raise InputError(
-            f"{count:,} documents of {tokens:,} tokens are too little to fit on: at least {MIN_DOCUMENTS} "
-            f"documents and {MIN_TOKENS:,} tokens, or {2 * MIN_TOKENS:,} in fewer documents, are needed, and "
-            "50,000 tokens are better"
+            f"{count:,} documents of {tokens:,} tokens are too little to fit on: give at least "
+            f"{MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens, or {2 * MIN_TOKENS:,} tokens in fewer "
+            "documents; 50,000 tokens are better"
         )
 
 

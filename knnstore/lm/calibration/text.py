@@ -72,8 +72,8 @@ class TextToFit:
         gone = len(self.stored) - len(store.stored_content(self.stored))
         if gone:
             raise InputError(
-                f"nothing is saved: {gone:,} of the stored documents that it was fitted to were removed or "
-                "replaced meanwhile; calibrate again"
+                f"nothing is saved: {gone:,} of the stored documents that the settings were fitted to were "
+                "removed or replaced in the meantime; calibrate again"
             )
 
 

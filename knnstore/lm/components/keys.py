@@ -392,7 +392,7 @@ def _check_largest_token(largest: int, batch: Batch) -> None:
     """
     if largest >= batch.vocabulary:
         raise ConfigError(
-            f"the store holds token {largest}, the model's vocabulary has {batch.vocabulary}; "
+            f"the store contains token {largest}, but the model's vocabulary has {batch.vocabulary} tokens; "
             "use the model that the store was made with"
         )
 
@@ -488,17 +488,17 @@ def _search_within_selection(
         return search(part)
     selected = settings.selection.domains
     domains = selected if part.domains is None else part.domains
-    why = "which is not selected here"
+    why = "which is not selected"
     if selected is None or set(domains or ()) <= set(selected):
         try:
             return search(replace(settings.selection, domains=domains))
         except DomainNotFoundError:  # removed since, perhaps in the middle of a text
-            why = "which the store does not have any more"
+            why = "which is no longer in the store"
     domain = ", ".join(part.domains or ())
     known = (str(reader.home.path), domain, why)
     if known not in _warned_domains:  # once in a process
         _warned_domains.add(known)
         _logger.warning(
-            "the settings give a weight to the domain %r, %s: the model has that weight now", domain, why
+            "the settings give a weight to the domain %r, %s: the model gets this weight", domain, why
         )
     return None

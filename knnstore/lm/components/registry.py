@@ -65,8 +65,8 @@ def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
         if component is None:
             known = ", ".join(other_components()) or "none"
             raise ConfigError(
-                f"no component {name!r} of another package is installed (there is {known}): install the "
-                "package that has it, or leave it out of the settings"
+                f"no component {name!r} is installed (installed: {known}): install the package that has it, "
+                "or leave it out of the settings"
             )
         checked[name] = component.check_settings({**component.default_settings, **values})
     return checked
@@ -104,5 +104,8 @@ def _add_instance(components: dict[str, Any], component: type, source: str) -> N
     """
     made = component()
     if made.name in _BUILT_IN or made.name in components:
-        raise ConfigError(f"{source} names its component {made.name!r}, which is the name of another one")
+        raise ConfigError(
+            f"{source} names its component {made.name!r}, but another component has this name: choose "
+            "another name"
+        )
     components[made.name] = made

@@ -85,7 +85,7 @@ def explain(
     """
     reader = lm.reader
     if source is not None and not reader.reads_pairs:
-        raise ConfigError("a causal model reads no source: give the text before as `after`")
+        raise ConfigError("a causal model has no source: give the preceding text as `after`")
     start = len(reader.tokens(after)) - len(reader.document_tokenizer.end)
     read = None if source is None else reader.document_tokenizer.tokenize_sources([source])[0]
     tokens = reader.tokens(after + text)

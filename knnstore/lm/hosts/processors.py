@@ -112,8 +112,8 @@ class NGramLogitsProcessor:
             return scores
         if scores.shape[1] < self._store.identity.vocab_size:
             raise ConfigError(
-                f"the store's model has {self._store.identity.vocab_size:,} tokens, the scores have "
-                f"{scores.shape[1]:,}: use a store that was made with this model's tokenizer"
+                f"the store's model has a vocabulary of {self._store.identity.vocab_size:,} tokens, but the "
+                f"scores have {scores.shape[1]:,}: use a store that was made with this model's tokenizer"
             )
         starts = [self._find_start(text) for text in texts]
         lengths = np.array([len(text) - start for text, start in zip(texts, starts, strict=True)], np.int64)

@@ -96,7 +96,10 @@ class RequestOptions:
             store=_parse_text("knn_store", options.get("knn_store")),
         )
         if parsed.probes and parsed.k is not None:
-            raise ConfigError("knn_k: give knn_k or knn_probes, not both: all records of the cells count")
+            raise ConfigError(
+                "knn_k: give knn_k or knn_probes, not both: with knn_probes, every record of the searched "
+                "cells is used"
+            )
         parsed.overrides(parsed.domains)  # checks the ranges that only the settings know
         return parsed
 
@@ -150,7 +153,9 @@ def _parse_names(name: str, value: Any) -> tuple[str, ...] | None:
     else:
         raise ConfigError(f"{name}: expected a list of names, or names with + between them, got {value!r}")
     if not names or not all(names):
-        raise ConfigError(f"{name}: a name is empty in {value!r}; leave the option out for all documents")
+        raise ConfigError(
+            f"{name}: {value!r} contains an empty name; leave the option out to use all documents"
+        )
     return tuple(sorted(set(names)))
 
 
@@ -165,7 +170,7 @@ def _parse_text(name: str, value: Any) -> str | None:
         ConfigError: the value is not a string.
     """
     if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name}: expected a text, got {value!r}")
+        raise ConfigError(f"{name}: expected a string, got {value!r}")
     return value
 
 

@@ -485,7 +485,9 @@ class StepMixer:
             self._fail(
                 self._step.requests[row],
                 request,
-                ConfigError("the settings need keys since the request began: ask again"),
+                ConfigError(
+                    "the settings changed during the request and need keys now: send the request again"
+                ),
             )
             return None
         return None if settings.is_model_alone else settings

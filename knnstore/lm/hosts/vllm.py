@@ -237,7 +237,8 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"a store needs a model that generates text: unset {HOME} for a pooling model")
     if config.lora_config is not None:
         raise ConfigError(
-            "adapters (--enable-lora) change the states that the store's keys are: leave them out"
+            "LoRA adapters (--enable-lora) change the hidden states, which then do not match the "
+            "store's keys: leave them out"
         )
     if model.enable_prompt_embeds:
         raise ConfigError("a store needs the tokens of each prompt: leave --enable-prompt-embeds out")
@@ -339,7 +340,7 @@ class OptionChecker:
                 self._settings = HostedSettings(self._store)
             assert self._store is not None
             if options.store not in (None, self._store.id):
-                raise ConfigError(f"knn_store: this server has the store {self._store.id}")
+                raise ConfigError(f"knn_store: this server uses the store {self._store.id}")
             if options.is_off:
                 return False
             missing = self._settings.find_missing_domains(options)
@@ -347,7 +348,7 @@ class OptionChecker:
                 raise ConfigError(f"knn_domains: the store has no domain {missing[0]!r}")
             settings = self._settings.resolve(options, Purpose.SCORING)
             if self._store.is_keyless and settings.retrieves:
-                raise ConfigError("knn_lambda: the store has no keys, it retrieves with n-grams only")
+                raise ConfigError("knn_lambda: the store has no keys and retrieves only n-grams")
             _, joining = Joining.parse(self._store.identity.key)
             return needs_all_states(settings, joining)
 
@@ -403,8 +404,8 @@ class StateTap:
             module = model.get_submodule(path)
         except AttributeError:
             raise ConfigError(
-                f"the store's keys are taken at {place}, which {type(model).__name__} of vLLM does not have: "
-                "make a store with --key final_hidden"
+                f"the store's keys are taken at {place}, but {type(model).__name__} of vLLM has no such "
+                "module: make a store with --key final_hidden"
             ) from None
         self._buffer: Tensor | None = None
         """The states of the last pass, shape (n or more, width); None before the first pass."""
@@ -767,7 +768,7 @@ class StoreDrafts:
     def __init__(self, vllm_config: Any) -> None:
         home = os.environ.get(DRAFTS_HOME) or os.environ.get(HOME)
         if not home:
-            raise ConfigError(f"drafts need a store: set {DRAFTS_HOME}, or {HOME}, to its home")
+            raise ConfigError(f"drafts need a store: set {DRAFTS_HOME} or {HOME} to the folder of a store")
         self._store = KNNStore.open(home)
         model = vllm_config.model_config
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)

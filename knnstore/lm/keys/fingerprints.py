@@ -122,7 +122,7 @@ def same_model(one: str, other: str) -> bool:
         return _compare_fingerprints(one, other)
     except (ValueError, IndexError, TypeError, RecursionError) as error:  # binascii.Error is a ValueError
         raise CatalogError(
-            "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
+            "the catalog is damaged: the model's fingerprint is invalid; restore the catalog from a backup"
         ) from error
 
 

@@ -246,8 +246,8 @@ def fit_projection(
     needed = max(dim, min(keys_per_direction * dim, _KEYS_ENOUGH))
     if count < needed:
         raise ConfigError(
-            f"{dim} components need a sample of at least {needed:,} tokens, it has {count:,}: give more text "
-            "or fewer components"
+            f"{dim} components need a sample of at least {needed:,} tokens, but it has {count:,}: give more "
+            "text or fewer components"
         )
     mean: NDArray[np.float64] = np.zeros(width)
     if metric == Metric.L2:

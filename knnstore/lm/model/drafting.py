@@ -55,7 +55,7 @@ _UNSUPPORTED_IN_BATCHES = (
 )  # fmt: skip
 """Options of `generate` that drafts of several texts support only if they are None, because they see all
 texts after each token. In a batch, some texts are longer than others."""
-_NOT_CROPPABLE = "the model's cache cannot take tokens back"
+_NOT_CROPPABLE = "the model's cache cannot remove tokens"
 
 
 def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
@@ -98,7 +98,7 @@ def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mappi
         if options.get(name, getattr(config, name, None)) is not None:
             return f"{name} is given"
     if model.base._is_stateful:  # transformers refuses assisted decoding by this flag
-        return "the model has a recurrent state, which cannot take tokens back"
+        return "the model has a recurrent state, from which tokens cannot be removed"
     return None
 
 

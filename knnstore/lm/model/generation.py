@@ -25,7 +25,7 @@ from knnstore.lm.text_state import TextState
 _OWN_ARGUMENTS = ("knn", "ends", "delayed_check")
 """Arguments of the model with a store that an assistant model does not accept."""
 _MODEL_ALONE = KNNSettings(lam=0.0)
-_NO_FOREIGN_CODE = "needs code from another repository, and knnstore runs no code but its own"
+_NO_FOREIGN_CODE = "needs code from another repository, which knnstore never runs"
 
 
 class Ends(NamedTuple):
@@ -189,9 +189,9 @@ class StoreGeneration(GenerationMixin):
         if read and covered == input_ids.shape[1]:
             if read >= covered and model_kwargs.get("inputs_embeds") is None:
                 raise ConfigError(
-                    f"the cache holds {read} tokens, and input_ids with attention_mask {covered}: give "
-                    "both for the whole text; at least its last token must not be in the cache yet "
-                    "(cache.crop(-1) takes it out)"
+                    f"the cache contains {read} tokens, but input_ids and attention_mask cover {covered}: "
+                    "give both for the whole text, and leave at least its last token out of the cache "
+                    "(cache.crop(-1) removes it)"
                 )
             if get_cached_texts(model_kwargs) is None and not self.key_encoder.reads_source:
                 knn = self.resolve_settings(model_kwargs.get("knn"))
@@ -342,4 +342,4 @@ def _refuse_unsupported_modes(model: Any, options: Mapping[str, Any]) -> None:
         given = [name for name in ("assistant_model", *CACHE_NAMES) if options.get(name) is not None]
         given += [name for name in _CAUSAL_OPTIONS if _get_option(model, options, name) not in (None, 1, 1.0)]
         if given:
-            raise ConfigError(f"{given[0]} works for causal models with a store only: leave it out")
+            raise ConfigError(f"{given[0]} works with a store only for causal models: leave it out")

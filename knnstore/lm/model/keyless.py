@@ -84,7 +84,9 @@ class KeylessText:
     @property
     def reader(self) -> TextReader:
         """Always raise ConfigError, because a store without keys is used without a model that reads text."""
-        raise ConfigError("text is read by a model with its tokenizer, and here is none")
+        raise ConfigError(
+            "reading text needs a model and its tokenizer, but this store is open without a model"
+        )
 
     def after_adding(self) -> None:
         """Save the default settings in the store, if no settings are saved for the whole store."""

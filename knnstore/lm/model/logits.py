@@ -42,7 +42,9 @@ class LogitMixer:
                 is not known.
         """
         if len(each) not in (1, len(read.keys)):
-            raise ConfigError(f"{len(each)} settings were given for {len(read.keys)} texts")
+            raise ConfigError(
+                f"{len(each)} settings were given for {len(read.keys)} texts: give one, or one for each text"
+            )
         if len(each) > 1:
             each = [settings for settings in each for _ in range(read.logits.shape[1])]
         needs_text = any(settings.needs_text for settings in each)

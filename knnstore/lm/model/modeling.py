@@ -56,8 +56,8 @@ from knnstore.lm.text_state import TextBatch, TextState, append_pass
 from knnstore.store import KNNStore
 
 _OTHER_WEIGHTS = (
-    "a model with a store keeps its weights, for the store's keys are of these: give the base model {} "
-    "first, and make a store for that with knnstore.create"
+    "a model with a store cannot change its weights, because the store's keys were computed with them: "
+    "give the base model {} first, and make a store for that with knnstore.create"
 )
 
 
@@ -290,9 +290,9 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         """
         if mode and is_trainer_calling():
             raise ConfigError(
-                "a model with a store cannot be trained: its keys are of the weights as they are now. Train "
-                "the base model (Trainer(model=lm.base)), save it, and make a store for that with "
-                "knnstore.create"
+                "a model with a store cannot be trained, because the store's keys would no longer match "
+                "its weights. Train the base model (Trainer(model=lm.base)), save it, and make a store for "
+                "it with knnstore.create"
             )
         super().train(mode)
         return self
@@ -308,8 +308,8 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
     def push_to_hub(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         """Raise ConfigError, always: a saved folder has only the local path of the store, not the store."""
         raise ConfigError(
-            "a model with a store cannot be pushed to the hub, which would get the path of the store alone: "
-            "push the base model (lm.base.push_to_hub), and copy the store's folder"
+            "a model with a store cannot be pushed to the hub, because only the path of the store would be "
+            "uploaded: push the base model (lm.base.push_to_hub), and copy the store's folder"
         )
 
     def needs_text(self, knn: KNNSettings) -> bool:
@@ -692,6 +692,6 @@ def _check_kind(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore
         raise ConfigError(f"{type(base).__name__} is {kind}: use {needed.__name__}")
     if needed._reads_source and store.is_keyless:
         raise ConfigError(
-            "a store without keys is for NGramLogitsProcessor where the model is an encoder-decoder model: "
-            "make a store with keys to translate with it"
+            "for an encoder-decoder model, a store without keys works only with NGramLogitsProcessor: make "
+            "a store with keys to translate with it"
         )

@@ -104,13 +104,16 @@ def create(
     """
     if key in (None, KEYLESS):  # the recent-text cache still uses keys
         if store != _ENGINE or location is not None:
-            raise ConfigError("a store that keeps no keys has no engine and no location for them")
+            raise ConfigError("a store without keys has no vector engine: leave out store and location")
         store, key = KEYLESS, AUTO
     # 1) Check the arguments.
     check_new(home, store)
     joining = Joining.from_states(states, discounts)
     if (dim is None) != (sample is None):
-        raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
+        raise ConfigError(
+            "dim and sample belong together, because the projection of the keys is fitted to the sample: "
+            "give both"
+        )
     # 2) Load the model, and describe it and the keys in the store's identity.
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)

@@ -93,7 +93,7 @@ def generate_text(
         options["num_return_sequences"] = num_return_sequences
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
     if not all(isinstance(stop, str) and stop for stop in stops):
-        raise InputError("stop_strings are strings that are not empty")
+        raise InputError("stop_strings must be strings that are not empty")
     if isinstance(prompt, str):
         return _continue_text(lm, prompt, max_new_tokens, knn, stops, options)
     return [_continue_text(lm, text, max_new_tokens, knn, stops, dict(options)) for text in prompt]
@@ -139,10 +139,11 @@ def _continue_text(
         begun = before = tuple(read)
     if len(begun) + max_new_tokens > window:
         raise InputError(
-            f"a text has at most {window - len(begun)} tokens, and {max_new_tokens} are asked for"
+            f"a text has at most {window - len(begun)} tokens, but {max_new_tokens} are requested: ask "
+            "for fewer"
             if reader.reads_pairs
-            else f"the prompt has {len(begun)} tokens and {max_new_tokens} are to follow, but the window is "
-            f"{window}: shorten the prompt or ask for fewer"
+            else f"the prompt has {len(begun)} tokens and {max_new_tokens} are to be generated, but the "
+            f"window has {window} tokens: shorten the prompt or generate fewer"
         )
     if not read:
         raise InputError("the prompt is empty, and the tokenizer has no token to begin with")

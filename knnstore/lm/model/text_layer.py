@@ -152,8 +152,8 @@ def check_row_order(values: Mapping[str, Any], input_ids: Tensor, new: int) -> N
         tokens = text.tokens(max(0, text.length - len(row)), text.length)
         if text.has_all_tokens and not np.array_equal(tokens, row[len(row) - len(tokens) :]):
             raise ConfigError(
-                "this model's memory of earlier tokens does not follow when rows change places, as beams "
-                "do: generate with use_cache=False"
+                "the rows were reordered, as in beam search, but the cache of this model cannot be "
+                "reordered: generate with use_cache=False"
             )
 
 
@@ -213,18 +213,19 @@ def get_texts_of_pass(
 
 _NEED = "a continuous cache, n-grams and keys of several states need"
 _MASK = (
-    f"{_NEED} to know where each text begins, which a mask of more than two dimensions does not tell: give "
+    f"{_NEED} to know where each text begins, which a mask of more than two dimensions does not show: give "
     "attention_mask of shape (batch, tokens)"
 )
 _PACKED = (
-    f"position_ids do not count up along a row, as where it holds several texts: {_NEED} one text in each row"
+    f"position_ids do not count up along a row, as if the row had several texts: {_NEED} one text in each row"
 )
 _UNKNOWN = (
-    f"the cache holds {{}} that the model with a store has not read, and {_NEED} the tokens read "
+    f"the cache contains {{}} that the model with a store has not read, but {_NEED} the tokens read "
     "before: give the whole text as input_ids, or a cache that this model has filled"
 )
 _ROWS = (
-    f"the cache has {{}} texts and this pass {{}}, and {_NEED} the tokens of each: give a cache of these rows"
+    f"the cache has {{}} texts but this pass has {{}}, and {_NEED} the tokens of each text: give a cache of "
+    "these rows"
 )
 
 

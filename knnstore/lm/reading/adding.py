@@ -197,7 +197,7 @@ def add(
             store.optimize()
         except DiskFullError as error:
             _logger.warning(
-                "the documents are there, indexing them is left to `knnstore optimize`: %s", error
+                "the documents are stored but not indexed yet (%s): run `knnstore optimize` later", error
             )
         lm.after_adding()
     incoming.warn_of_other_ids()
@@ -256,7 +256,7 @@ def sync(
             seen.add(document.id)
             yield document
         if not has_documents:
-            raise InputError(f"no document was given: {domain} stays as it is")
+            raise InputError(f"no document was given: {domain} is not changed")
 
     added = add(lm, iterate_documents(), domain=domain, tags=tags, on_bad=report_unusable, progress=progress)
     stored = [] if nameless else lm.store.documents(domain=domain)

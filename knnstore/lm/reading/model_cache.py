@@ -46,7 +46,9 @@ def as_cache_argument(model: Any, cache: Any) -> dict[str, Any]:
         return {}
     name = get_cache_argument_name(model.forward)
     if name is None:
-        raise ConfigError(f"{type(model).__name__} takes no cache of earlier tokens: give it the whole text")
+        raise ConfigError(
+            f"{type(model).__name__} accepts no cache of earlier tokens: give it the whole text"
+        )
     return {name: cache}
 
 

@@ -137,7 +137,7 @@ def load_model(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = dtype or ("float32" if place == "cpu" else "auto")
     if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
+        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {wanted!r}")
     name = add_gguf_file(name, gguf_file)
     folder, gguf_file = split_gguf_file(name)
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -154,7 +154,7 @@ def load_model(
         options |= safe
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository: transformers would download and run its code
-            raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
+            raise ConfigError(f"the model {name!r} needs code from {wanted_attention!r}: {_NO_CODE}")
         if gguf_file is None:
             check_shards(folder, **options)
         # 3) Load the weights.
@@ -166,7 +166,7 @@ def load_model(
         if missing:  # transformers would initialize them randomly
             raise ConfigError(
                 f"the files of the model {name!r} lack {len(missing):,} of the weights that its config.json "
-                f"asks for, {missing[0]!r} for one: they are not of one model"
+                f"describes, such as {missing[0]!r}: the files belong to different models"
             )
         if gguf_file is not None:
             model.name_or_path = model.config.name_or_path = get_model_name(name)
@@ -284,20 +284,20 @@ def _choose_auto_class(name: str, config: PreTrainedConfig, wanted: Kind | None)
     if is_causal(config):
         if wanted == "seq2seq":
             raise ConfigError(
-                f"the model {name!r} ({config.model_type}) is a causal one, and this needs an "
-                "encoder-decoder model"
+                f"the model {name!r} ({config.model_type}) is a causal model, but an encoder-decoder model "
+                "is needed"
             )
         return AutoModelForCausalLM
     if is_seq2seq(config) and wanted != "causal":
         return AutoModelForSeq2SeqLM
     if is_seq2seq(config):
         raise ConfigError(
-            f"the model {name!r} ({config.model_type}) is an encoder-decoder model, and this needs a "
-            "causal one"
+            f"the model {name!r} ({config.model_type}) is an encoder-decoder model, but a causal model is "
+            "needed"
         )
     kind = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
     raise ConfigError(
-        f"the model {name!r} ({config.model_type}) is {kind}, and knnstore does not run it; with a store of "
+        f"the model {name!r} ({config.model_type}) is {kind}, so knnstore cannot run it; with a store of "
         "`knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
     )
 
@@ -354,14 +354,19 @@ def loaded(
     asked = {"device": device, "dtype": dtype, **options}
     given = [name for name, value in asked.items() if value is not None]
     if given:
-        raise ConfigError(f"the model is loaded already: load it with {given[0]}, or give its name")
+        raise ConfigError(
+            f"{given[0]} has no effect on a model that is already loaded: load the model with it, or give "
+            "the model's name"
+        )
     adapted: Any = model
     if hasattr(adapted, "get_base_model"):  # PEFT's wrapper; its adapters are inside the model
         if adapted.active_peft_config.is_prompt_learning:
-            raise ConfigError("prompts that were learned are no part of the model: knnstore cannot use them")
+            raise ConfigError(
+                "knnstore cannot use learned prompts (prompt tuning), because they are not part of the model"
+            )
         model = adapted.get_base_model()
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"a model is a name or a transformers model, not {type(model).__name__}")
+        raise ConfigError(f"a model must be a name or a transformers model, not {type(model).__name__}")
     if tokenizer is None:
         try:
             folder, gguf_file = split_gguf_file(get_model_name(model))
@@ -384,7 +389,9 @@ def _load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _WORD_START}:
-        raise ConfigError(f"the model {name!r} has no tokenizer: save that beside it (save_pretrained)")
+        raise ConfigError(
+            f"the model {name!r} has no tokenizer: save the tokenizer in the model's folder (save_pretrained)"
+        )
     tokenizer("a", add_special_tokens=False)  # raises an error if its files have an invalid value
     return tokenizer
 
@@ -407,8 +414,8 @@ def _check_sizes(name: str, config: Any) -> None:
             size = None
         if isinstance(size, int) and (size > most or (size < 1 and field == "num_hidden_layers")):
             raise ConfigError(
-                f"the configuration of the model {name!r} asks for {size:,} {things} ({field}), and 1 to "
-                f"{most:,} are loaded: it is damaged"
+                f"the configuration of the model {name!r} is damaged: it asks for {size:,} {things} "
+                f"({field}), but only 1 to {most:,} are accepted"
             )
 
 
@@ -470,7 +477,7 @@ def describe_reason(error: BaseException) -> str:
     if isinstance(error, struct.error):
         return f"its file ends too early ({whole})"
     if isinstance(error, KeyError | AttributeError | TypeError | IndexError | ZeroDivisionError):
-        return f"its files hold a value that makes no sense ({whole})"
+        return f"its files contain an invalid value ({whole})"
     if "ignore_mismatched_sizes" in lines[0]:  # the advice of transformers does not apply here
         return "its weights have other shapes than its configuration asks for"
     return whole if lines[0].endswith(":") else lines[0][:_REASON_CHARACTERS]
@@ -494,7 +501,9 @@ def _check_device_exists(device: torch.device) -> None:
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no CUDA device"
-        raise ConfigError(f"there is no {device} here: torch finds {there}; name another device, e.g. cpu")
+        raise ConfigError(
+            f"the device {device} does not exist: torch finds {there}; name another device, e.g. cpu"
+        )
 
 
 def check_runs(model: PreTrainedModel) -> None:
@@ -526,7 +535,7 @@ def check_runs(model: PreTrainedModel) -> None:
         )
     if reads_source(model) and shape[2] != model.config.vocab_size:
         raise ConfigError(
-            f"{name} has a vocabulary for sources, and another one for texts: that is not supported"
+            f"{name} has different vocabularies for sources and for texts: that is not supported"
         )
     check_logits(model, logits)
     before = logits[:, :2].float()
@@ -549,8 +558,8 @@ def warn_of_unknown_tokens(vocabulary: int, tokenizer: PreTrainedTokenizerBase) 
     if unknown:
         first = min(unknown)
         _logger.warning(
-            "the tokenizer has %s tokens that are not among the model's %s, %r (token %s) for one: text that "
-            "holds such a token is refused",
+            "the tokenizer has %s tokens that are not among the model's %s, such as %r (token %s): text "
+            "that contains such a token is refused",
             f"{len(unknown):,}",
             f"{vocabulary:,}",
             unknown[first],
@@ -586,7 +595,7 @@ def identify(
             model; or the tokenizer of an encoder-decoder model has two vocabularies, or no EOS token.
     """
     if metric not in {choice.value for choice in Metric}:
-        raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
+        raise ConfigError(f"metric must be one of {', '.join(Metric)}, got {metric!r}")
     location, joined = locate(model, key), joining or Joining()
     vocabulary = int(model.config.get_text_config().vocab_size)
     if reads_source(model):
@@ -626,7 +635,9 @@ def _check_pair_tokenizer(tokenizer: Any, name: str) -> None:
             f"the tokenizer of {name!r} has two vocabularies, for source and target: that is not supported"
         )
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name!r} has no EOS token, with which a translation ends")
+        raise ConfigError(
+            f"the tokenizer of {name!r} has no EOS token, which every translation needs at its end"
+        )
 
 
 def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, name: str) -> Identity:
@@ -648,7 +659,7 @@ def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, 
     except (AttributeError, ValueError):  # no vocabulary, or several text models
         vocabulary = None
     if not isinstance(vocabulary, int):
-        raise ConfigError(f"the configuration of the model {name!r} names no vocabulary of generated text")
+        raise ConfigError(f"the configuration of the model {name!r} does not give the size of its vocabulary")
     if hasattr(tokenizer, "spm_target"):  # Marian's
         raise ConfigError(
             f"the tokenizer of {name!r} has two vocabularies, for source and target: that is not supported"
@@ -776,8 +787,8 @@ def check_tokenizer(
     if found != identity.tokenizer_fingerprint:
         if identity.is_paired and decoder_prefix is None:
             raise FingerprintMismatchError(
-                f"the store has pairs for the encoder-decoder model {identity.model}, and this needs a store "
-                "of a causal model"
+                f"the store was made for the encoder-decoder model {identity.model}, but a store of a "
+                "causal model is needed"
             )
         if decoder_prefix is not None:
             raise FingerprintMismatchError(
@@ -787,7 +798,8 @@ def check_tokenizer(
             )
         raise FingerprintMismatchError(
             f"the store was made with the tokenizer of {identity.model} "
-            f"({identity.tokenizer_fingerprint[:12]}), this is {tokenizer.name_or_path} ({found[:12]})"
+            f"({identity.tokenizer_fingerprint[:12]}), this is {tokenizer.name_or_path} ({found[:12]}): "
+            "load the store's tokenizer"
         )
 
 

@@ -90,8 +90,8 @@ class NewDocuments:
         twice = self._store.other_ids(self._domain, self._new_ids) if self._new_ids else {}
         for id, other in list(twice.items())[:1]:
             _logger.warning(
-                "%s of these texts are in %s under another id too, %r as %r: they count twice; "
-                "`knnstore sync` removes what its folder does not have",
+                "%s of these texts are also stored in %s under another id, such as %r as %r, and count "
+                "twice: `knnstore sync` removes documents that its folder no longer has",
                 f"{len(twice):,}",
                 self._domain,
                 id,
@@ -171,5 +171,5 @@ class NewDocuments:
         """
         reason = self._tokenizer.find_problem(document, tokens)
         if len(tokens) <= len(self._tokenizer.end):
-            reason = InputError("the tokenizer makes no token of the text")
+            reason = InputError("the tokenizer gives no tokens for the text")
         return None if reason is None else unusable_document_error(document, reason)

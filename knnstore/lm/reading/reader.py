@@ -88,7 +88,7 @@ class DocumentTokenizer:
         for tokens in found:
             if not 0 < len(tokens) <= self.max_source:
                 raise InputError(
-                    f"the source has {len(tokens):,} tokens, and 1 to {self.max_source:,} are possible"
+                    f"the source has {len(tokens):,} tokens, but must have 1 to {self.max_source:,}"
                 )
             check_tokens(tokens, self.vocabulary, self.tokenizer)
         return found
@@ -105,7 +105,7 @@ class DocumentTokenizer:
             if self.max_source is not None:
                 self.tokenize_sources([self.get_source(document)])
             elif document.source is not None:
-                raise InputError("the document is a pair, and the model reads no source")
+                raise InputError("the document is a pair, but the model reads no source")
         except InputError as error:
             return error
         return None
@@ -218,8 +218,8 @@ class TextReader:
         """
         if self.reads_pairs and sources is None:
             raise ConfigError(
-                "an encoder-decoder model predicts a text together with its source, and here is only a text: "
-                "`explain` takes it as source=... (--source)"
+                "an encoder-decoder model needs the source of each text, but only the text was given: "
+                "`explain` takes the source as source=... (--source)"
             )
         return pack(
             texts,

@@ -143,5 +143,5 @@ def sample_keys(
         shown.advance(len(batch.at))
     shown.finish()
     if not parts:
-        raise InputError("the sample holds no token to take a key of: give other documents")
+        raise InputError("the sample has no token for which a key can be computed: give other documents")
     return np.concatenate(parts)

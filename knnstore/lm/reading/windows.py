@@ -64,7 +64,10 @@ def windows(length: int, max_length: int, stride: int, *, prefix_length: int) ->
     """
     check_window(max_length, stride)
     if prefix_length >= max_length:
-        raise ConfigError(f"max_length is {max_length}, and {prefix_length} tokens precede every document")
+        raise ConfigError(
+            f"max_length is {max_length}, but {prefix_length} tokens precede every document: give a larger "
+            "max_length"
+        )
     origin = -prefix_length
     first, stop = 0 if prefix_length else 1, min(origin + max_length, length)
     while first < length:
@@ -256,8 +259,8 @@ def get_decoder_prefix(config: Any, name: str) -> tuple[int, ...]:
         start = config.bos_token_id
     if not isinstance(start, int):
         raise ConfigError(
-            f"{name}: decoder_start_token_id of the generation configuration is {start}, "
-            "and one token is needed with which every text begins"
+            f"{name}: decoder_start_token_id of the generation configuration is {start}, but it must be the "
+            "one token with which every text begins"
         )
     forced = config.forced_bos_token_id
     return (start,) if forced is None else (start, int(forced))
@@ -274,7 +277,9 @@ def max_length_of(config: Any) -> int:
         limit = getattr(text_config, name, None)
         if isinstance(limit, int) and limit > 0:  # -1 means no limit
             return limit
-    raise ConfigError(f"{text_config.model_type}: the model names no longest input; give max_length")
+    raise ConfigError(
+        f"{text_config.model_type}: the configuration gives no maximum length of the input: give max_length"
+    )
 
 
 def check_window(max_length: int, stride: int) -> None:

@@ -112,7 +112,7 @@ def audit(
     """
     settings, reader = resolve(lm.store, knn or lm.knn), lm.reader
     if reader.reads_pairs:
-        raise ConfigError("an audit is for causal models, and this is an encoder-decoder model")
+        raise ConfigError("an audit needs a causal model, but this is an encoder-decoder model")
     listed, rng = list(documents_of(documents)), np.random.default_rng(seed)
     texts = reader.tokenized(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]
@@ -188,7 +188,7 @@ def _check_distributions(
             f"off by {max(sums):.1e} at most",
         ),
         Check(
-            "scored as among all tokens",
+            "scores equal the probabilities of the mixture",
             max(gaps) < _TOLERANCE and abs(average) < _MEAN_TOLERANCE,
             f"log p differs by {max(gaps):.1e}, on average by {average:.1e}",
         ),

@@ -70,7 +70,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     """
     settings, reader, store = resolve(lm.store, knn or lm.knn), lm.reader, lm.store
     if reader.reads_pairs:
-        raise ConfigError("a search is for causal models, and this is an encoder-decoder model")
+        raise ConfigError("a search needs a causal model, but this is an encoder-decoder model")
     prefix = reader.prefix
     tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:

@@ -123,7 +123,9 @@ class Overrides:
 
     def __post_init__(self) -> None:
         if self.probes and self.k is not None:
-            raise ConfigError("give k or probes, not both: of the cells visited all records count")
+            raise ConfigError(
+                "give k or probes, not both: with probes, every record of the searched cells is used"
+            )
         probes = self.probes or None
         KNNSettings(**_select_given(k=self.k, probes=probes, temperature=self.temperature, lam=self.lam))
 
@@ -160,7 +162,7 @@ def resolve(
     if asked is None:
         asked = KNNSettings()
     if not isinstance(asked, KNNSettings | Overrides):
-        raise ConfigError(f"settings are KNNSettings(...), not {type(asked).__name__}")
+        raise ConfigError(f"settings must be KNNSettings(...), not {type(asked).__name__}")
     if isinstance(asked, KNNSettings) and not asked.unset:
         return _restrict_to_purpose(asked, purpose)
     asks_for_weight = asked.lam is not None if isinstance(asked, Overrides) else "mixer" not in asked.unset
@@ -429,7 +431,7 @@ def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool)
     elif values:
         if asked.cache_size and stored.cache is None and asked.cache_temperature is None and is_keyless:
             raise ConfigError(
-                "where no keys are stored the temperature of a cache is not known: give one "
+                "the store keeps no keys, so the temperature of the cache is unknown: give one "
                 "(--cache-temperature), or run knnstore calibrate"
             )
         cache = replace(stored.cache or CacheSettings(temperature=settings.temperature), **values)

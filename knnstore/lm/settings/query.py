@@ -121,8 +121,8 @@ class KNNSettings:
             lineage = find_traces(self.others[name])
             if lineage is not None and not lineage.are_within(self.selection):
                 raise ConfigError(
-                    f"the selection leaves out documents that the component {name!r} was trained on: "
-                    "train it on the domains selected, or leave it out"
+                    f"the selection leaves out documents that the component {name!r} was trained on: train "
+                    "it on the selected domains, or leave it out"
                 )
         object.__setattr__(self, "scoring_only", tuple(self.scoring_only))
         for name in self.scoring_only:
@@ -132,8 +132,8 @@ class KNNSettings:
         searches = self.mixer.searches(self.selection)
         if self.gate is not None and any(one is not self.selection for one in searches):
             raise ConfigError(
-                f"a gate over all components does not go with the mixer {self.mixer.name!r}, which makes "
-                "searches of its own: choose another"
+                f"a gate over all components does not work with the mixer {self.mixer.name!r}, which runs "
+                "searches of its own: choose another mixer"
             )
         # 3) A field is no longer unset if another field decides it.
         object.__setattr__(self, "unset", frozenset(self._choose_unset_fields(unset)))
@@ -293,4 +293,6 @@ def find_traces(settings: Mapping[str, Any]) -> Lineage | None:
     try:
         return Lineage.from_dict(traces)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"not the documents that a component was trained on: {error}") from error
+        raise ConfigError(
+            f"the list of documents that a component was trained on is invalid: {error}"
+        ) from error

@@ -156,7 +156,7 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
         known = {key: found.metadata.get(key) for key in expected}
         if known != expected:
             raise FingerprintMismatchError(
-                f"the weights {name} were fitted for {known}, the store's keys are {expected}: run "
+                f"the weights {name} were fitted for {known}, but the store's keys are {expected}: run "
                 "knnstore calibrate again"
             )
         return found
@@ -215,8 +215,8 @@ def _warn_of_former_components(names: tuple[str, ...]) -> None:
         names: names of the components.
     """
     _logger.warning(
-        "the saved settings are of an earlier version, which mixed %s with the model before the store; now "
-        "the weight counts over the whole mixture: run knnstore calibrate again",
+        "the saved settings come from an earlier version, which mixed %s with the model first and then "
+        "with the store; now the weight applies to the whole mixture: run knnstore calibrate again",
         ", ".join(names),
     )
 
@@ -229,7 +229,8 @@ def _warn_of_removed(names: tuple[str, ...]) -> None:
         names: names of the ignored settings, keys of `_REMOVED`.
     """
     _logger.warning(
-        "of the saved settings this version ignores %s: knnstore calibrate makes new settings",
+        "the saved settings contain %s, which this version ignores: run knnstore calibrate to make new "
+        "settings",
         ", ".join(f"{name} ({_REMOVED[name]})" for name in names),
     )
 
@@ -242,8 +243,8 @@ def _warn_of_removed_mixer(name: str) -> None:
         name: name of the mixer (the rule that chooses λ), which this version does not have.
     """
     _logger.warning(
-        "the saved settings are not used, since their mixer %r is in the package knnstore-research now: "
-        "install it, or run knnstore calibrate, which makes new settings",
+        "the saved settings are not used, because their mixer %r has moved to the package "
+        "knnstore-research: install it, or run knnstore calibrate to make new settings",
         name,
     )
 
@@ -276,7 +277,8 @@ def _load_named_weights(values: Mapping[str, Any], load: LoadWeights | None) -> 
         return values
     if load is None:
         raise ConfigError(
-            f"these settings need {values['weights']} of a store: read them with its load_weights"
+            f"these settings need the weights {values['weights']} of a store: load them with the "
+            "store's load_weights"
         )
     return {**values, "weights": load(values["weights"])}
 
@@ -294,7 +296,7 @@ def _construct(part: Callable[..., T], values: Mapping[str, Any]) -> T:
     try:
         return part(**values)
     except TypeError as error:
-        raise ConfigError(f"{part.__name__} has other settings: {error}") from error
+        raise ConfigError(f"the settings of {part.__name__} are invalid: {error}") from error
 
 
 def _construct_selection(values: Mapping[str, Any]) -> Selection:
@@ -308,5 +310,5 @@ def _construct_selection(values: Mapping[str, Any]) -> Selection:
     """
     known = {field.name for field in fields(Selection)}
     if not set(values) <= known:
-        raise ConfigError(f"unknown part of a selection in {values}; known: {sorted(known)}")
+        raise ConfigError(f"a selection has an unknown field in {values}; known: {sorted(known)}")
     return Selection(**values)

@@ -49,7 +49,7 @@ class Quota:
         with self._lock:
             if self.requests is not None and self._running >= self.requests:
                 raise _rate_limit_error(
-                    f"this key may have {self.requests:,} requests at once", _RETRY_SECONDS
+                    f"this key has reached its limit of {self.requests:,} requests at once", _RETRY_SECONDS
                 )
             self._running += 1
         try:
@@ -73,7 +73,9 @@ class Quota:
         with self._lock:
             if self.tokens is not None and self._refill_bucket() <= 0:
                 wait = max(1, math.ceil(-self._tokens_left * _MINUTE / self.tokens))
-                raise _rate_limit_error(f"this key may have {self.tokens:,} tokens a minute", wait)
+                raise _rate_limit_error(
+                    f"this key has reached its limit of {self.tokens:,} tokens a minute", wait
+                )
             self._tokens_left -= tokens
 
     def spend_unchecked(self, tokens: int) -> None:

@@ -73,7 +73,9 @@ class Engine:
         observe: Callable[[Observed], None] = lambda _: None,
     ) -> None:
         if not has_attention_only(lm.base):
-            raise ConfigError("this model keeps a state that cannot be padded: it cannot be served yet")
+            raise ConfigError(
+                "this model cannot be served: it keeps a recurrent state, which does not allow padding"
+            )
         self._lm = lm
         self._settings_of = settings_of
         self._max_rows = max_rows

@@ -23,7 +23,8 @@ def test_a_substitute_is_trained_and_measured_and_goes_with_its_documents(knnsto
     none = knnstore("research eval-substitute held-out.jsonl --domain news")
     assert none.status == 1
     assert none.err.endswith(
-        "error: no substitute was trained on exactly this: run knnstore research substitute --domain news\n"
+        "error: no substitute was trained on exactly these domains: "
+        "run knnstore research substitute --domain news\n"
     )
     trained = knnstore("research substitute --domain news --epochs 1 --json")
     assert trained.status == 0, trained.err
@@ -68,7 +69,7 @@ def test_a_store_without_keys_is_refused_in_one_line(knnstore, workplace):
     assert knnstore("--home words init --model examples/tiny-lm --key none").status == 0
     refused = knnstore("--home words research substitute")
     assert (refused.status, refused.out) == (1, "")
-    assert refused.err.splitlines()[-1] == "error: a substitute is trained on keys, and this store keeps none"
+    assert refused.err.splitlines()[-1] == "error: a substitute is trained on keys, but this store has none"
 
 
 def test_its_defaults_are_those_of_the_library():
