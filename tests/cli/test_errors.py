@@ -92,7 +92,7 @@ def test_very_short_and_very_long_documents(knnstore, store):
         ("eval held-out.jsonl --dtype float8", "dtype 'float8' is none of"),
         ("eval held-out.jsonl --temperature 1e-300", "temperature must be above 0"),
         ("domains --home news.jsonl", "no knnstore at news.jsonl: this is a file, a store is a folder"),
-        ("remove nothing --domain nothing", "'nothing', which is not there; there are: letters, news"),
+        ("remove nothing --domain nothing", "which does not exist; the domains are: letters, news"),
         ("generate x --temperature 1e-300", "--temperature must be 0 or at least 1e-06"),
         ("move --store faiss --location new --param index=" + "a" * 10**5, "faiss: index must be at most 64"),
         ("move --store faiss --location new --param index=IVF999999999,Flat", "with numbers up to 1,048,576"),

@@ -56,7 +56,7 @@ REFUSED = [
     ("search x --home nowhere", "no knnstore at nowhere"),
     ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
     ("init --home new --model examples/tiny-lm --store nope", "no adapter 'nope'"),
-    ("show x --domain nothing", "no document 'x' in domain 'nothing', which is not there"),
+    ("show x --domain nothing", "no document 'x' in domain 'nothing', which does not exist"),
     (
         "generate x --model-at gone/for/good",
         "the model 'gone/for/good' cannot be loaded: no such folder; ",

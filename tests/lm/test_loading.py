@@ -230,6 +230,6 @@ def test_a_store_is_made_where_there_can_be_one(model_path, tmp_path, monkeypatc
     with pytest.raises(ConfigError, match="is the address of a server, and this engine keeps files"):
         knnstore.create("home", model_path, location="http://localhost:6333")
     if os.geteuid() == 0:  # others are told that they may not
-        with pytest.raises(ConfigError, match="no folder can be made in /proc: choose another --home"):
+        with pytest.raises(ConfigError, match="no folder can be created in /proc: choose another --home"):
             knnstore.create("/proc/home", model_path)
     assert not list(tmp_path.iterdir())
