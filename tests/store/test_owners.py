@@ -208,7 +208,7 @@ def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside
     owner.write_bytes(content)
     with KNNStore.open(original) as store:
         (problem,) = store.verify()
-    assert problem.startswith(f"{owner}, which says whose the keys are, is damaged")
+    assert problem.startswith(f"{owner}, which names the store that owns the keys, is damaged")
     with pytest.raises(CorruptDatastoreError, match="remove it if"):
         KNNStore.open(original, "a")
     owner.unlink()
