@@ -16,15 +16,15 @@ BAD = {
     "empty.jsonl": (b"", "empty.jsonl: the file is empty"),
     "blank.md": (b" \n", "blank.md: the text is empty"),
     "binary.txt": (b"GIF89a\x01\x00\x01\x00", "binary.txt: binary data (a NUL byte at 7), not text"),
-    "wide.txt": ("boat".encode("utf-16"), "wide.txt: UTF-16 by its first bytes: save it as UTF-8"),
+    "wide.txt": ("boat".encode("utf-16"), "wide.txt: its first bytes mark it as UTF-16: save it as UTF-8"),
     "latin.txt": (b"caf\xe9", "latin.txt: not UTF-8: byte 0xe9 at 3"),
     "notext.jsonl": (b'{"id": "a", "body": "x"}\n', "notext.jsonl row 1: no 'text'"),
     "rows.jsonl": (b"\n{oops\n", "rows.jsonl row 2: not JSON: Expecting property name"),
     "twice.jsonl": (
         b'{"id": "a", "text": "boat"}\n{"id": "a", "text": "wall"}\n',
-        "twice.jsonl row 2: the id 'a' was already at twice.jsonl row 1",
+        "twice.jsonl row 2: the id 'a' was already used at twice.jsonl row 1",
     ),
-    "image.png": (b"\x89PNG", "image.png: unknown kind of file; accepted are .jsonl"),
+    "image.png": (b"\x89PNG", "image.png: unknown kind of file; accepted kinds are .jsonl"),
 }
 
 

@@ -47,7 +47,7 @@ def test_messages_are_objects_where_that_is_asked_for(knnstore, store):
 
 REFUSED = [
     ("add doc --domain d", "doc: no such file or folder"),
-    ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text'; there is 'body'"),
+    ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text', the fields are 'body'"),
     ("eval nowhere.jsonl", "nowhere.jsonl: cannot be read"),
     ("eval held-out.jsonl --domain nothing", "no domain 'nothing'"),
     ("eval held-out.jsonl --per-token missing/t.tsv", "missing/t.tsv cannot be written"),
