@@ -416,7 +416,7 @@ def test_no_key_of_the_server_is_in_the_folder(
     assert len(files) > 3
     assert not any(b"s3cret" in file.read_bytes() for file in files)
     monkeypatch.delenv("KNNSTORE_QDRANT_API_KEY")
-    with pytest.raises(DatastoreError, match="refuses the API key, or misses it"):
+    with pytest.raises(DatastoreError, match="refuses the API key, or got none"):
         workshop.upload()
     monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "s3cret-key")
     workshop.upload()
