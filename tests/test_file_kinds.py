@@ -74,7 +74,7 @@ def test_json(tmp_path: Path, data: str, ids: list[str]) -> None:
         ("a.json", '{"body": "x"}', ": no 'text', the fields are 'body'"),
         ("a.json", '[{"text": "x", "n": NaN}]', ": the metadata cannot be stored as JSON: NaN is"),
         ("a.json", "[" * 100_000, ": not JSON: maximum recursion depth exceeded"),
-        ("a.jsonl", '{"text": "x"},\n', " row 1: not JSON: Extra data: line 1 column 14 (char 13); remove the"),
+        ("a.jsonl", '{"text": "x"},\n', " row 1: not JSON: Extra data: line 1 column 14 (char 13); remove"),
         ("a.jsonl", '{"text": "x"}{"text": "y"}', " row 1: not JSON: Extra data: line 1 column 14 (char 13)"),
         ("a.jsonl", '[{"text": "x"}]', " row 1: a document is an object with a 'text', not list; write an"),
         ("a.jsonl", '[\n{"text": "x"}\n]', " row 1: not JSON Lines: an array begins here"),

@@ -198,7 +198,7 @@ def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):
         opened.save_settings(SavedSettings({"k": 16, "temperature": 2.0, "mixer": gate}))
     refused = knnstore("eval held-out.jsonl")
     assert (refused.status, refused.out) == (1, "")
-    assert re.fullmatch(r"error: \S+ cannot be read .* \(knnstore calibrate\)\n", refused.err)
+    assert re.fullmatch(r"error: \S+ cannot be read .* \(`knnstore calibrate`\)\n", refused.err)
     assert knnstore("eval held-out.jsonl --lambda 0.5").status == 0
     with pytest.raises(CorruptWeightsError):
         library.load(store)
