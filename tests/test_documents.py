@@ -134,7 +134,7 @@ def test_a_bad_row_is_named_and_the_others_are_read(tmp_path: Path, line: bytes,
         ("cut.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-9], "cannot be read: Compressed file ended"),
         ("flipped.txt.gz", gzip.compress(b"text")[:10] + b"\xff\xff\xff", "cannot be read: Error -3"),
         ("plain.jsonl.gz", b'{"text": "x"}', "cannot be read: Not a gzipped file"),
-        ("paper.pdf", b"%PDF", "unknown kind of file; accepted are .jsonl"),
+        ("paper.pdf", b"%PDF", "unknown kind of file; accepted kinds are .jsonl"),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else None,  # gzip writes the time of day into its bytes
 )
@@ -153,7 +153,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_an_id_stands_once(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "7", "text": "x"}\n{"id": 7, "text": "y"}\n')
     (tmp_path / "b.jsonl").write_text('{"id": "7", "text": "z"}\n')
-    first = f"the id '7' was already at {tmp_path}/a.jsonl row 1"
+    first = f"the id '7' was already used at {tmp_path}/a.jsonl row 1"
     assert refused([tmp_path]) == [f"{tmp_path}/a.jsonl row 2: {first}", f"{tmp_path}/b.jsonl row 1: {first}"]
 
 
@@ -214,14 +214,17 @@ def test_tables_of_text(tmp_path: Path, name: str) -> None:
         TextDocument(id, text, {"page": page}) for id, text, page in TABLE
     ]
     (problem,) = refused([file])
-    assert problem.startswith(f"{file}: no 'text'; there is 'key', 'body', 'page': name the field")
+    assert problem.startswith(f"{file}: no 'text', the fields are 'key', 'body', 'page': name the field")
 
 
 @pytest.mark.parametrize(
     ("data", "problems"),
     [
         (b"", ["rows.csv: the file is empty"]),
-        (b"text,id\none,a\ntwo\nthree,c\n", ["rows.csv row 3: 1 cells under 2 names of columns"]),
+        (
+            b"text,id\none,a\ntwo\nthree,c\n",
+            ["rows.csv row 3: the row has 1 cells, but the header names 2 columns"],
+        ),
         (b'text\n"one\n', ["rows.csv line 2: not a table: unexpected end of data: a quote"]),
         (b"text\n\xe9\n", ["rows.csv row 2: not UTF-8: byte 0xe9 at 0 of line 2; save it as UTF-8"]),
         (b"text,id\n ,a\n", ["rows.csv row 2: the text is empty"]),
@@ -271,7 +274,7 @@ def test_data_sets_come_by_name(tmp_path: Path) -> None:
     for name, problem in ((":other", "saved without configurations"), ("::test", "saved without splits")):
         assert problem in refused([f"hf:{tmp_path}/saved{name}"])[0]
     for name in ("hf:", "hf:a:b:c:d"):
-        assert refused([name])[0].startswith(f"{name}: a data set is hf:NAME")
+        assert refused([name])[0].startswith(f"{name}: write a data set as hf:NAME")
     assert refused([f"{files}::none"])[0].startswith(f"{files}::none: the data set cannot be read")
     assert size_of([files]) is None
 
@@ -283,7 +286,7 @@ def test_what_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
     check_paths(["-", tmp_path / "folder", "hf:nowhere/at-all"])
     check_paths([tmp_path / "rows.jsonl"], Fields(text="body"))
     for name, problem in (
-        ("rows.jsonl", "row 1: no 'text'; there is 'body'"),
+        ("rows.jsonl", "row 1: no 'text', the fields are 'body'"),
         ("doc", "no such file or folder"),
         ("folder/empty.txt", "the file is empty"),
     ):

@@ -65,18 +65,18 @@ def test_json(tmp_path: Path, data: str, ids: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.json", '[{"text": "x"},]', ": not JSON: Expecting value: line 1 column 16 (char 15); a comma"),
+        ("a.json", '[{"text": "x"},]', ": not JSON: Expecting value: line 1 column 16 (char 15); remove the"),
         ("a.json", '[{"text": "x"}\n{"text": "y"}]', ": not JSON: Expecting ',' delimiter: line 2 column 1"),
         ("a.json", "[]", ": the array has no rows"),
         ("a.json", "", ": the file is empty"),
-        ("a.json", "5", ": the file is an array of rows or one object, not int"),
+        ("a.json", "5", ": the file must be an array of rows or one object, not int"),
         ("a.json", '{"text": null}', ": no 'text': it is null"),
-        ("a.json", '{"body": "x"}', ": no 'text'; there is 'body'"),
+        ("a.json", '{"body": "x"}', ": no 'text', the fields are 'body'"),
         ("a.json", '[{"text": "x", "n": NaN}]', ": the metadata cannot be stored as JSON: NaN is"),
         ("a.json", "[" * 100_000, ": not JSON: maximum recursion depth exceeded"),
-        ("a.jsonl", '{"text": "x"},\n', " row 1: not JSON: Extra data: line 1 column 14 (char 13); there"),
+        ("a.jsonl", '{"text": "x"},\n', " row 1: not JSON: Extra data: line 1 column 14 (char 13); remove"),
         ("a.jsonl", '{"text": "x"}{"text": "y"}', " row 1: not JSON: Extra data: line 1 column 14 (char 13)"),
-        ("a.jsonl", '[{"text": "x"}]', " row 1: a document is an object with a 'text', not list; an array"),
+        ("a.jsonl", '[{"text": "x"}]', " row 1: a document is an object with a 'text', not list; write an"),
         ("a.jsonl", '[\n{"text": "x"}\n]', " row 1: not JSON Lines: an array begins here"),
         ("a.jsonl", '{\n"text": "x"\n}', " row 1: not JSON Lines: an object begins here"),
         ("a.jsonl", '{"text": null, "a": 1}', " row 1: no 'text': it is null"),
@@ -127,7 +127,7 @@ def test_a_row_with_line_breaks_is_named_by_its_row_and_line(tmp_path: Path) -> 
     assert [one.id for one in read_documents([file], on_bad=lambda _: None)] == ["1", "4"]
     said = [str(problem).removeprefix(str(file)) for problem in problems_of(file)]
     assert said[0] == " row 3 (line 4): the text is empty"
-    assert said[1] == " row 5 (line 6): 3 cells under 2 names of columns"
+    assert said[1] == " row 5 (line 6): the row has 3 cells, but the header names 2 columns"
     assert said[2].startswith(
         " line 9: not a table: unexpected end of data: a quote that is opened in this row"
     )
@@ -139,12 +139,12 @@ def test_a_row_with_line_breaks_is_named_by_its_row_and_line(tmp_path: Path) -> 
     [
         ("text,a,b,a\nx,1,2,3\n", ": columns 2 and 4 are both named 'a': rename one of them"),
         ("text,text\nx,y\n", ": columns 1 and 2 are both named 'text'"),
-        ("id,text\n", ": there are names of columns, but no row under them"),
+        ("id,text\n", ": the file has names of columns, but no rows"),
         ("\n\n", ": the file is empty"),
-        ("id;body\n1;x\n", ": no 'text'; there is 'body': name the field"),
+        ("id;body\n1;x\n", ": no 'text', the fields are 'body': name the field"),
         ("id,text\n1,x\0y\n", " row 2: binary data (a NUL byte at 3 of line 2), not text"),
         ("id,text\r1,x\r", " line 1: not a table: a line ends in a lone carriage return"),
-        ("text,,\nx,,5\n", " row 2: column 3 has no name, and here it is not empty"),
+        ("text,,\nx,,5\n", " row 2: column 3 has no name, but a value in this row"),
     ],
     ids=range(8),
 )
@@ -205,8 +205,14 @@ def test_another_encoding_is_read_where_it_is_named(tmp_path: Path, encoding: st
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("boat".encode("utf-32"), "UTF-32 by its first bytes: save it as UTF-8, or give --encoding utf-32"),
-        ("boat".encode("utf-16"), "UTF-16 by its first bytes: save it as UTF-8, or give --encoding utf-16"),
+        (
+            "boat".encode("utf-32"),
+            "its first bytes mark it as UTF-32: save it as UTF-8, or give --encoding utf-32",
+        ),
+        (
+            "boat".encode("utf-16"),
+            "its first bytes mark it as UTF-16: save it as UTF-8, or give --encoding utf-16",
+        ),
         ("a boat".encode("utf-16-be"), "binary data (a NUL byte at 0), not text; it looks like UTF-16-BE"),
         ("a boat".encode("utf-32-le"), "binary data (a NUL byte at 1), not text; it looks like UTF-32-LE"),
         (
@@ -434,7 +440,7 @@ def test_a_link_that_is_put_there_meanwhile_is_not_followed(inside: Path) -> Non
     (inside / "deep" / "b.txt").unlink()
     (inside / "deep" / "b.txt").symlink_to(inside.parent / "outside" / "key.txt")
     assert list(documents) == []
-    assert "a link out of the folder" in str(found[0])
+    assert ", outside the folder: to read it, give that path" in str(found[0])
 
 
 def test_only_regular_files_are_read(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +493,7 @@ def test_a_document_has_a_bound(
     file = written(tmp_path, name, make(size))
     (problem,) = problems_of(file)
     assert problem.reason == "too large"
-    assert "has more than 1 MiB, the most that a document may have" in str(problem)
+    assert "has more than 1 MiB, the limit for one document" in str(problem)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])

@@ -75,10 +75,10 @@ def test_a_unit_without_a_language_is_named_and_left_out(tmp_path) -> None:
     (one,) = read(tmp_path, tmx(), Fields("fr", "id", "en"), on_bad=problems.append)
     assert one.text == "Le port."
     assert str(problems[0]).startswith(f"{tmp_path}/memory.tmx unit 2: no language 'fr'")
-    assert "there is 'en-gb', 'de': name the languages" in str(problems[0])
+    assert "the languages are 'en-gb', 'de': name the languages" in str(problems[0])
     variants = "".join(f'<tuv xml:lang="en-{one}"><seg>a</seg></tuv>' for one in ("GB", "US"))
     with pytest.raises(
-        UnusableDocumentError, match="several texts or variants of it; there is 'en-gb', 'en-us'"
+        UnusableDocumentError, match="several texts or variants of it; the languages are 'en-gb', 'en-us'"
     ):
         read(tmp_path, tmx(f"<tu>{variants}</tu>"), Fields("en"))
 

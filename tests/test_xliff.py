@@ -95,10 +95,12 @@ def test_a_pair_without_a_target_is_named_and_left_out(tmp_path, content, kept) 
 
 
 def test_a_language_that_the_file_does_not_have_is_named(tmp_path) -> None:
-    with pytest.raises(UnusableDocumentError, match=r"unit 1: no language 'fr'.* there is 'en', 'de': name"):
+    with pytest.raises(
+        UnusableDocumentError, match=r"unit 1: no language 'fr'.* the languages are 'en', 'de': name"
+    ):
         read(tmp_path, NEW, Fields("fr", "id", "en"))
     without = OLD.replace(' xml:lang="de-AT"', "")
-    with pytest.raises(UnusableDocumentError, match=r"unit 2: no language 'de'.* there is 'en', ''"):
+    with pytest.raises(UnusableDocumentError, match=r"unit 2: no language 'de'.* the languages are 'en', ''"):
         read(tmp_path, without)
 
 
@@ -115,8 +117,11 @@ def test_a_target_may_have_a_variant_of_the_language_of_its_file(tmp_path) -> No
         ('<tmx version="1.4"/>', "not XLIFF: its first element is 'tmx'"),
         ('<xliff xmlns="urn:example"/>', "not XLIFF: its first element is 'urn:example xliff'"),
         ('<xliff srcLang="en" trgLang="de"/>', "the file has no translation unit"),
-        ('<xliff><trans-unit><unit/><target state="new"/></trans-unit></xliff>', "a unit in another unit"),
-        ("<xliff><segment><unit/><source/></segment></xliff>", "a unit in another unit or in a segment"),
+        (
+            '<xliff><trans-unit><unit/><target state="new"/></trans-unit></xliff>',
+            "a unit is inside another unit",
+        ),
+        ("<xliff><segment><unit/><source/></segment></xliff>", "a unit is inside another unit or a segment"),
     ],
 )
 def test_a_file_that_is_hostile_or_no_xliff_is_refused(tmp_path, content, reason) -> None:

@@ -405,7 +405,10 @@ class CellsDatastore(EmbeddedDatastore):
             problem = str(error)
         self._damaged.add(entry.file)
         if not quietly:
-            _log.warning("%s (its keys are put into cells in memory until optimize does it again)", problem)
+            _log.warning(
+                "%s (cells of its keys are computed in memory until `knnstore optimize` saves them again)",
+                problem,
+            )
         return None
 
 

@@ -285,7 +285,9 @@ def choose_device(name: str, needed: int) -> torch.device | None:
         free = torch.cuda.mem_get_info()[0]
         if needed > _SHARE_OF_MEMORY * free:
             sizes = needed / 1e9, free / 1e9
-            _log.warning("the keys stay in their files: they are %.1f GB; the GPU has %.1f GB free", *sizes)
+            _log.warning(
+                "the keys are not copied to the GPU: they need %.1f GB, and %.1f GB are free", *sizes
+            )
             return None
         name = "cuda"
     try:

@@ -143,10 +143,12 @@ def _load_kernels(device: torch.device) -> Any:
 
         if agree(kernels, device):
             return kernels
-        problem = "they compute something else than torch"
+        problem = "their results differ from those of torch"
     except Exception as error:  # of a compiler, a driver, or a version of Triton that is not known
         problem = f"{type(error).__name__}: {error}"
-    _log.warning("Triton's kernels are not used on %s, but slower operations of torch: %s", device, problem)
+    _log.warning(
+        "Triton's kernels cannot be used on %s, so slower operations of torch are: %s", device, problem
+    )
     return None
 
 

@@ -268,7 +268,9 @@ class CodeScanner:
         firsts = np.concatenate([np.empty(0, np.intp), *(cell.firsts for cell in cells)])
         ends, ids, distances = self._compute_products(prepared.queries, prepared.cells)
         if len(ids) != len(firsts):
-            raise InvalidVectorError("a query is too large to be measured: a product is not a finite number")
+            raise InvalidVectorError(
+                "a query has too large components: its product with a key is not a finite number"
+            )
         counts = np.diff(ends)
         rows, width = np.arange(len(counts)), prepared.center_products.shape[1]
         distances += prepared.center_products.ravel().take(firsts + np.repeat(rows * width, counts))

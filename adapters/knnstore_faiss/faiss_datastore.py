@@ -524,7 +524,7 @@ def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric
     mapped.check()
     faiss.set_deserialization_vector_byte_limit(4 * mapped.file.size + _TABLES)
     if bytes(mapped.bytes[:2]) != b"Iw":  # FAISS's mark of inverted files; this adapter writes no others
-        raise CorruptDatastoreError(f"{mapped.path} is no inverted file")
+        raise CorruptDatastoreError(f"{mapped.path} is not an inverted file")
     try:
         index = faiss.read_index(str(mapped.path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
     except RuntimeError as error:

@@ -35,10 +35,10 @@ _WRITE_FACTOR = 3
 _TRANSIENT = {
     StatusCode.UNAVAILABLE: "cannot be reached",
     StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
-    StatusCode.RESOURCE_EXHAUSTED: "has too much to do",
+    StatusCode.RESOURCE_EXHAUSTED: "is overloaded",
     StatusCode.INTERNAL: "failed",
-    StatusCode.ABORTED: "gave up",
-    StatusCode.CANCELLED: "broke the connection off",
+    StatusCode.ABORTED: "aborted the request",
+    StatusCode.CANCELLED: "closed the connection",
     StatusCode.UNKNOWN: "failed",
 }
 """gRPC errors after which a call is repeated, with their description for the message."""
@@ -134,7 +134,7 @@ class Attempts:
             """Call the server; raise _NotCompletedError if the change is not confirmed as done."""
             status = call()
             if status != "completed":
-                raise _NotCompletedError(f"says {status!r} of a change, not that it is done")
+                raise _NotCompletedError(f"did not complete a change, its status is {status!r}")
 
         self.write(require_completed)
 
@@ -214,7 +214,7 @@ class Attempts:
             case _NotCompletedError():
                 return str(error), 0
             case ResourceExhaustedResponse():
-                return "has too much to do", error.retry_after_s
+                return "is overloaded", error.retry_after_s
             case ResponseHandlingException(source=httpx.TimeoutException()):
                 return "did not answer in time", 0
             case ResponseHandlingException(source=httpx.TransportError() as cause):
@@ -243,9 +243,9 @@ class Attempts:
             return DatastoreNotFoundError(f"{self.place}: {line}")
         if code in (401, 403):
             return DatastoreError(
-                f"{self.place} refuses the API key, or misses it ({code}): set KNNSTORE_QDRANT_API_KEY to "
-                "it, or KNNSTORE_QDRANT_API_KEY_FILE to a file with it, and KNNSTORE_QDRANT_URL to the "
-                f"server that it is for, {self.place}"
+                f"{self.place} refuses the API key, or got none ({code}): set KNNSTORE_QDRANT_API_KEY to "
+                "the key, or KNNSTORE_QDRANT_API_KEY_FILE to a file with the key, and KNNSTORE_QDRANT_URL to "
+                f"the address of this server, {self.place}"
             )
         return DatastoreError(f"{self.place} refuses the request: {line}")
 
@@ -362,13 +362,16 @@ class Collection:
             self._create_collection(dim, metric, mark)
             info = self._fetch_info()
             if info is None:
-                raise DatastoreError(f"{self.attempts.place} does not show the collection it just made")
+                raise DatastoreError(
+                    f"{self.attempts.place} does not list the collection that it has just created"
+                )
             is_taken = self._read_mark(info) not in (mark, None)
         else:
             is_taken = bool(self._is_complete(info) or info.points_count)
         if must_create and is_taken:
             raise DatastoreExistsError(
-                f"{self.attempts.place} has a collection {self.name!r}: name another with collection=NAME"
+                f"{self.attempts.place} already has a collection {self.name!r}: choose another with "
+                "collection=NAME"
             )
         vectors = self._check_vectors(info, dim, metric)
         for field, index in _INDEXES.items():
@@ -560,14 +563,15 @@ class Collection:
         if (vectors.size, stored) != (dim, metric):
             raise DatastoreMismatchError(
                 f"{self.attempts.place}: collection {self.name!r} has dim {vectors.size} and metric "
-                f"{stored or vectors.distance.value}, asked for {dim} and {metric}"
+                f"{stored or vectors.distance.value}, not {dim} and {metric}"
             )
         return vectors
 
     def _make_not_ours_error(self) -> DatastoreMismatchError:
         """Return, without raising it, the error for a collection that another program made."""
         return DatastoreMismatchError(
-            f"{self.attempts.place}: collection {self.name!r} was not made by knnstore: name another"
+            f"{self.attempts.place}: collection {self.name!r} was not made by knnstore: choose another "
+            "with collection=NAME"
         )
 
     def _configure_indexing(self, optimizers: models.OptimizersConfigDiff) -> None:

@@ -208,8 +208,8 @@ class ServerPoints:
         largest = float(np.abs(keys).max(initial=0))
         if largest > _LARGEST and not self.exact_keys:
             raise InvalidVectorError(
-                f"a key has a component of {largest:,.0f}, and datatype float16 ends at {_LARGEST:,.0f}: "
-                "keep the keys as float32"
+                f"a key has a component of {largest:,.0f}, but float16 allows at most {_LARGEST:,.0f}: "
+                "choose datatype float32"
             )
         if upload is None:
             self._collection.will_add(len(ids))

@@ -128,7 +128,7 @@ class QdrantDatastore:
         metric = Metric(metric)
         options = Options.from_params(params)
         if mode == "x" and options.api_key_file:
-            raise ConfigError(f"api_key_file is not read any more: {_HOW_TO_GIVE_A_KEY}")
+            raise ConfigError(f"api_key_file is no longer read: {_HOW_TO_GIVE_A_KEY}")
         with _connect_collection(location, options) as collection:
             collection.open(dim, metric, create=mode != "r", must_create=mode == "x")
             _compare_versions(collection)
@@ -491,7 +491,7 @@ def _connect_collection(location: str | Path, options: Options) -> Iterator[Coll
     key = _find_api_key(place)
     if options.api_key_file and key is None:
         raise ConfigError(
-            f"the store names an api_key_file for {place}, which is not read any more: {_HOW_TO_GIVE_A_KEY}"
+            f"the store names an api_key_file for {place}, which is no longer read: {_HOW_TO_GIVE_A_KEY}"
         )
     client = QdrantClient(
         url,
@@ -536,7 +536,7 @@ def _compare_versions(collection: Collection) -> None:
         client_release, server_release = Version(client).release, Version(server).release
         if client_release[0] != server_release[0] or abs(client_release[1] - server_release[1]) > 1:
             _log.warning(
-                "%s runs Qdrant %s, and the client here is %s: they are made to work together up to one "
+                "%s runs Qdrant %s, and the client here is %s: they work together only up to one "
                 "minor version apart; install another qdrant-client, or upgrade the server",
                 place,
                 server,
@@ -554,9 +554,9 @@ def _refuse_folder(location: str | Path) -> None:
         return
     if Path(location, "qdrant-shard").exists():
         raise ConfigError(
-            f"{location} has keys that an older knnstore kept with Qdrant's engine in a folder, which is not "
-            "supported any more: move them with that version (`knnstore move --store cells`) or make the "
-            "store anew"
+            f"{location} has keys that an older knnstore wrote with Qdrant's engine for folders, which is no "
+            "longer supported: move them with that version (`knnstore move --store cells`), or make the "
+            "store again"
         )
     raise ConfigError(
         "the engine qdrant needs a server: give its address (--location http://HOST:PORT), or keep the keys "
@@ -579,13 +579,13 @@ def _check_address(url: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"the location is no address of a server: {error}") from None
+        raise ConfigError(f"the location is not the address of a server: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("the location of a Qdrant server is http://HOST:PORT or https://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
-            f"the address of {parts.hostname} holds more than a place: the API key belongs in "
-            f"{API_KEY_VARIABLE}"
+            f"the address of {parts.hostname} must have no user, password, query or fragment: put the API "
+            f"key into {API_KEY_VARIABLE}"
         )
     return f"{parts.scheme}://{parts.hostname}:{port or 6333}{parts.path.rstrip('/')}"
 
@@ -609,10 +609,12 @@ def _find_api_key(place: str) -> str | None:
     servers = [_check_address(url) for url in os.environ.get(SERVER_VARIABLE, "").split()]
     if keys and servers and len(keys) != len(servers):
         raise ConfigError(
-            f"{API_KEY_VARIABLE} holds {len(keys)} keys and {SERVER_VARIABLE} names {len(servers)} servers: "
-            "give each key its server, in the same order"
+            f"{API_KEY_VARIABLE} has {len(keys)} keys, but {SERVER_VARIABLE} has {len(servers)} servers: "
+            "give one server for each key, in the same order"
         )
     key = dict(zip(servers, keys, strict=False)).get(place)
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"the key in {API_KEY_VARIABLE} for {place} has characters that no key has")
+        raise ConfigError(
+            f"the key in {API_KEY_VARIABLE} for {place} has characters that are not allowed in a key"
+        )
     return key

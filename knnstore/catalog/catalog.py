@@ -621,8 +621,8 @@ def _explain_damaged_settings() -> Iterator[None]:
         yield
     except CatalogError as error:
         raise CatalogError(
-            "settings that are saved in the catalog are damaged: restore it from a backup, or drop them with "
-            "`knnstore calibrate --reset` and calibrate anew"
+            "the settings saved in the catalog are damaged: restore the catalog from a backup, or delete "
+            "them with `knnstore calibrate --reset` and calibrate again"
         ) from error
 
 

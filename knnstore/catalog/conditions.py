@@ -197,7 +197,7 @@ def parse_condition(text: str) -> Condition:
     if len(text) > LONGEST:
         raise ConfigError(f"the condition has {len(text):,} characters, at most {LONGEST:,} are allowed")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError("the condition holds a NUL or is not valid Unicode")
+        raise ConfigError("the condition contains a NUL character or is not valid Unicode")
     from lark.exceptions import UnexpectedInput
 
     try:
@@ -207,11 +207,13 @@ def parse_condition(text: str) -> Condition:
         is_end = getattr(getattr(error, "token", None), "type", "") == "$END"
         place = "its end" if position is None or is_end else repr(text[position : position + 20])
         raise ConfigError(
-            f"the condition cannot be read from {place} on: {text[:200]!r}; write it as {EXAMPLE!r}, "
-            "strings in single quotes"
+            f"the condition has a syntax error at {place}: {text[:200]!r}; write it like {EXAMPLE!r}, "
+            "with strings in single quotes"
         ) from error
     if _compute_nesting_depth(condition) > DEEPEST:
-        raise ConfigError(f"the condition is nested more than {DEEPEST} deep: write it flatter")
+        raise ConfigError(
+            f"the condition is nested more than {DEEPEST} deep: use fewer parentheses and `not`"
+        )
     return condition  # type: ignore[no-any-return]
 
 
@@ -317,7 +319,7 @@ def _make_comparison(field: tuple[str, ...], operator: str, value: Value) -> Con
     if operator in ("=", "!="):
         return Comparison(field, "in", (value,), negated=operator == "!=")
     if isinstance(value, bool):
-        raise ConfigError(f"true and false are compared by = and !=, not by {operator}")
+        raise ConfigError(f"true and false can be compared only with = and !=, not with {operator}")
     return Comparison(field, str(operator), (value,))
 
 
@@ -333,7 +335,7 @@ def _make_like(field: tuple[str, ...], pattern: str, *, negated: bool = False) -
         ConfigError: the pattern ends with a single backslash, after which no character follows.
     """
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise ConfigError(f"the pattern {pattern!r} ends with a backslash that nothing follows: write two")
+        raise ConfigError(f"the pattern {pattern!r} ends with a single backslash: write two")
     return Comparison(field, "like", (pattern,), negated)
 
 

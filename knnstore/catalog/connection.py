@@ -211,8 +211,8 @@ def _check_encoding(connection: Any, _record: object) -> None:
         database = info.dbname
         connection.close()
         raise ConfigError(
-            f"the database {database!r} has the encoding SQL_ASCII, which keeps bytes and no text: make "
-            "another for the catalog, CREATE DATABASE ... TEMPLATE template0 ENCODING 'UTF8'"
+            f"the database {database!r} has the encoding SQL_ASCII, which stores bytes instead of text: "
+            "make another for the catalog with CREATE DATABASE ... TEMPLATE template0 ENCODING 'UTF8'"
         )
 
 
@@ -257,8 +257,8 @@ def translate_errors(engine: Engine) -> Iterator[None]:
             ) from None
         if _is_too_complex(error, reason):
             raise ConfigError(
-                f"so complex a condition or selection is refused by the catalog's database: {reason}; make "
-                "it smaller"
+                f"the condition or selection is too complex for the catalog's database: {reason}; make it "
+                "smaller"
             ) from error
         kind = StoreUnavailableError if _is_unreachable(error) else CatalogError
         if error.connection_invalidated:  # a commit during which the connection was lost may have succeeded
@@ -269,7 +269,7 @@ def translate_errors(engine: Engine) -> Iterator[None]:
     except _DAMAGE as error:
         raise CatalogError(
             f"the catalog's database ({render_location(engine.url)}) is damaged, restore it from a backup: "
-            f"it holds a value that cannot be one ({type(error).__name__})"
+            f"it contains a value that is not valid ({type(error).__name__})"
         ) from error
 
 

@@ -112,7 +112,9 @@ class AccessKeys:
         if not sorted_rights:
             raise ConfigError("a key needs at least one right")
         if sorted_domains is not None and not sorted_domains:
-            raise ConfigError("a key for no domain is of no use: name one, or give none for all")
+            raise ConfigError(
+                "a key needs at least one domain: name one, or leave the domains out to allow all"
+            )
         if expires_at is not None and expires_at <= datetime.now(UTC):
             raise ConfigError("the key would have expired already")
         for limit in (requests, tokens):

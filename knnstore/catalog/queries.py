@@ -262,13 +262,17 @@ def read_identity(row: StoreRow) -> Identity:
     values = {name: getattr(row, name) for name in Identity.__slots__}
     for name, kind in get_type_hints(Identity).items():
         if not isinstance(values[name], kind) or (kind is int and not 0 < values[name] <= TOKEN_LIMIT):
-            raise CatalogError(f"the catalog is damaged: {name} of the store; restore it from a backup")
+            raise CatalogError(
+                f"the catalog is damaged: {name} of the store is not valid; restore it from a backup"
+            )
     if values["metric"] not in {metric.value for metric in Metric}:
-        raise CatalogError("the catalog is damaged: metric of the store; restore it from a backup")
+        raise CatalogError(
+            "the catalog is damaged: metric of the store is not valid; restore it from a backup"
+        )
     identity = Identity(**values)
     if not isinstance(row.params, dict) or row.digest != hash_store_identity(identity, row.params):
         raise CatalogError(
-            "the catalog is damaged: what the store was made for, or its engine's "
+            "the catalog is damaged: the store's model and settings, or its engine's "
             "parameters, were altered; restore it from a backup"
         )
     return identity
@@ -342,7 +346,7 @@ def find_problems(session: Session) -> list[str]:
     last_used = select(func.max(DocumentRow.stop)).scalar_subquery()
     next_position, last_stop = session.execute(select(StoreRow.next_position, last_used)).one()
     if next_position < (last_stop or 0):
-        problems.append("positions would be given twice")
+        problems.append("positions would be used twice")
     if next_position > POSITION_LIMIT:
         problems.append("the counter of positions is above its limit")
     return [f"the catalog is damaged, restore it from a backup: {line}" for line in problems]

@@ -215,7 +215,9 @@ def convert_disk_error(error: object, path: str) -> KnnstoreError | None:
     name = str(getattr(error, "sqlite_errorname", ""))
     # An immutable connection on a full disk also reports SQLITE_READONLY.
     if name.startswith("SQLITE_READONLY") and is_read_only(Path(path).parent):
-        return ReadOnlyError(f"{path} is on a read-only medium or not yours to write: nothing can be changed")
+        return ReadOnlyError(
+            f"{path} cannot be written: it is on a read-only medium, or you have no permission"
+        )
     if name.startswith(("SQLITE_READONLY", "SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")):
         return DiskFullError(f"{path} cannot be written, the disk is full: free some space and try again")
     return None
@@ -252,8 +254,8 @@ def _open_connection(_dialect: object, _record: object, arguments: list[Any], op
         file_state = _read_file_state(path)
         if file_state[-1]:
             raise sqlite3.OperationalError(
-                f"{error}; {path}-wal has changes that are not in {path.name} yet, and nothing can be "
-                "written beside it: copy the folder to where one can write, or free some space"
+                f"{error}; {path}-wal has changes that are not in {path.name} yet, but its folder cannot "
+                "be written: copy the folder to a disk that can be written, or free some space"
             ) from error
     options = {**options, "uri": True, "factory": UnloggedConnection}
     unlogged: UnloggedConnection = sqlite3.connect(f"file:{quote(str(path))}?immutable=1", **options)

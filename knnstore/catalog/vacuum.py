@@ -107,7 +107,7 @@ def _vacuum_sqlite(sql: Engine) -> None:
             ) from error
     if is_busy:
         raise StoreUnavailableError(
-            f"another process reads {render_location(sql.url)} without an end, and its log holds what was "
+            f"another process keeps reading {render_location(sql.url)}, so the log still contains what was "
             "removed: end that process, then erase again"
         )
     log = Path(f"{sql.url.database}-wal")
@@ -170,7 +170,10 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
             time.sleep(_PAUSE)
     finally:
         driver.remove_notice_handler(record_remaining)
-    return [f"{sum(remaining)} dead rows of {table}, which an open transaction of somebody still sees"]
+    return [
+        f"{sum(remaining)} dead rows of {table}, which an open transaction of another connection can "
+        "still read"
+    ]
 
 
 def _empty_log(connection: Connection) -> list[str]:
@@ -194,7 +197,7 @@ def _empty_log(connection: Connection) -> list[str]:
             "PostgreSQL's log, until the server has overwritten it: it runs with wal_recycle = on"
         )
     if connection.scalar(text("SELECT count(*) FROM pg_replication_slots")):
-        remainders.append("PostgreSQL's log, as long as a replication slot holds it")
+        remainders.append("PostgreSQL's log, as long as a replication slot keeps it")
     if connection.scalar(text("SHOW archive_mode")) != "off":
         remainders.append("the archive of PostgreSQL's log")
     return remainders

@@ -362,7 +362,7 @@ class CatalogWriter:
                 try:
                     renamed_rows = session.scalars(statement.returning(DocumentRow.id)).all()
                 except IntegrityError as error:
-                    raise InputError(f"there is a document {id!r} in its domain already") from error
+                    raise InputError(f"its domain already has a document {id!r}") from error
                 if not renamed_rows:
                     raise DocumentNotFoundError("a document was removed before it could be renamed")
             _renew_digests(session, undamaged_rows)
@@ -575,7 +575,7 @@ def _allocate_positions(session: Session, count: int) -> int:
     allocated = update(StoreRow).values(next_position=StoreRow.next_position + count)
     stop = session.scalars(allocated.returning(StoreRow.next_position)).one()
     if stop > POSITION_LIMIT:
-        raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
+        raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; make a new store")
     return stop
 
 

@@ -85,7 +85,7 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
     ordered = np.sort(id_array)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeated):
-        raise ValueError(f"id {repeated[0]} stands twice in one call")
+        raise ValueError(f"id {repeated[0]} occurs twice in one call")
     return id_array, checked, group_array.astype(np.int32, copy=False)
 
 

@@ -111,8 +111,8 @@ class KeylessDatastore:
     def _raise_no_keys(self) -> NoReturn:
         """Raise ConfigError; the message says how to get a store with keys."""
         raise ConfigError(
-            "this store keeps no keys (`knnstore init --key none`), it knows its text by n-grams alone: for "
-            "what needs keys make another store and add the documents to it"
+            "this store keeps no keys (`knnstore init --key none`), only n-grams: to use keys, make "
+            "another store and add the documents to it"
         )
 
 

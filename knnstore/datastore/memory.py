@@ -89,7 +89,9 @@ class MemoryDatastore:
         if dim < 1:
             raise ConfigError(f"dim must be at least 1, got {dim}")
         if mode == "r":
-            raise DatastoreNotFoundError(f"{location}: a memory store keeps nothing to read; use mode 'a'")
+            raise DatastoreNotFoundError(
+                f"{location}: a memory store is always empty when it is opened; use mode 'a'"
+            )
         return cls(dim, Metric(metric))
 
     @property

@@ -276,7 +276,7 @@ def _read_offers(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only 
             entry_points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
             owner = distribution.metadata["Name"] if entry_points else ""
             if owner is None:
-                raise ValueError("the metadata names no distribution")
+                raise ValueError("the metadata has no name of the distribution")
         except Exception as error:  # damaged metadata of one distribution must not hide the others
             _logger.warning("the entry points of %s cannot be read: %s", distribution, error)
             continue
@@ -320,7 +320,7 @@ def _load_adapter(name: str, offers: list[_Offer]) -> type[Datastore]:
     missing_methods = [method for method in _METHODS if not callable(getattr(adapter, method, None))]
     if missing_methods:
         raise AdapterLoadError(
-            f"adapter {name!r} of {offer.distribution.name} is no Datastore: it lacks "
+            f"adapter {name!r} of {offer.distribution.name} is not a Datastore: it lacks "
             f"{', '.join(missing_methods)}"
         )
     return cast(type[Datastore], adapter)
@@ -365,7 +365,10 @@ def _make_not_found_message(name: str, installed: list[str]) -> str:
         installed: names of the installed adapters; if empty, the message says to install knnstore.
     """
     if not installed:
-        return f"no adapter {name!r}, nor any other: knnstore itself is not installed; run `pip install -e .`"
+        return (
+            f"no adapter {name!r}: no adapter is found, because knnstore itself is not installed; run "
+            "`pip install -e .`"
+        )
     close_names = difflib.get_close_matches(name, installed, n=1)
     guess = f"did you mean {close_names[0]!r}? " if close_names else ""
     return f"no adapter {name!r}; {guess}installed: {', '.join(installed)}"

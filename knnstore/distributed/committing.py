@@ -112,7 +112,7 @@ def _finish(store: KNNStore, folder: PlanFolder) -> None:
     try:
         store.optimize()
     except DiskFullError as error:
-        _logger.warning("the documents are added; `knnstore optimize` has to index them later: %s", error)
+        _logger.warning("the documents are added, but not indexed: run `knnstore optimize` later: %s", error)
     save_default_settings(store)
     folder.remove_data()
 
@@ -179,11 +179,14 @@ def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:
             plan's positions are not the positions of its lease; or the plan was dropped.
     """
     if plan.store != store.id or plan.identity != store.identity:
-        raise PlanError(f"{folder.path} has a plan of another store: --home chooses the store")
+        raise PlanError(f"{folder.path} has a plan of another store: choose the store with --home")
     for lease in store.leases():
         if lease.id == plan.id:
             if (lease.start, lease.stop) != (plan.start, plan.start + plan.tokens):
-                raise PlanError(f"the plan in {folder.path} has other positions than its lease")
+                raise PlanError(
+                    f"the plan in {folder.path} does not match the positions reserved for it: drop it and "
+                    "make it again"
+                )
             return lease
     raise PlanError(f"the plan in {folder.path} was dropped: make it again")
 

@@ -559,9 +559,9 @@ def _parse_plan(text: bytes) -> Plan:
         integers.append(plan.target.group)
         names += [plan.target.adapter, plan.target.location, *plan.target.params]
     if any(type(value) is not int or value < 0 for value in integers) or not plan.shards:
-        raise ValueError("a number is none")
+        raise ValueError("a number is not valid")
     if not all(isinstance(name, str) for name in names) or plan.dtype not in ("float16", "float32"):
-        raise ValueError("a name is none")
+        raise ValueError("a name is not valid")
     return plan
 
 
@@ -583,12 +583,12 @@ def _parse_documents(
     for row in map(json.loads, rows.splitlines()):
         count, replaces, tags = row.pop("tokens"), row.pop("replaces"), frozenset(row.pop("tags"))
         if type(count) is not int or count < 1 or not (replaces is None or type(replaces) is int):
-            raise ValueError("a number is none")
+            raise ValueError("a number is not valid")
         part = tokens[position : position + count]
         position += count
         documents.append(PlannedDocument(NewDocument(**row, domain=domain, tokens=part, tags=tags), replaces))
     if (len(documents), position, len(tokens)) != (shard.documents, shard.tokens, shard.tokens):
-        raise ValueError("another number of documents or tokens")
+        raise ValueError("the number of documents or tokens is wrong")
     return documents
 
 

@@ -78,7 +78,7 @@ def make_plan(
     """
     shown = progress or Progress()
     if store.is_keyless:
-        raise ConfigError("a store without keys needs no plan: adding documents takes no pass of the model")
+        raise ConfigError("a store without keys needs no plan: adding documents does not run the model")
     identity = store.identity
     decoder_prefix = load_decoder_prefix(model or identity.model) if identity.is_paired else None
     check_tokenizer(tokenizer, identity, decoder_prefix)

@@ -174,7 +174,7 @@ def _encode_on_cluster(
     shown.start("encoding", total=sum(shard.records for shard in left))
     for result in results.iter_rows():
         if result["error"]:
-            raise PlanError(f"{result['error']}; the same call continues")
+            raise PlanError(f"{result['error']}; run the same call again to continue")
         shown.advance(shards[result["shard"]].records)
     shown.finish()
 

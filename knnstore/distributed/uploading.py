@@ -37,8 +37,8 @@ class ShardUploader:
         target = folder.plan.target
         if target is None:
             raise ConfigError(
-                "the engine of the plan's store takes no uploads: encode without uploading, and the commit "
-                "adds the keys from the folder"
+                "the engine of the plan's store accepts no uploads: encode without uploading; the commit "
+                "then adds the keys from the folder"
             )
         self._folder = folder
         self._group = target.group

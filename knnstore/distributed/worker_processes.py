@@ -122,7 +122,7 @@ def encode_shards_in_processes(
             if process.pid is not None:
                 process.join()
     if problem is not None:
-        raise PlanError(f"{problem}; the same command continues")
+        raise PlanError(f"{problem}; run the same command again to continue")
     shown.finish()
 
 

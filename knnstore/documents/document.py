@@ -152,7 +152,9 @@ class TextDocument:
         if self.source is not None:
             _check_text(self.source, "source")
             if self.metadata.get(SOURCE, self.source) != self.source:
-                raise InputError(f"the metadata have another {SOURCE!r} than the pair: rename the field")
+                raise InputError(
+                    f"the metadata field {SOURCE!r} is not the source of the pair: rename the field"
+                )
             object.__setattr__(self, "metadata", {**self.metadata, SOURCE: self.source})
         check_json(self.metadata, "the metadata")
 
@@ -260,8 +262,8 @@ def _get_source(row: Mapping[Any, Any], name: str) -> str:
     source = unwrap_string(row.get(name))
     if is_missing(source):
         raise InputError(
-            f"no {name!r}: for this model a document is a pair of a source and a text; name the field that "
-            "is the source (--source-field)"
+            f"no {name!r}: for this model a document is a pair of a source and a text; name the field of "
+            "the source with --source-field"
         )
     if not isinstance(source, str):
         raise InputError(f"{name!r} is {type(source).__name__}, not a string")
@@ -329,7 +331,7 @@ def make_missing_text_error(fields: Fields, names: Iterable[object]) -> InputErr
         return InputError(f"no {fields.text!r}: it is null")
     other_names = ", ".join(repr(name) for name in names if isinstance(name, str) and name != fields.id)
     hint = (
-        f"; there is {other_names[:200]}: name the field that is the text (--text-field)"
+        f", the fields are {other_names[:200]}: name the field of the text with --text-field"
         if other_names
         else ""
     )
@@ -353,8 +355,10 @@ def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[Tex
         try:
             document = read()
             if document.id in places_by_id:
-                hint = "" if id is None else ": give the folder that both are in"
-                raise InputError(f"the id {document.id!r} was already at {places_by_id[document.id]}{hint}")
+                hint = "" if id is None else ": give the folder that contains both"
+                raise InputError(
+                    f"the id {document.id!r} was already used at {places_by_id[document.id]}{hint}"
+                )
         except InputError as error:
             reason = error.reason if isinstance(error, RefusedError) else Reason.OTHER
             located = UnusableDocumentError(

@@ -57,8 +57,8 @@ class GitTree:
         self.repository = Path(repository)
         if inside := self._run("rev-parse", "--show-prefix").decode(errors="replace").strip():
             raise GitError(
-                f"{self.repository} is the folder {inside} of a repository: give the repository, and choose "
-                f"with --only '{inside}*'"
+                f"{self.repository} is the folder {inside} of a repository: give its top folder, and "
+                f"select files with --only '{inside}*'"
             )
         wanted = f"{ref}^{{commit}}"
         self.commit = self._run("rev-parse", "--verify", "--end-of-options", wanted).decode().strip()

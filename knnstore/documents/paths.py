@@ -230,7 +230,9 @@ def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterat
     yield from refused_places
     yield from accepted_places
     if not accepted_places:  # reading it raises the error
-        yield named_place._replace(problem=InputError(f"no document in this folder; accepted are {ACCEPTED}"))
+        yield named_place._replace(
+            problem=InputError(f"no document in this folder; accepted kinds are {ACCEPTED}")
+        )
 
 
 def _find_problem(file: Path, folder: Path) -> RefusedError | None:
@@ -254,7 +256,7 @@ def _find_problem(file: Path, folder: Path) -> RefusedError | None:
         return None  # opening the file raises the same error
     if stat.S_ISREG(mode):
         return None
-    return RefusedError("no regular file: a pipe, a device, a socket or a folder", Reason.SPECIAL)
+    return RefusedError("not a regular file, but a pipe, a device, a socket or a folder", Reason.SPECIAL)
 
 
 def read_documents(
@@ -400,7 +402,7 @@ def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
             for entry in place.kind.read(place.source(encoding), fields):
                 yield entry._replace(read=partial(_read_entry, entry), in_folder=place.in_folder)
         elif Path(place.path).exists():
-            raise InputError(f"unknown kind of file; accepted are {ACCEPTED}")
+            raise InputError(f"unknown kind of file; accepted kinds are {ACCEPTED}")
         else:
             raise InputError(f"no such file or folder (a data set of the hub is {HUB}NAME)")
     except (InputError, *UNREADABLE) as error:

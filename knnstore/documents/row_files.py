@@ -92,7 +92,9 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
             continue
         if is_empty and stripped in (b"[", b"{"):
             value = "an array" if stripped == b"[" else "an object"
-            message = f"not JSON Lines: {value} begins here and goes on in other lines; name the file .json"
+            message = (
+                f"not JSON Lines: {value} begins here and continues on later lines; rename the file to .json"
+            )
             yield Entry.refused(f"{name} row {number}", InputError(message))
             return
         is_empty = False
@@ -118,13 +120,14 @@ def _parse_line(line: bytes, fields: Fields) -> TextDocument:
         rest = text[error.pos :].lstrip() if error.msg == "Extra data" else ""
         hint = ""
         if rest.startswith(","):
-            hint = "; there is a comma after the object: lines of .jsonl have none between them"
+            hint = "; remove the comma after the object: lines of a .jsonl file need none"
         elif rest:
-            hint = "; there is more than one object: give each a line of its own"
+            hint = "; the line has more than one object: write each on a separate line"
         raise InputError(f"not JSON: {error}{hint}") from error
     if isinstance(row, list):
         raise InputError(
-            f"a document is an object with a {fields.text!r}, not list; an array of rows belongs in a .json"
+            f"a document is an object with a {fields.text!r}, not list; write an array of rows into a "
+            ".json file"
         )
     return TextDocument.from_row(row, fields)
 
@@ -150,7 +153,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
         if error.msg == "Extra data" and isinstance(_parse_first_line(text), dict):
             yield from read_json_line_entries(name, text.encode(UTF8).splitlines(keepends=True), fields)
             return
-        hint = "; a comma stands before it" if text[: error.pos].rstrip().endswith(",") else ""
+        hint = "; remove the comma before it" if text[: error.pos].rstrip().endswith(",") else ""
         raise InputError(f"not JSON: {error}{hint}") from error
     if isinstance(value, list):
         if not value:
@@ -160,7 +163,7 @@ def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
     elif isinstance(value, dict):
         yield Entry(name, partial(TextDocument.from_row, value, fields))
     else:
-        raise InputError(f"the file is an array of rows or one object, not {type(value).__name__}")
+        raise InputError(f"the file must be an array of rows or one object, not {type(value).__name__}")
 
 
 def _parse_first_line(text: str) -> Any:
@@ -192,7 +195,7 @@ def _parse_json(text: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     """Raise `InputError` for a constant that JSON does not have: "NaN", "Infinity" or "-Infinity"."""
-    raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
+    raise InputError(f"the metadata cannot be stored as JSON: {name} is not JSON, write null")
 
 
 # -- CSV
@@ -331,7 +334,7 @@ def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str
     if columns is None:
         raise RefusedError("the file is empty", Reason.EMPTY)
     if not has_rows:
-        raise RefusedError("there are names of columns, but no row under them", Reason.EMPTY)
+        raise RefusedError("the file has names of columns, but no rows", Reason.EMPTY)
 
 
 def _choose_delimiter(header: str, delimiter: str, text: str) -> str:
@@ -407,12 +410,12 @@ def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDo
             or the document is not valid.
     """
     if len(cells) != len(columns):
-        raise InputError(f"{len(cells)} cells under {len(columns)} names of columns")
+        raise InputError(f"the row has {len(cells)} cells, but the header names {len(columns)} columns")
     row = dict(zip(columns, cells, strict=True))
     if columns.count("") > 1:
         for number, (name, cell) in enumerate(zip(columns, cells, strict=True), start=1):
             if cell and not name:
-                raise InputError(f"column {number} has no name, and here it is not empty")
+                raise InputError(f"column {number} has no name, but a value in this row")
         del row[""]
     if not row.get(fields.id):
         row.pop(fields.id, None)
@@ -613,18 +616,22 @@ def read_data_set_rows(name: str) -> Iterator[Any]:
     """
     parts = name.split(":")
     if not parts[0] or len(parts) > 3:
-        raise InputError("a data set is hf:NAME, hf:NAME:CONFIGURATION or hf:NAME:CONFIGURATION:SPLIT")
+        raise InputError("write a data set as hf:NAME, hf:NAME:CONFIGURATION or hf:NAME:CONFIGURATION:SPLIT")
     path, configuration, split = (*parts, "", "")[:3]
     try:
         import datasets
     except ImportError as error:
-        raise InputError("it needs datasets: install it with pip install 'knnstore[datasets]'") from error
+        raise InputError(
+            "reading it needs datasets: install it with pip install 'knnstore[datasets]'"
+        ) from error
     datasets.disable_progress_bars()
     try:
         if Path(path, "dataset_dict.json").is_file() or Path(path, "state.json").is_file():
             saved = datasets.load_from_disk(path)
             if configuration or (split and not isinstance(saved, dict)):
-                raise InputError(f"it is saved without {'configurations' if configuration else 'splits'}")
+                raise InputError(
+                    f"the data set was saved without {'configurations' if configuration else 'splits'}"
+                )
             rows = saved[split or _SPLIT] if isinstance(saved, dict) else saved
         else:
             rows = datasets.load_dataset(path, configuration or None, split=split or _SPLIT, streaming=True)

@@ -146,7 +146,7 @@ def is_outside(path: str | Path, root: str | Path) -> bool:
 def make_link_error(path: str | Path) -> RefusedError:
     """Return, without raising it, the error for a link that leads out of the folder that is read."""
     return RefusedError(
-        f"a link out of the folder, to {os.path.realpath(path)}: give that by its own name if it is meant",
+        f"a link to {os.path.realpath(path)}, outside the folder: to read it, give that path",
         Reason.LINK,
     )
 
@@ -186,8 +186,8 @@ def make_too_large_error(subject: str) -> RefusedError:
         subject: name of the thing that is too large, with which the message begins, such as "the line".
     """
     return RefusedError(
-        f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a document may have: divide "
-        "it, or write many documents into a .jsonl",
+        f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the limit for one document: divide it, or "
+        "write many documents into a .jsonl file",
         Reason.TOO_LARGE,
     )
 
@@ -334,7 +334,7 @@ def make_unreadable_error(error: Exception) -> RefusedError:
     """
     message = getattr(error, "strerror", None) or str(error)
     if isinstance(error, EOFError):
-        message += ": the file is cut off, fetch it again"
+        message += ": the end of the file is missing, copy it again"
     return RefusedError(f"cannot be read: {message}", Reason.UNREADABLE)
 
 
@@ -343,7 +343,7 @@ def _check_beginning(data: bytes) -> None:
     for mark, name in _BOMS:
         if data.startswith(mark):
             raise RefusedError(
-                f"{name} by its first bytes: save it as UTF-8, or give --encoding {name.lower()}",
+                f"its first bytes mark it as {name}: save it as UTF-8, or give --encoding {name.lower()}",
                 Reason.ENCODING,
             )
 

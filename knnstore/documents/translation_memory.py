@@ -120,7 +120,7 @@ def _convert_unit(unit: TranslationUnit, fields: Fields) -> TextDocument:
         else:
             names = ", ".join(map(repr, unit.languages)) or "no language"
             raise InputError(
-                f"no language {name!r}, or several texts or variants of it; there is {names}: "
+                f"no language {name!r}, or several texts or variants of it; the languages are {names}: "
                 "name the languages of text and source (--text-field, --source-field)"
             )
     return TextDocument.from_row(row, fields)

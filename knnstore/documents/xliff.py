@@ -70,7 +70,7 @@ class _XliffParser(UnitParser):
             self._file = attributes.get("id") or attributes.get("original") or ""
         if name in _UNITS:
             if not {*_UNITS, *_PAIRS}.isdisjoint(self.path[:-1]):
-                raise InputError("damaged: a unit in another unit or in a segment")
+                raise InputError("damaged: a unit is inside another unit or a segment")
             approved = {"approved": attributes["approved"]} if "approved" in attributes else {}
             self._unit, self._segments = TranslationUnit(approved, id=attributes.get("id")), []
         if name in _PAIRS:

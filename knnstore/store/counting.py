@@ -138,8 +138,8 @@ class Counting:
         for selection in selections:
             try:
                 self.get_exact(view(), selection)
-            except KnnstoreError:  # whoever asks for it is told
-                _logger.debug("n-grams could not be counted anew", exc_info=True)
+            except KnnstoreError:  # a query that needs these counts raises the same error
+                _logger.debug("n-grams could not be counted again", exc_info=True)
 
     def get_latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
         """Return the n-gram counts of a selection; they may lack documents that were added a short time ago.
@@ -226,7 +226,7 @@ class Counting:
             try:
                 self.get_exact(view(), selection)
             except Exception:
-                _logger.warning("n-grams could not be counted anew", exc_info=True)
+                _logger.warning("n-grams could not be counted again", exc_info=True)
 
         background = self._background
         if background is not None and selection not in self._queued:
@@ -306,7 +306,9 @@ class Counting:
             if texts is None:
                 return None
             if sum(map(len, texts)) + 2 * len(texts) >= MOST:
-                raise ConfigError(f"n-grams are counted of {MOST:,} tokens at most: select fewer domains")
+                raise ConfigError(
+                    f"n-grams can be counted over at most {MOST:,} tokens: select fewer domains"
+                )
             starts = view.snapshot.starts[is_selected]
             documents = _SortedDocuments(rows, SortedText.of(texts, starts, self._vocabulary + 1))
         with self._cache_lock:

@@ -18,7 +18,7 @@ Mode = Literal["r", "a"]
 def check_mode(mode: Mode) -> None:
     """Raise ConfigError unless a mode is "r" (read) or "a" (read and write)."""
     if mode not in get_args(Mode):
-        raise ConfigError(f"the mode is 'r' to read or 'a' to write as well, not {mode!r}")
+        raise ConfigError(f"the mode must be 'r' (read) or 'a' (read and write), not {mode!r}")
 
 
 class Current:

@@ -75,18 +75,20 @@ def _convert_names(value: object, field_name: str) -> tuple[str, ...] | None:
         return None
     if isinstance(value, str | bytes):
         raise ConfigError(
-            f"{field_name} of a selection are several: "
+            f"{field_name} of a selection must be a tuple: "
             f"write {field_name}=({value!r},), not {field_name}={value!r}"
         )
     try:
         names: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(
-            f"{field_name} of a selection are a tuple of strings, not {type(value).__name__}"
+            f"{field_name} of a selection must be a tuple of strings, not {type(value).__name__}"
         ) from None
     for name in names:
         if not isinstance(name, str):
-            raise ConfigError(f"{field_name} of a selection are strings, not {type(name).__name__}: {name!r}")
+            raise ConfigError(
+                f"{field_name} of a selection must be strings, not {type(name).__name__}: {name!r}"
+            )
     return names
 
 

@@ -155,7 +155,9 @@ class KNNStore(StoreReader):
             ConfigError: if the mode is unknown, a parameter is wrong, or parameters are given for writing.
         """
         if params and mode != "r":
-            raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
+            raise ConfigError(
+                "parameters of the engine can be given only for reading: change them with `knnstore move`"
+            )
         check_mode(mode)
         opened_home = Home.open(home, writing=mode == "a")
         return cls(opened_home, Catalog.open(opened_home.catalog_url), mode, params, copied=copied)

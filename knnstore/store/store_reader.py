@@ -158,7 +158,8 @@ class StoreReader:
         counts = self._counting.get_latest(self.view, selection, _SEARCH_ATTEMPTS)
         if counts is None:
             raise StoreUnavailableError(
-                f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+                f"the store was changed during each of {_SEARCH_ATTEMPTS} attempts to count n-grams; try "
+                "again"
             )
         return counts
 
@@ -250,7 +251,7 @@ class StoreReader:
             where = "" if domain is None else f" in domain {domain!r}"
             domain_names = sorted(self.view().snapshot.domains)
             if domain not in (None, *domain_names):
-                where += f", which is not there; there are: {', '.join(domain_names) or 'none'}"
+                where += f", which does not exist; the domains are: {', '.join(domain_names) or 'none'}"
             raise DocumentNotFoundError(f"no document {id!r}{where}")
         if len(matches) > 1:
             names = ", ".join(document.domain for document in matches)
@@ -502,5 +503,5 @@ class StoreReader:
                     return result
             view = self.view()
         raise StoreUnavailableError(
-            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+            f"the store was changed during each of {_SEARCH_ATTEMPTS} attempts to search it; try again"
         )

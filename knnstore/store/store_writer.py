@@ -75,7 +75,11 @@ class StoreChanges:
         try:
             self.purge()
         except DiskFullError as error:
-            _logger.warning("of what was removed a part still takes space, which goes later: %s", error)
+            _logger.warning(
+                "not all space of removed documents could be freed; the next command that writes frees "
+                "it: %s",
+                error,
+            )
             self._remove_unused_weights()
 
     def take_over(self) -> None:

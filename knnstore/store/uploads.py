@@ -62,7 +62,7 @@ class UploadTarget:
         with ExitStack() as failed:
             datastore: Any = failed.enter_context(adapter.open(self.location, mode="a", **arguments))
             if not takes_uploads(self.location, datastore):
-                raise ConfigError(f"the engine {self.adapter} at {self.location} takes no uploads")
+                raise ConfigError(f"the engine {self.adapter} at {self.location} accepts no uploads")
             failed.pop_all()
         opened: UploadStore = datastore
         return opened

@@ -48,8 +48,8 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
     unsettled = catalog.unsettled()
     if unsettled:
         problems.append(
-            f"{len(unsettled)} documents are half added or half removed: a writer is at work, or the next "
-            "command that writes settles what one has left, as `knnstore repair` does"
+            f"{len(unsettled)} documents are half added or half removed: another process is writing, or was "
+            "interrupted; in that case `knnstore repair`, or the next command that writes, cleans up"
         )
     if isinstance(datastore, SupportsVerify):
         problems += datastore.verify()
@@ -89,7 +89,7 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
         is_sound = False
     if is_sound:
         return None
-    return "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
+    return "the catalog is damaged: the fingerprint of the model is not valid; restore it from a backup"
 
 
 def select_open_positions(leases: Iterable[Lease]) -> IdRanges:
@@ -173,7 +173,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     problems = []
     for rows, problem_text in (
         (damaged, "is damaged in the catalog"),
-        (incomplete, "has lost records or has wrong ones"),
+        (incomplete, "has lost or wrong records"),
         (altered, "has altered keys"),
     ):
         problems += [
@@ -186,10 +186,10 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         orphans, uploaded = orphans[~of_lease], int(of_lease.sum())
         if not lease.is_committed and not Path(lease.folder, PLAN_FILES).is_dir():
             problems.append(
-                f"the folder {lease.folder} of a plan is not found here "
+                f"the folder {lease.folder} of a plan is not on this machine "
                 f"({lease.stop - lease.start:,} reserved positions, {uploaded:,} uploaded records): "
                 f"if no other machine has it, "
-                f"`knnstore plan {lease.folder} --drop` gives the plan up"
+                f"drop the plan with `knnstore plan {lease.folder} --drop`"
             )
     if len(orphans):  # a writer may have added or removed documents since
         for placed in (unsettled, catalog.unsettled()):

@@ -31,8 +31,8 @@ from knnstore.store.selection import EVERYTHING, Selection
 
 _MAX_CACHED = 64
 _LOST_RECORDS = (
-    "the engine has none of the records that the catalog lists: it lost them, or came back without its data; "
-    "restore it, or see `knnstore verify`"
+    "the engine has none of the records that the catalog lists: it lost them, or was started without its "
+    "data; restore its data, or run `knnstore verify`"
 )
 
 
@@ -238,7 +238,7 @@ class View:
         for tokens in _join_texts(self._catalog.texts(selected_rows.tolist()), vocabulary):
             if tokens.max(initial=0) >= vocabulary:
                 raise CatalogError(
-                    "the catalog is damaged: a token is outside the vocabulary; see `knnstore verify`"
+                    "the catalog is damaged: a token is outside the vocabulary; run `knnstore verify`"
                 )
             counts += np.bincount(tokens, minlength=vocabulary)
         counts.setflags(write=False)
@@ -374,7 +374,7 @@ class View:
         """
         if domain not in self.snapshot.domains:
             domain_names = ", ".join(sorted(map(str, self.snapshot.domains))) or "none"
-            raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {domain_names}")
+            raise DomainNotFoundError(f"no domain {domain!r} in the store; the domains are: {domain_names}")
         return self.snapshot.domains[domain]
 
     def _find_rows(self, ids: Collection[str]) -> list[int]:

@@ -238,9 +238,15 @@ def check_holds(store: Datastore, records: Records) -> None:
     order = np.argsort(records.ids)
     stored = read_contents(store)
     assert store.count() == len(records), f"count() is {store.count()}, {len(records)} records are live"
-    np.testing.assert_array_equal(stored.ids, records.ids[order], err_msg="other ids than were stored")
-    np.testing.assert_array_equal(stored.keys, records.keys[order], err_msg="other keys than were stored")
-    np.testing.assert_array_equal(stored.groups, records.groups[order], err_msg="other groups than stored")
+    np.testing.assert_array_equal(
+        stored.ids, records.ids[order], err_msg="the ids are not those that were stored"
+    )
+    np.testing.assert_array_equal(
+        stored.keys, records.keys[order], err_msg="the keys are not those that were stored"
+    )
+    np.testing.assert_array_equal(
+        stored.groups, records.groups[order], err_msg="the groups are not those that were stored"
+    )
 
 
 class KitBase:
@@ -295,7 +301,7 @@ class KitBase:
 def require_get(store: Datastore) -> SupportsGet:
     """Return the store; skip the test if the store has no method `get`, which reads single records."""
     if not isinstance(store, SupportsGet):
-        pytest.skip("it has no get, which is optional")
+        pytest.skip("the adapter has no get, which is optional")
     return store
 
 

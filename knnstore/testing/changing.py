@@ -95,7 +95,9 @@ class AddTests(KitBase):
         """
         store = open_store()
         if not (isinstance(store, SupportsUploads) and store.takes_uploads):
-            pytest.skip("it takes no uploads, which is optional: the commit of a plan adds all keys")
+            pytest.skip(
+                "the adapter accepts no uploads, which is optional: the commit of a plan adds all keys"
+            )
         other = Records(records.ids, round_to_half(records.keys + 64), records.groups + 1)
         records[:100].add_to(store)
         for name, part in (("first", other[:300]), ("second", records[200:]), ("first", other[:300])):
@@ -385,7 +387,7 @@ class RemoveAndIterateTests(KitBase):
         records = make_records(500, self.dim, first_position=0x5A_3C7E_19D2)  # ids like no other number
         with require_persistent(open_store()) as store:
             if not isinstance(store, SupportsVacuum):
-                pytest.skip("it has no vacuum, which is optional")
+                pytest.skip("the adapter has no vacuum, which is optional")
             records.add_to(store)
             store.flush()
             store.delete(records[100:200].cover_positions())

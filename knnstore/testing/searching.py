@@ -303,7 +303,7 @@ def _scatter_distances(visits: list[Visits], records: Records, queries: int) -> 
         strays = [id for id in visit.ids.tolist() if id not in column_of]
         assert not strays, f"visited ids that are not live or not in the filter: {strays[:5]}"
         cell = np.ix_(visit.queries, np.array([column_of[id] for id in visit.ids.tolist()]))
-        assert np.isinf(distances[cell]).all(), "a query meets a record twice"
+        assert np.isinf(distances[cell]).all(), "a query gets a record twice"
         distances[cell] = visit.distances
     return distances
 
@@ -318,7 +318,7 @@ class VisitTests(KitBase):
     def cells(self, metric: Metric, request: pytest.FixtureRequest) -> CellsStore:
         """Return the fixture `store`; an engine without cells skips the test without opening a store."""
         if not hasattr(self.datastore_class, "visit"):
-            pytest.skip("it has no visit, which is optional")
+            pytest.skip("the adapter has no visit, which is optional")
         store: CellsStore = request.getfixturevalue("store")
         return store
 
@@ -361,8 +361,8 @@ class VisitTests(KitBase):
         matched = records.select_matching(where)
         for probes in (1, _ALL_CELLS):
             distances = _scatter_distances(cells.visit(queries, probes, where=where), matched, 10)
-            assert np.isfinite(distances).any(axis=1).all(), "a query visits nothing"
-        assert np.isfinite(distances).all(), "all cells do not hold all records of the groups"
+            assert np.isfinite(distances).any(axis=1).all(), "a query gets no record"
+        assert np.isfinite(distances).all(), "a search of all cells misses records of the groups"
 
     def test_more_probes_add_cells(self, cells: CellsStore, records: Records) -> None:
         """Each additional probe adds records and removes none; the first probe already gives a record.
@@ -374,8 +374,10 @@ class VisitTests(KitBase):
         for probes in range(1, 9):
             visits = cells.visit(queries, probes, where=where)
             is_visited = np.isfinite(_scatter_distances(visits, records[200:260], 10))
-            assert is_visited.any(axis=1).all(), "a query visits nothing"
-            assert (is_visited | ~was_visited).all(), "a further probe takes records away"
+            assert is_visited.any(axis=1).all(), "a query gets no record"
+            assert (is_visited | ~was_visited).all(), (
+                "a query with more probes misses records that it got with fewer"
+            )
             was_visited = is_visited
 
     def test_what_is_gone_is_visited_no_more(self, cells: CellsStore, records: Records) -> None:

@@ -72,7 +72,7 @@ class LifecycleTests(KitBase):
                     )
             for actual in (offered[extra] for extra in offered if extra not in promised):
                 is_optional = actual.kind is actual.VAR_KEYWORD or actual.default is not actual.empty
-                assert is_optional, f"{name}() demands {actual}, which no caller will give"
+                assert is_optional, f"{name}() requires {actual}, which no caller passes"
 
     def test_says_what_it_is(self, open_store: OpenStore, metric: Metric) -> None:
         """`dim` and `metric` are the arguments of `open`, and `capabilities` is a `Capabilities`.
@@ -216,7 +216,9 @@ class LifecycleTests(KitBase):
         If this fails, check that `erase` removes exactly the files that `open` and `add` create, by name.
         """
         if not issubclass(self.datastore_class, SupportsErase):
-            pytest.skip("it has no erase, which is optional: moving away from it leaves the old keys")
+            pytest.skip(
+                "the adapter has no erase, which is optional: a move to another adapter leaves the old keys"
+            )
         with require_persistent(open_store()) as store:
             records.add_to(store)
         foreign_file = Path(location) / "not of the datastore" if isinstance(location, Path) else None
@@ -359,7 +361,10 @@ class DurabilityTests(KitBase):
         """
         adapter = self.datastore_class
         if not issubclass(adapter, SupportsOwner):
-            pytest.skip("it has no owner, which is optional: nothing keeps another store from its keys")
+            pytest.skip(
+                "the adapter has no owner, which is optional: nothing prevents another store from using "
+                "the keys"
+            )
         assert adapter.owner(location, **self.params) is None
         with require_persistent(open_store()) as store:
             records.add_to(store)
@@ -476,7 +481,7 @@ class DurabilityTests(KitBase):
         """Return the problems that `verify` reports; or the error message if the store cannot be opened."""
         try:
             with open_store(mode="r") as store:
-                assert isinstance(store, SupportsVerify), "it has no verify"
+                assert isinstance(store, SupportsVerify), "the adapter has no verify"
                 return store.verify()
         except KnnstoreError as error:
             return [str(error)]

@@ -253,7 +253,9 @@ def test_it_goes_when_one_of_its_documents_goes(lm, substitute, change) -> None:
                 use()
         left = settings_for(elsewhere, phrases)
         assert (left.others, left.mixer) == ({}, FixedLambda(0.25))
-        assert elsewhere.info()["trained"] == ["substitute of phrases: outdated, documents of it are gone"]
+        assert elsewhere.info()["trained"] == [
+            "substitute of phrases: outdated, because documents were removed"
+        ]
     assert not list((store.home.path / "weights").iterdir())
     assert store.verify() == []
 

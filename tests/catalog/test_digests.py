@@ -176,7 +176,7 @@ def test_damaged_settings_are_said_and_dropped(home: Path) -> None:
     (problem,) = problems(home)
     assert "calibrate --reset" in problem
     with KNNStore.open(home, "a") as store:
-        with pytest.raises(CatalogError, match="settings that are saved"):
+        with pytest.raises(CatalogError, match="the settings saved in the catalog are damaged"):
             store.settings()
         store.remove_document("first")
         assert store.settings() is None

@@ -138,7 +138,7 @@ def test_rename(catalog: Catalog, writer: CatalogWriter, document: Make) -> None
     assert sorted(live_ids(catalog)) == ["b", "c", "c"]
     assert catalog.rows(id="c", domain="law") == [a]
     for ids in ({a: "x", b: "x"}, {a: "b"}):
-        with pytest.raises(InputError, match=r"there is a document '[bx]' in its domain already"):
+        with pytest.raises(InputError, match=r"its domain already has a document '[bx]'"):
             writer.rename(ids)
     writer.retire([b])
     with pytest.raises(DocumentNotFoundError):

@@ -233,7 +233,7 @@ def test_many_unusable_rows_are_named_with_what_is_wrong(knnstore, store, notes)
     lines = done.err.splitlines()
     assert lines[1] == "  unusable (8):"
     assert lines[2].startswith(
-        "    notes/rows.jsonl row 1: no 'text'; there is 'body': name the field that is"
+        "    notes/rows.jsonl row 1: no 'text', the fields are 'body': name the field of"
     )
     assert lines[7] == "    3 more"
 

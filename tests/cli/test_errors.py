@@ -16,15 +16,15 @@ BAD = {
     "empty.jsonl": (b"", "empty.jsonl: the file is empty"),
     "blank.md": (b" \n", "blank.md: the text is empty"),
     "binary.txt": (b"GIF89a\x01\x00\x01\x00", "binary.txt: binary data (a NUL byte at 7), not text"),
-    "wide.txt": ("boat".encode("utf-16"), "wide.txt: UTF-16 by its first bytes: save it as UTF-8"),
+    "wide.txt": ("boat".encode("utf-16"), "wide.txt: its first bytes mark it as UTF-16: save it as UTF-8"),
     "latin.txt": (b"caf\xe9", "latin.txt: not UTF-8: byte 0xe9 at 3"),
     "notext.jsonl": (b'{"id": "a", "body": "x"}\n', "notext.jsonl row 1: no 'text'"),
     "rows.jsonl": (b"\n{oops\n", "rows.jsonl row 2: not JSON: Expecting property name"),
     "twice.jsonl": (
         b'{"id": "a", "text": "boat"}\n{"id": "a", "text": "wall"}\n',
-        "twice.jsonl row 2: the id 'a' was already at twice.jsonl row 1",
+        "twice.jsonl row 2: the id 'a' was already used at twice.jsonl row 1",
     ),
-    "image.png": (b"\x89PNG", "image.png: unknown kind of file; accepted are .jsonl"),
+    "image.png": (b"\x89PNG", "image.png: unknown kind of file; accepted kinds are .jsonl"),
 }
 
 
@@ -92,7 +92,7 @@ def test_very_short_and_very_long_documents(knnstore, store):
         ("eval held-out.jsonl --dtype float8", "dtype must be float32, bfloat16 or float16, got 'float8'"),
         ("eval held-out.jsonl --temperature 1e-300", "temperature must be above 0"),
         ("domains --home news.jsonl", "no knnstore at news.jsonl: this is a file, a store is a folder"),
-        ("remove nothing --domain nothing", "'nothing', which is not there; there are: letters, news"),
+        ("remove nothing --domain nothing", "which does not exist; the domains are: letters, news"),
         ("generate x --temperature 1e-300", "--temperature must be 0 or at least 1e-06"),
         ("move --store faiss --location new --param index=" + "a" * 10**5, "faiss: index must be at most 64"),
         ("move --store faiss --location new --param index=IVF999999999,Flat", "with numbers up to 1,048,576"),
@@ -198,7 +198,7 @@ def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):
         opened.save_settings(SavedSettings({"k": 16, "temperature": 2.0, "mixer": gate}))
     refused = knnstore("eval held-out.jsonl")
     assert (refused.status, refused.out) == (1, "")
-    assert re.fullmatch(r"error: \S+ cannot be read .* \(knnstore calibrate\)\n", refused.err)
+    assert re.fullmatch(r"error: \S+ cannot be read .* \(`knnstore calibrate`\)\n", refused.err)
     assert knnstore("eval held-out.jsonl --lambda 0.5").status == 0
     with pytest.raises(CorruptWeightsError):
         library.load(store)

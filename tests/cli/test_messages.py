@@ -47,7 +47,7 @@ def test_messages_are_objects_where_that_is_asked_for(knnstore, store):
 
 REFUSED = [
     ("add doc --domain d", "doc: no such file or folder"),
-    ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text'; there is 'body'"),
+    ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text', the fields are 'body'"),
     ("eval nowhere.jsonl", "nowhere.jsonl: cannot be read"),
     ("eval held-out.jsonl --domain nothing", "no domain 'nothing'"),
     ("eval held-out.jsonl --per-token missing/t.tsv", "missing/t.tsv cannot be written"),
@@ -56,7 +56,7 @@ REFUSED = [
     ("search x --home nowhere", "no knnstore at nowhere"),
     ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
     ("init --home new --model examples/tiny-lm --store nope", "no adapter 'nope'"),
-    ("show x --domain nothing", "no document 'x' in domain 'nothing', which is not there"),
+    ("show x --domain nothing", "no document 'x' in domain 'nothing', which does not exist"),
     (
         "generate x --model-at gone/for/good",
         "the model 'gone/for/good' cannot be loaded: no such folder; ",

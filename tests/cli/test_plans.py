@@ -24,7 +24,7 @@ def test_plan_encode_commit(knnstore, store, monkeypatch):
     assert "shard 0 of" in refused.err
     refused = knnstore("encode plan --upload")
     assert (refused.status, refused.err.count("\n")) == (1, 1)
-    assert "takes no uploads" in refused.err
+    assert "accepts no uploads" in refused.err
     # Workers find their share in the variables of torchrun or of Slurm.
     shutil.move(store, "elsewhere")  # encoding needs no store
     monkeypatch.setenv("RANK", "0")

@@ -260,7 +260,7 @@ def test_a_damaged_index_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptu
         everything = apart(store.visit(queries, 16))
         assert sum(visit.distances.size for visit in everything) == 20 * 4000
         store.search(queries, 5)
-        assert len([record for record in caplog.records if "in memory until optimize" in record.message]) == 1
+        assert caplog.text.count("in memory until `knnstore optimize`") == 1
         store.optimize()
         assert store.verify() == []
         assert len(centers_on_disk(store)) == 1

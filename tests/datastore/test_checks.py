@@ -50,7 +50,7 @@ def test_float64_beyond_float32_is_not_finite():
         ([1, 2, 3], [True, True, True], "groups must be integers, got bool"),
         ([1, -2, 3], [0, 0, 0], "ids must not be negative, got -2"),
         ([1, 2, 3], [0, -7, 0], "groups must not be negative, got -7"),
-        ([5, 9, 5], [0, 0, 0], "id 5 stands twice in one call"),
+        ([5, 9, 5], [0, 0, 0], "id 5 occurs twice in one call"),
         (np.array([1, 2, 2**63], np.uint64), [0, 0, 0], "ids must be below"),
         ([1, 2, 3], [0, 2**31, 0], "groups must be below"),
     ],

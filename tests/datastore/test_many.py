@@ -316,7 +316,7 @@ class TestParts:
             json.dumps({"sha256": sha256(canonical.encode()).hexdigest(), "content": content})
         )
         for mode in ("r", "a"):
-            with pytest.raises(CorruptDatastoreError, match="makes no sense: restore it"):
+            with pytest.raises(CorruptDatastoreError, match="contradicts itself: restore it"):
                 KeySegments(root, DIM, Metric.L2, mode)
 
     def test_a_part_that_is_replaced_while_it_is_read(

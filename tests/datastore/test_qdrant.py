@@ -84,7 +84,7 @@ def test_what_half_precision_cannot_hold_never_becomes_infinite(qdrant_server: A
         store.add(ids, keys, groups)
         greater = keys[3:4].copy()
         greater[0, 0] = 65520
-        with pytest.raises(InvalidVectorError, match=r"65,520, .* float16 ends at 65,504: .* float32"):
+        with pytest.raises(InvalidVectorError, match=r"65,520, .* float16 allows at most 65,504: .* float32"):
             store.add(ids[:1], greater, groups[:1])
         with pytest.raises(InvalidVectorError):
             store.add(ids[:1], -greater, groups[:1])
@@ -166,7 +166,7 @@ def test_api_key(qdrant_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert isinstance(store._points, GrpcPoints)
             store.add(*some(3))
         monkeypatch.setenv("KNNSTORE_QDRANT_URL", server.url)
-        with pytest.raises(ConfigError, match="holds 2 keys and KNNSTORE_QDRANT_URL names 1 servers"):
+        with pytest.raises(ConfigError, match="has 2 keys, but KNNSTORE_QDRANT_URL has 1 servers"):
             QdrantDatastore.open(server.url, dim=DIM, **ports)
 
 
@@ -190,7 +190,7 @@ def test_a_store_gets_no_secret_for_its_server(tmp_path: Path, monkeypatch: pyte
         threading.Thread(target=server.serve_forever).start()
         url = f"http://127.0.0.1:{server.server_port}"
         try:
-            with pytest.raises(ConfigError, match=r"api_key_file .* not read any more: give the key in KNN"):
+            with pytest.raises(ConfigError, match=r"api_key_file .* no longer read: give the key in KNN"):
                 QdrantDatastore.open(url, dim=DIM, mode="r", api_key_file=str(secret))
             assert not heard
             with pytest.raises(DatastoreError, match="refuses the API key"):
@@ -202,7 +202,7 @@ def test_a_store_gets_no_secret_for_its_server(tmp_path: Path, monkeypatch: pyte
             with pytest.raises(DatastoreError, match="refuses the API key"):
                 QdrantDatastore.open(url, dim=DIM, mode="r", api_key_file=str(secret))
             assert b"right" in heard[-1]
-            with pytest.raises(ConfigError, match="api_key_file is not read"):
+            with pytest.raises(ConfigError, match="api_key_file is no longer read"):
                 QdrantDatastore.open(url, dim=DIM, mode="x", api_key_file=str(secret))
         finally:
             server.shutdown()

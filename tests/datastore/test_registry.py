@@ -102,7 +102,7 @@ def test_memory_is_not_replaced_silently(install):
         ("def (", "SyntaxError"),
         ("import broken_vectors.part", "broken_vectors"),
         ("", "AttributeError"),
-        ("class Broken:\n    def add(self): ...", r"no Datastore: it lacks open, .*search"),
+        ("class Broken:\n    def add(self): ...", r"is not a Datastore: it lacks open, .*search"),
     ],
 )
 def test_broken_plug_in_harms_no_other(install, source, reason):
@@ -151,7 +151,7 @@ def test_of_two_copies_the_first_on_the_path_counts(install, tmp_path):
     install("twice-vectors", "twice = twice_vectors:B", "B = 1")
     sys.path.insert(1, str(again))
     try:
-        with pytest.raises(AdapterLoadError, match="no Datastore"):
+        with pytest.raises(AdapterLoadError, match="is not a Datastore"):
             registry.load("twice")
     finally:
         sys.path.remove(str(again))

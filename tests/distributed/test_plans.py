@@ -460,9 +460,9 @@ def test_a_plan_whose_folder_is_lost_is_named_and_can_be_dropped(workshop: Works
     shutil.rmtree(workshop.folder.path)
     (problem,) = workshop.problems()
     assert problem == (
-        f"the folder {workshop.folder.path} of a plan is not found here ({plan.tokens:,} reserved positions, "
-        "0 uploaded records): if no other machine has it, "
-        f"`knnstore plan {workshop.folder.path} --drop` gives the plan up"
+        f"the folder {workshop.folder.path} of a plan is not on this machine "
+        f"({plan.tokens:,} reserved positions, 0 uploaded records): if no other machine has it, "
+        f"drop the plan with `knnstore plan {workshop.folder.path} --drop`"
     )
     with KNNStore.open(workshop.home, "a") as store:
         assert store.repair() == [problem]  # the folder may be on a disk that comes back
@@ -565,7 +565,7 @@ def test_every_step_may_be_killed_and_is_then_repeated(
         work = write_keys
     assert killed_at(place, work)
     problems = workshop.problems()
-    assert [("is not found here" in of, "half added" in of) for of in problems] == (
+    assert [("is not on this machine" in of, "half added" in of) for of in problems] == (
         [(True, False)] * (place in WITHOUT_PLAN) + [(False, True)] * (place in HALF_ADDED)
     )
     is_published = place in ("catalog.publish.after", "commit.after")

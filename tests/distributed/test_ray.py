@@ -136,7 +136,7 @@ def test_an_error_is_one_line_and_the_same_call_continues(tmp_path: Path) -> Non
         stranger / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(PlanError, match=r"^[^\n]+; the same call continues$"):
+    with pytest.raises(PlanError, match=r"^[^\n]+; run the same call again to continue$"):
         add(dataset, workshop.home, domain="news", model=str(stranger))
     assert workshop.ids() == set()
     assert add(dataset, workshop.home, domain="news").documents == len(DOCUMENTS)

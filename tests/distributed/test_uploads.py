@@ -345,9 +345,9 @@ def test_a_plan_whose_folder_is_lost_is_named_and_can_be_dropped(workshop: Serve
     workshop.folder.remove()
     (problem,) = workshop.problems()
     assert problem == (
-        f"the folder {workshop.folder.path} of a plan is not found here ({plan.tokens:,} reserved positions, "
-        f"{records:,} uploaded records): if no other machine has it, "
-        f"`knnstore plan {workshop.folder.path} --drop` gives the plan up"
+        f"the folder {workshop.folder.path} of a plan is not on this machine "
+        f"({plan.tokens:,} reserved positions, {records:,} uploaded records): if no other machine has it, "
+        f"drop the plan with `knnstore plan {workshop.folder.path} --drop`"
     )
     with KNNStore.open(workshop.home, "a") as store:
         assert store.repair() == [problem]  # the folder may be on a disk that comes back
@@ -397,7 +397,7 @@ def test_wrong_servers_and_engines_are_refused(workshop: ServerWorkshop, tmp_pat
     plan = embedded.plan()
     assert plan is not None
     assert plan.target is None
-    with pytest.raises(ConfigError, match="takes no uploads"):
+    with pytest.raises(ConfigError, match="accepts no uploads"):
         encode_shards(embedded.folder, upload=True)
 
 
@@ -416,7 +416,7 @@ def test_no_key_of_the_server_is_in_the_folder(
     assert len(files) > 3
     assert not any(b"s3cret" in file.read_bytes() for file in files)
     monkeypatch.delenv("KNNSTORE_QDRANT_API_KEY")
-    with pytest.raises(DatastoreError, match="refuses the API key, or misses it"):
+    with pytest.raises(DatastoreError, match="refuses the API key, or got none"):
         workshop.upload()
     monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "s3cret-key")
     workshop.upload()

@@ -229,9 +229,11 @@ def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> No
 
 def test_a_store_is_made_where_there_can_be_one(model_path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is the address of a server, and this engine keeps files"):
+    with pytest.raises(
+        ConfigError, match="is the address of a server, but this engine keeps its keys in a folder"
+    ):
         knnstore.create("home", model_path, location="http://localhost:6333")
     if os.geteuid() == 0:  # others are told that they may not
-        with pytest.raises(ConfigError, match="no folder can be made in /proc: choose another --home"):
+        with pytest.raises(ConfigError, match="no folder can be created in /proc: choose another --home"):
             knnstore.create("/proc/home", model_path)
     assert not list(tmp_path.iterdir())

@@ -153,7 +153,7 @@ def test_a_source_is_metadata_for_other_models() -> None:
     document = TextDocument.from_row({"id": 1, "text": "a", "source": "web"})
     assert (document.source, document.metadata) == (None, {"source": "web"})
     assert document.content_hash == TextDocument("1", "a").content_hash
-    with pytest.raises(InputError, match="another 'source' than the pair"):
+    with pytest.raises(InputError, match="field 'source' is not the source of the pair"):
         TextDocument("1", "a", {"source": "web"}, source="b")
 
 

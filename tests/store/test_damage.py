@@ -202,7 +202,7 @@ def test_a_folder_in_place_of_what_a_store_hangs_on_is_named(filled, home, name)
     (home / name).unlink(missing_ok=True)
     (home / name).mkdir()
     for mode in ("r", "a"):
-        with pytest.raises(KnnstoreError, match=rf"{name}.* (is damaged|is no file)"):
+        with pytest.raises(KnnstoreError, match=rf"{name}.* (is damaged|is not a file)"):
             KNNStore.open(home, mode)
 
 
@@ -221,7 +221,7 @@ def test_a_size_that_no_file_of_a_store_has_is_not_read(filled, home, name) -> N
 def test_a_format_that_is_none_is_no_newer_one(filled, home, written) -> None:
     file = home / "knnstore.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": written}))
-    with pytest.raises(KnnstoreError, match=r"knnstore\.json is damaged: it names no format"):
+    with pytest.raises(KnnstoreError, match=r"knnstore\.json is damaged: it has no valid format number"):
         KNNStore.open(home)
 
 

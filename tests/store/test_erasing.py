@@ -204,7 +204,7 @@ def test_a_move_that_is_unfinished_holds_nothing_back(tmp_path: Path) -> None:
         assert "elsewhere" in str(seen(gone, home))
         assert store.erase(progress=said).unreached == ()
         is_whole(store, "a")
-    assert "giving up what is left of a move: faiss at elsewhere" in said.lines
+    assert "deleting what a move has left behind: faiss at elsewhere" in said.lines
     assert seen(gone, home) == {}
 
 
@@ -286,7 +286,9 @@ def test_a_reader_without_end_is_named_and_nothing_is_lost(
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM knnstore_documents").fetchall()
             store.remove_document("id-b")
-            with pytest.raises(StoreUnavailableError, match=r"catalog\.db without an end.*then erase again"):
+            with pytest.raises(
+                StoreUnavailableError, match=r"keeps reading .*catalog\.db, so .*then erase again"
+            ):
                 store.erase()
         store.erase()
         is_whole(store, "a")
@@ -387,7 +389,10 @@ def test_old_keys_that_could_not_be_erased_are_named(
         with monkeypatch.context() as broken:
             broken.setattr(QdrantDatastore, "erase", fail)
             unreached = store.erase().unreached
-        assert f"qdrant at {qdrant_server.url}: nobody answers; the next writer tries again" in unreached
+        assert (
+            f"qdrant at {qdrant_server.url}: nobody answers; the next command that writes tries again"
+            in unreached
+        )
     with KNNStore.open(home, "a") as store:
         is_whole(store, "a")
     assert seen(gone, tmp_path) == {}

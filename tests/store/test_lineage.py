@@ -49,7 +49,7 @@ def test_a_document_removed_takes_them_with_it(store, writer, fitted) -> None:
     assert whole(store) == {("law",)}
     assert store.info()["trained"] == [
         "rows of law: ready",
-        "rows of the whole store: outdated, documents of it are gone",
+        "rows of the whole store: outdated, because documents were removed",
     ]
     store.remove_document("a")
     assert whole(store) == set()
@@ -91,7 +91,8 @@ def test_a_killed_removal_is_finished_by_the_next_writer(store, fitted, home, ki
     assert killed_at(moment, remove)
     with KNNStore.open(home) as reader:
         assert reader.info()["trained"] == ["rows of " + name for name in (
-            "law: outdated, documents of it are gone", "the whole store: outdated, documents of it are gone",
+            "law: outdated, because documents were removed",
+            "the whole store: outdated, because documents were removed",
         )]  # fmt: skip
     with KNNStore.open(home, "a") as again:
         assert whole(again) == set()
@@ -138,7 +139,10 @@ def test_settings_fitted_on_text_that_was_stored_go_with_it(store, writer, caplo
     writer.add("law", "b")  # another text in its place
     assert store.settings(("law",)) is None
     assert store.settings().query == {"k": 8}
-    assert "the settings calibrated for law were fitted on text that is removed" in caplog.text
+    assert (
+        "the settings calibrated for law were deleted, because documents to which they were fitted"
+        in caplog.text
+    )
 
 
 def test_text_that_is_stored_twice_is_not_removed_with_one(store, writer) -> None:

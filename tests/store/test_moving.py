@@ -215,7 +215,7 @@ def test_where_the_engine_removes_nothing_the_user_is_told(store, writer, engine
     writer.add("law", "1")
     assert store.move("odd", "a").left is None
     left = store.move("faiss", "b").left
-    assert left == "the adapter odd removes nothing; odd at a is yours to delete"
+    assert left == "the adapter odd cannot delete keys; delete odd at a yourself"
     assert (home / "a" / "records.npz").exists()
     assert not (home / "move.json").exists()
 
@@ -237,7 +237,10 @@ def test_old_keys_that_cannot_be_erased_now_are_erased_by_a_later_writer(
     writer.add("law", "1")
     store.move("odd", "a")
     down.touch()
-    assert store.move("faiss", "b").left == "store unavailable: no answer; the next writer tries again"
+    assert (
+        store.move("faiss", "b").left
+        == "store unavailable: no answer; the next command that writes tries again"
+    )
     assert store.info()["unfinished_move"] is None
     store.close()
     KNNStore.open(home, "a").close()  # which must not fail for it
@@ -262,7 +265,7 @@ def test_what_an_unreachable_engine_keeps_blocks_no_other_move(store, writer, en
     store.move("faiss", "b")
     said = Said()
     assert store.move("faiss", "c", progress=said).left is None
-    assert said.lines == ["remove what is left at odd at a yourself: no answer"]
+    assert said.lines == ["delete what is left at odd at a yourself: no answer"]
 
 
 def test_a_place_that_holds_something_is_refused_and_stays_as_it_is(store, writer, home, tmp_path) -> None:
@@ -303,7 +306,7 @@ def test_an_interrupted_move_goes_on_with_what_was_added_and_removed_since(store
         before, said = answers(again), Said()
         moved = again.move("faiss", "elsewhere", progress=said)
         assert (moved.records, moved.copied) == (100, 50)
-        assert said.lines == ["100 of 100 records are there already"]
+        assert said.lines == ["100 of 100 records are already copied"]
         assert said.units == 50 + 100  # copied, compared
         same(answers(again), before)
         assert again.verify() == []

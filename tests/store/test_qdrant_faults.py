@@ -226,7 +226,7 @@ def test_a_server_that_lost_its_data(tmp_path: Path, qdrant_server: Any, kind: s
                 KNNStore.open(tmp_path / "home", "a")
             return
         documents = reader.documents()
-        assert len([problem for problem in reader.verify() if "has lost records" in problem]) == 3
+        assert len([problem for problem in reader.verify() if "has lost or wrong records" in problem]) == 3
         with KNNStore.open(tmp_path / "home", "a") as store:
             for document in documents:
                 store.remove_document(document.id, domain=document.domain)

@@ -151,7 +151,7 @@ def test_removing_documents_and_domains_leaves_nothing_of_them(store, writer) ->
     found = store.search(writer.keys["news", "3"], 100)
     assert set(tokens_of(found.ids[found.ids >= 0])) <= set(writer.tokens["law", "2"])
     assert store.verify() == []
-    with pytest.raises(DomainNotFoundError, match="there are: law"):
+    with pytest.raises(DomainNotFoundError, match="the domains are: law"):
         store.remove_domain("news")
     with pytest.raises(DocumentNotFoundError):
         store.remove_document("1")

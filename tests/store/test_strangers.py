@@ -69,7 +69,9 @@ def test_a_catalog_elsewhere_is_written_only_where_the_user_names_it(
     shutil.move(filled / "catalog.db", tmp_path / "mine.db")
     lead(filled, elsewhere)
     KNNStore.open(filled).close()
-    with pytest.raises(ConfigError, match=r"a catalog outside of it, .*mine\.db: .* KNNSTORE_CATALOG"):
+    with pytest.raises(
+        ConfigError, match=r"the catalog of .* is outside of that folder, .*mine\.db: .* KNNSTORE_CATALOG"
+    ):
         KNNStore.open(filled, "a")
     before = (tmp_path / "mine.db").read_bytes()
     done = CliRunner().invoke(app, ["db", "upgrade", "--home", str(filled)])

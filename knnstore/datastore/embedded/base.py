@@ -121,8 +121,8 @@ class EmbeddedDatastore(ABC):
         """
         if "://" in str(location):
             raise ConfigError(
-                f"{location} is the address of a server, and this engine keeps files: name a folder, or an "
-                "engine with a server (--store qdrant)"
+                f"{location} is the address of a server, but this engine keeps its keys in a folder: give a "
+                "folder, or choose an engine with a server (--store qdrant)"
             )
         return read_owner(Path(location))
 

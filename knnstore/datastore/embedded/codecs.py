@@ -236,7 +236,7 @@ def checked_kind(kind: object) -> str:
     """
     if kind == "int8" or (isinstance(kind, str) and _PRODUCT.fullmatch(kind)):
         return str(kind)
-    raise ConfigError(f"codes must be int8, or pq and a number of bytes, as pq32, got {kind!r}")
+    raise ConfigError(f"codes must be int8, or pq and a number of bytes such as pq32, got {kind!r}")
 
 
 def code_size(kind: str, dim: int) -> int:

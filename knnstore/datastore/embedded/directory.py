@@ -114,8 +114,8 @@ def read_owner(root: Path) -> str | None:
         raise DatastoreError(f"cannot read {path}: {error.strerror}") from error
     if digest != _hash_owner(owner):
         raise CorruptDatastoreError(
-            f"{path}, which says whose the keys are, is damaged: restore it from a backup, or remove it if "
-            "you know that they are this store's; keys outside the home then need "
+            f"{path}, which names the store that owns the keys, is damaged: restore it from a backup, or "
+            "remove it if the keys belong to this store; keys outside the store's folder then need "
             "`knnstore repair --take-over`"
         )
     return owner

@@ -242,7 +242,7 @@ class GroupIndex:
                 raise
             problem = str(error)
         self._damaged.add(file)
-        _log.warning("%s (its keys are searched exactly until optimize builds it again)", problem)
+        _log.warning("%s (its keys are searched exactly until `knnstore optimize` builds it again)", problem)
         return None
 
 

@@ -423,7 +423,7 @@ def _check_value(condition: object) -> None:
 
 def _make_invalid_error(path: Path) -> CorruptDatastoreError:
     """Return, without raising it, the error for a file whose hash is right but whose values are invalid."""
-    return CorruptDatastoreError(f"{path} makes no sense: restore it from a backup")
+    return CorruptDatastoreError(f"{path} contradicts itself: restore it from a backup")
 
 
 def _list_fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class MappedFile:
         try:
             return open_file(self.path)
         except NoFileError as error:
-            raise self._make_damage_error("is no file") from error
+            raise self._make_damage_error("is not a file") from error
 
     def _make_damage_error(self, problem: str) -> CorruptDatastoreError:
         """Return, without raising it, an error whose message is the file's path and `problem`."""

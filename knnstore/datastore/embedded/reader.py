@@ -30,7 +30,7 @@ from knnstore.errors import (
 
 _log = logging.getLogger(__name__)
 
-_DERIVED = "it is derived from the keys: the next `knnstore add`, `optimize` or `repair` makes it again"
+_DERIVED = "it is derived from the keys: the next `knnstore add`, `optimize` or `repair` builds it again"
 _NO_ROWS = IdRanges()
 
 Group = tuple[Segment, ...]
@@ -191,7 +191,7 @@ class SegmentReader:
         if read_digests(self.root / entry.digests, entry.keys) is None:
             problems.append(f"{self.root / entry.digests} is missing or damaged; {_DERIVED}")
         if entry.index and (problem := self._find_problem(entry.index.file)):
-            problems.append(f"{problem}; until then they are searched exactly; {_DERIVED}")
+            problems.append(f"{problem}; {_DERIVED}; until then its keys are searched exactly")
         return problems
 
     def _find_problem(self, file: StoredFile) -> str | None:

@@ -137,7 +137,8 @@ def convert_damage_errors() -> Iterator[None]:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CatalogError(
-            "settings that are saved in the catalog are damaged: restore it from a backup, or calibrate anew"
+            "the settings saved in the catalog are damaged: restore the catalog from a backup, or "
+            "calibrate again"
         ) from error
 
 
@@ -176,7 +177,7 @@ def drop_damaged_settings(writer: "CatalogWriter") -> None:
     damaged = writer.catalog.damaged_settings()
     if damaged:
         writer.drop_settings(damaged)
-        _logger.warning("saved settings were damaged, and are dropped: calibrate again")
+        _logger.warning("saved settings were damaged and have been deleted: calibrate again")
 
 
 def drop_settings_of_removed(writer: "CatalogWriter") -> None:
@@ -199,7 +200,7 @@ def drop_settings_of_removed(writer: "CatalogWriter") -> None:
             writer.save_settings(domains, remaining.payload())
         if settings.calibration and not remaining.calibration:
             _logger.warning(
-                "the settings calibrated for %s were fitted on text that is removed, and go with it: "
-                "calibrate again",
+                "the settings calibrated for %s were deleted, because documents to which they were "
+                "fitted were removed: calibrate again",
                 ", ".join(domains) or "the whole store",
             )

@@ -145,7 +145,9 @@ def find_file_problem(folder: Path, name: str) -> str | None:
         ConfigError: if `name` is not the name of a file of weights.
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
+        raise ConfigError(
+            f"{name!r} is not the name of a file of weights, which must be <SHA-256>.safetensors"
+        )
     reason = "is damaged"
     try:
         if name_file(read_file(folder / name)) == name:
@@ -153,7 +155,8 @@ def find_file_problem(folder: Path, name: str) -> str | None:
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     return (
-        f"{folder / name} {reason}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
+        f"{folder / name} {reason}: restore it from a backup, or fit its component again "
+        "(`knnstore calibrate`)"
     )
 
 

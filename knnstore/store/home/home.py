@@ -151,7 +151,7 @@ class Home:
             reason = error.strerror if isinstance(error, NoFileError) else error
             raise ConfigError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
         if not isinstance(format_number, int) or format_number < 1:
-            raise ConfigError(f"{folder / DESCRIPTION} is damaged: it names no format")
+            raise ConfigError(f"{folder / DESCRIPTION} is damaged: it has no valid format number")
         if format_number != FORMAT:
             raise ConfigError(
                 f"{folder} has format {format_number}, this package reads {FORMAT}: upgrade knnstore"
@@ -199,8 +199,8 @@ class Home:
         parsed = parse_url(user_url)
         if without_password(parsed) != without_password(url):
             raise ConfigError(
-                f"the store's catalog is {mask_password(url)}, {CATALOG_VARIABLE} names another: "
-                f"{mask_password(parsed)}"
+                f"the store's catalog is {mask_password(url)}, but {CATALOG_VARIABLE} names another, "
+                f"{mask_password(parsed)}: unset it, or choose the store of that catalog with --home"
             )
         return parsed
 

@@ -128,16 +128,16 @@ class Place:
         mount = find_mount(folder)
         if mount is not None:
             raise NotOwnerError(
-                f"{mount} is mounted inside the keys at {self.location}, so its files may be another "
-                "store's: unmount it, and put the files themselves there"
+                f"{mount} is mounted inside the keys' folder, {self.location}, so its files may belong to "
+                "another store: unmount it, and copy the files into the folder"
             )
         home = find_home_around(folder, self.home.path)
         if home is None and claim is not None and "://" not in claim.shown:  # a bind mount has no such parent
             home = find_home_with(folder, Path(claim.shown).parent, self.home.path)
         if home is not None:
             raise NotOwnerError(
-                f"the keys at {self.location} are inside the store {home}, which uses them: give this one "
-                "keys of its own with `knnstore move`"
+                f"the keys at {self.location} are inside another store, {home}, which uses them: copy them "
+                "for this store with `knnstore move`"
             )
 
     def _compare_claim(self, claim: Owner | None) -> KeyOwner:
@@ -188,22 +188,23 @@ class Place:
         """
         if key_owner is KeyOwner.OTHER_STORE:
             raise NotOwnerError(
-                f"the keys at {self.location} belong to another store: give this one its own back from a "
-                "backup, or make a new one with `knnstore init`"
+                f"the keys at {self.location} belong to another store: restore the keys of this store from a "
+                "backup, or make a new store with `knnstore init`"
             )
         if key_owner is KeyOwner.OTHER_COPY and not copied:
             advice = (
-                "take the keys over with `knnstore repair --take-over`, else give this one keys of its own "
-                "with `knnstore move`"
+                "claim the keys for this store with `knnstore repair --take-over`, otherwise copy them "
+                "for this store with `knnstore move`"
             )
             if claim is None or not claim.database:
                 raise NotOwnerError(
-                    f"the keys at {self.location} are not inside {self.home.path}, and nothing beside them "
-                    f"says that {self.owner.shown!r} wrote them: if no other store uses them, {advice}"
+                    f"the keys at {self.location} are not inside {self.home.path}, and they are not "
+                    f"marked as the keys of {self.owner.shown!r}: if no other store uses them, {advice}"
                 )
             raise NotOwnerError(
-                f"the keys at {self.location} are written by {claim.shown!r}, and {self.owner.shown!r} is "
-                f"another copy of that store, or was moved: if the first is gone, {advice}"
+                f"the keys at {self.location} belong to {claim.shown!r}, and {self.owner.shown!r} is a "
+                "copy of that store, or the same store after it was moved: if the first no longer exists, "
+                f"{advice}"
             )
         return key_owner
 
@@ -267,8 +268,8 @@ class Place:
         if not datastore.capabilities.persistent:
             datastore.close()
             raise ConfigError(
-                f"{self.engine.adapter} keeps nothing after the process ends, so a store cannot stand on it: "
-                "choose another store, or use the adapter directly"
+                f"{self.engine.adapter} keeps nothing after the process ends, so a store cannot use it: "
+                "choose another adapter with --store, or use this one without a store"
             )
         return datastore
 
@@ -332,11 +333,11 @@ class Place:
         adapter = self._adapter_class
         key_owner = self.find_owner()
         if key_owner in (KeyOwner.OTHER_STORE, KeyOwner.OTHER_COPY):
-            return f"the keys there are not this home's; {self} stays as it is"
+            return f"the keys belong to another store or copy; {self} is not deleted"
         if key_owner is KeyOwner.NOBODY and self.saves_claims and not self.is_empty():
-            return f"no store has claimed the keys there; {self} is yours to delete"
+            return f"no store is marked as the owner of the keys; delete {self} yourself"
         if not issubclass(adapter, SupportsErase):
-            return f"the adapter {self.engine.adapter} removes nothing; {self} is yours to delete"
+            return f"the adapter {self.engine.adapter} cannot delete keys; delete {self} yourself"
         self._check_folder()
         adapter.erase(self.location, **self.engine.params)
         failpoint("move.erased")
@@ -354,7 +355,9 @@ class Place:
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             pass  # who needs it says so
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the keys cannot be at {str(self.folder)[:100]}: {error.args[-1]}") from error
+            raise ConfigError(
+                f"the keys cannot be stored at {str(self.folder)[:100]}: {error.args[-1]}"
+            ) from error
         check_folder(self.folder)
 
 

@@ -217,8 +217,8 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
             continue
         if links > 1:
             raise ConfigError(
-                f"{path} has a second name (a hard link), so what is written in {home} changes another store "
-                "or backup too: replace it by a copy of it, made with `cp`"
+                f"{path} has a second name (a hard link), so a change in {home} also changes another store "
+                "or backup: replace the file by a copy, made with `cp`"
             )
 
 
@@ -246,9 +246,9 @@ def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
         inside = path.resolve().is_relative_to(within.resolve())
         if inside and (stat.S_ISREG(status.st_mode) or (folders and stat.S_ISDIR(status.st_mode))):
             return
-        wanted = "is neither a file nor a folder" if folders else "is no file"
+        wanted = "is neither a file nor a folder" if folders else "is not a file"
         kind = wanted if inside else "leads out of its folder"
-    raise ConfigError(f"{path} {kind}: a store is followed to nothing of the kind; put the file itself there")
+    raise ConfigError(f"{path} {kind}, so a store may not use it: put the file itself there")
 
 
 def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writing: bool) -> None:
@@ -267,22 +267,24 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
             option that is not allowed, see `_ALLOWED_OPTIONS`; or a password for a server is set in the
             environment (PGPASSWORD or PGPASSWORD_FILE), and PGHOST does not name the URL's server.
     """
-    meant = f"if that is meant, set {CATALOG_VARIABLE} to this URL"
+    meant = f"if you want that, set {CATALOG_VARIABLE} to this URL"
     if url.get_backend_name() == "sqlite":
         inside = Path(url.database or "").resolve().is_relative_to(home.resolve())
         if url.query or (writing and not inside):
-            raise ConfigError(f"{home} leads to a catalog outside of it, {mask_password(url)}: {meant}")
+            raise ConfigError(
+                f"the catalog of {home} is outside of that folder, {mask_password(url)}: {meant}"
+            )
         return
     strange = sorted(url.query.keys() - _ALLOWED_OPTIONS)
     if strange:
         raise ConfigError(
-            f"{home} names a catalog with the option {strange[0]!r}, {mask_password(url)}: {meant}"
+            f"the catalog of {home} has the option {strange[0]!r}, {mask_password(url)}: {meant}"
         )
     hosts = {url.host or "", *_split_hosts(url.query.get("host", ""))} - {""}
     variable = find_secret_variable(PASSWORD_VARIABLE, environment)
     if variable and not hosts <= _split_hosts(environment.get("PGHOST", "")):
         raise ConfigError(
-            f"{home} has its catalog at {mask_password(url)}, and nothing says that {variable} is for that "
+            f"the catalog of {home} is at {mask_password(url)}, and {variable} may be for another "
             f"server: set PGHOST to {','.join(sorted(hosts))}, or unset {variable}"
         )
 

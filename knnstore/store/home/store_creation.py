@@ -101,9 +101,11 @@ def _create_and_lock(folder: Path) -> int:
             pass
         except BlockingIOError:
             os.close(lock)
-            raise LockedError(f"another process is just making a store, in {folder}: wait for it") from None
+            raise LockedError(
+                f"another process is creating a store in {folder}: wait until it ends"
+            ) from None
         os.close(lock)
-    raise ConfigError(f"no folder can be made in {folder.parent}: choose another --home")
+    raise ConfigError(f"no folder can be created in {folder.parent}: choose another --home")
 
 
 def _create_folder(folder: Path) -> None:
@@ -121,7 +123,7 @@ def _create_folder(folder: Path) -> None:
         names = {"a file"}
     if folder.is_symlink() or (names and names.isdisjoint({LOCK, CREATION_FILE})):
         raise ConfigError(
-            f"{folder}, where the store is to be made, holds what knnstore did not leave there: move it away"
+            f"{folder}, which is needed to create the store, was not made by knnstore: move it away"
         )
 
 
@@ -193,7 +195,9 @@ def make_store(
         ConfigError: if the folder has other files, or an argument cannot be used.
     """
     if identity.vocab_size > TOKEN_LIMIT:
-        raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
+        raise ConfigError(
+            f"the vocabulary has {identity.vocab_size} tokens; a store can have at most {TOKEN_LIMIT}"
+        )
     if projection is not None:
         identity = replace(identity, projection=projection.name)
     folder = path.resolve()  # a relative path may name the folder that is replaced
@@ -275,7 +279,7 @@ def _check_absent(folder: Path) -> None:
     if (folder / DESCRIPTION).exists():
         raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
     if exists_and_is_not_empty(folder):
-        raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
+        raise ConfigError(f"{folder} exists and is not an empty folder; choose another --home")
 
 
 def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
@@ -299,7 +303,9 @@ def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
     if keys.is_relative_to(home.path):
         return None
     if keys.is_relative_to(folder):
-        raise ConfigError(f"{keys} is in the home: give its place there, as in --location keys")
+        raise ConfigError(
+            f"{keys} is inside the store: give the path relative to the store, such as --location keys"
+        )
     return f"{engine.adapter} {keys}"
 
 

@@ -101,7 +101,7 @@ def transfer(
     found_distances = target.search(queries, nearest.k).distances
     recall = float((found_distances <= nearest.bounds()[:, None]).mean())
     if target.capabilities.exact_search and recall < 1:
-        raise DatastoreError(f"the copy does not find the nearest records: {GIVE_UP}")
+        raise DatastoreError(f"a search in the copy does not find the nearest records: {GIVE_UP}")
     return Transferred(records, copied, recall, nearest.k, target.capabilities.codes)
 
 
@@ -122,7 +122,7 @@ def _copy_missing(
     """
     present = target.count()
     if present:
-        progress.say(f"{min(present, total):,} of {total:,} records are there already")
+        progress.say(f"{min(present, total):,} of {total:,} records are already copied")
     progress.start("copying", total=max(0, total - present), unit="rec")
     sample_rows = np.unique(np.linspace(0, total - 1, min(_QUERIES, total)).astype(np.int64))
     sample: list[Keys] = [np.empty((0, target.dim), np.float32)]

@@ -72,16 +72,16 @@ class MovePlan:
             source, target = Engine(**content["source"]), Engine(**content["target"])
             plan = cls(content["store_id"], source, target, bool(content["made"]))
             if not all(isinstance(name, str) for e in (source, target) for name in (e.adapter, e.location)):
-                raise TypeError("an engine is named by what is no text")
+                raise TypeError("the name of an adapter or a location is not a string")
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{path} is damaged; remove it, and the copy that it was for: {error}"
+                f"{path} is damaged; remove it and the unfinished copy of the keys: {error}"
             ) from error
         if plan.store_id != store_id:
             raise ConfigError(
-                f"{path} is of another store: remove it; what is at {target.location!r} stays as it is"
+                f"{path} belongs to another store: remove it, but not the keys at {target.location!r}"
             )
         return plan
 

@@ -89,7 +89,7 @@ class Relocation:
             has_switched = plan is not None and plan.target == self._current.engine
             return self._erase_leftover(plan) if plan is not None and has_switched else None
         except (KnnstoreError, OSError) as error:
-            return f"{error}; the next writer tries again"
+            return f"{error}; the next command that writes tries again"
 
     def finish_or_warn(self) -> None:
         """Erase the old keys that a move has left after its switch; log a warning if they cannot be erased.
@@ -99,7 +99,7 @@ class Relocation:
         MovePlan.remove_temporary_file(self._home)
         reason = self.finish()
         if reason:
-            _logger.warning("what is left of a move stays: %s", reason)
+            _logger.warning("the old keys of a move were not deleted: %s", reason)
 
     def abandon(self) -> Engine | None:
         """Give up an unfinished move of the keys, if the store does not use the new engine yet.
@@ -116,7 +116,7 @@ class Relocation:
             return None
         reason = self._erase_leftover(plan)
         if reason:
-            _logger.warning("the unfinished copy stays: %s", reason)
+            _logger.warning("the unfinished copy was not deleted: %s", reason)
         return plan.target
 
     def erase_leftovers(self, progress: Progress) -> list[str]:
@@ -132,7 +132,7 @@ class Relocation:
         plan = self._read_plan()
         if plan is None:
             return []
-        progress.say(f"giving up what is left of a move: {self._get_leftover(plan)}")
+        progress.say(f"deleting what a move has left behind: {self._get_leftover(plan)}")
         return _format_leftover(self._get_leftover(plan), self._erase_leftover(plan))
 
     def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
@@ -220,8 +220,8 @@ class Relocation:
             altered = source_checksums.find_differing(stored)
             if altered:
                 raise CorruptDatastoreError(
-                    f"keys of {format_document_names(self._catalog, altered)} were altered: remove and add "
-                    f"again what `knnstore verify` names; {GIVE_UP}"
+                    f"keys of {format_document_names(self._catalog, altered)} were altered: remove the "
+                    f"documents that `knnstore verify` names, and add them again; {GIVE_UP}"
                 )
             lost_records = int(snapshot.records.sum()) - transferred.records
             if lost_records > 0:
@@ -297,7 +297,7 @@ class Relocation:
         if folder is not None and old is not None and folder.is_relative_to(old):
             problem = "is where the keys are now"
         elif folder is not None and exists_and_is_not_empty(folder):
-            problem = "holds something already"
+            problem = "is not empty"
         if problem is not None:
             raise DatastoreExistsError(f"{place.location} {problem}; choose another --location")
         place.check_free()
@@ -319,7 +319,7 @@ class Relocation:
             problem = str(error)
             MovePlan.delete(self._home)
         if problem:
-            progress.say(f"remove what is left at {self._get_leftover(plan)} yourself: {problem}")
+            progress.say(f"delete what is left at {self._get_leftover(plan)} yourself: {problem}")
 
     def _erase_leftover(self, plan: MovePlan) -> str | None:
         """Erase the copy of a move, or the old keys if the store already uses the copy.
@@ -360,7 +360,8 @@ def _check_has_keys(engine: Engine) -> None:
     """Raise ConfigError if the engine is that of a store without keys, which cannot be moved."""
     if engine.is_keyless:
         raise ConfigError(
-            "a store keeps keys or none from its beginning on: make another one and add the documents to it"
+            "a store without keys cannot get keys, nor the reverse: make another store and add the "
+            "documents to it"
         )
 
 

@@ -89,8 +89,8 @@ def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) 
         names = format_document_names(catalog, snapshot.rows[lost_documents].tolist())
         raise CorruptDatastoreError(
             f"{message_start}: records of {names} are lost "
-            f"({parts[0].problem.partition(': ')[0]}); remove and add again what `knnstore verify` names, or "
-            "restore a backup"
+            f"({parts[0].problem.partition(': ')[0]}); remove the documents that `knnstore verify` names, "
+            "and add them again, or restore a backup"
         )
 
 

@@ -50,7 +50,7 @@ def test_a_substitute_is_trained_and_measured_and_goes_with_its_documents(knnsto
     assert both == without, "of the store's gain alone"
     assert knnstore("info --json").json["trained"] == ["substitute of news: ready"]
     knnstore("remove n-17")
-    outdated = ["substitute of news: outdated, documents of it are gone"]
+    outdated = ["substitute of news: outdated, because documents were removed"]
     assert knnstore("info --json").json["trained"] == outdated
     measured = knnstore("research eval-substitute held-out.jsonl --domain news")
     assert "was trained on documents" in measured.err
