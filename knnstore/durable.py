@@ -141,7 +141,7 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NoFileError(errno.EINVAL, "is no file", str(path))
+        raise NoFileError(errno.EINVAL, "is not a file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

@@ -372,7 +372,7 @@ class Sides:
 
 
 def _check_content(store: KNNStore, texts: Sequence[TextDocument]) -> None:
-    """Stop the program if a store has other documents than `texts`, e.g. of a larger part that was run before.
+    """Stop the program if a store has other documents than `texts`, e.g. those of a larger part.
 
     Stores grow from part to part, so a part whose results were deleted needs a new store.
     """

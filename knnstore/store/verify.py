@@ -89,7 +89,7 @@ def _find_fingerprint_problem(fingerprint: str) -> str | None:
         is_sound = False
     if is_sound:
         return None
-    return "the catalog is damaged: the fingerprint of the model is not valid; restore it from a backup"
+    return "the catalog is damaged: the model's fingerprint is invalid; restore the catalog from a backup"
 
 
 def select_open_positions(leases: Iterable[Lease]) -> IdRanges:
