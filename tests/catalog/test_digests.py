@@ -196,4 +196,4 @@ def test_a_damaged_fingerprint_that_an_upgrade_found_is_said(tmp_path: Path) -> 
         identity = Identity("model", fingerprint, "0" * 64, "none", 1, "l2", 1000, 16, 8)
         KNNStore.create(tmp_path / str(number), identity, store="none").close()
         (problem,) = problems(tmp_path / str(number))
-        assert "the fingerprint of the model" in problem
+        assert "the model's fingerprint is invalid" in problem
