@@ -158,6 +158,8 @@ def test_what_cannot_be_drafted_is_written_without(lm, made) -> None:
         {"generation_config": GenerationConfig(num_beams=2, max_new_tokens=3)},
         {**several, "logits_processor": [TopKLogitsWarper(3)]},
         {**several, "repetition_penalty": 1.3},
+        {**several, "encoder_repetition_penalty": 1.3},
+        {**several, "encoder_no_repeat_ngram_size": 3},
         {**several, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])},
     ):
         given = {"input_ids": ids[:1], "pad_token_id": 2, "max_new_tokens": 3, **options}

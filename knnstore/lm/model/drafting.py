@@ -55,6 +55,13 @@ _UNSUPPORTED_IN_BATCHES = (
 )  # fmt: skip
 """Options of `generate` that drafts of several texts support only if they are None, because they see all
 texts after each token. In a batch, some texts are longer than others."""
+_SUPPORTED_VALUES_IN_BATCHES: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1, 1.0),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+}
+"""Options of `generate` whose logits processors hold a tensor with a row for each text, so that they cannot
+process one text of a batch; each with the values that switch the processor off."""
 _NOT_CROPPABLE = "the model's cache cannot remove tokens"
 
 
@@ -89,7 +96,7 @@ def find_reason_against_drafts(model: Any, args: tuple[Any, ...], options: Mappi
         return "the model's attention counts the columns of its cache, which padding and several texts change"
     if mask is not None and not bool(mask[:, -1].all()):
         return "the prompt is padded on the right"
-    in_batches = {"repetition_penalty": (None, 1, 1.0)} if len(prompt) > 1 else {}  # it counts the texts
+    in_batches = _SUPPORTED_VALUES_IN_BATCHES if len(prompt) > 1 else {}
     for name, supported in {**_SUPPORTED_VALUES, **in_batches}.items():
         value = options.get(name, getattr(config, name, None))
         if value not in supported:
