@@ -1,6 +1,7 @@
 """Counts of n-grams: against dictionaries, whatever was added, replaced, removed or selected before."""
 
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -136,6 +137,19 @@ def test_the_last_token_of_an_end_has_the_probability_that_it_has_in_the_text(
             ends = [text[-order:] for text in texts_so_far]
             places = np.array([whole.firsts[row] + at - 1 for row, at in some])
             np.testing.assert_array_equal(compute_last_probs(counts, ends, order), whole.gold(places, order))
+
+
+def test_kept_probabilities_count_as_memory_of_the_counts():
+    """Otherwise counts of many small selections are kept far beyond the limit of their cache."""
+    tokens = np.random.default_rng(0).integers(0, 5000, 3000)
+    counts = NGramCounts(SortedText.of([tokens.astype(np.uint32)], np.zeros(1, np.int64), 5001), 5000)
+    before = counts.nbytes
+    tracemalloc.start()
+    for stop in range(7, 2007):
+        compute_last_probs(counts, [tuple((tokens[stop - 7 : stop] + 1).tolist())], 7)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.5 * taken < counts.nbytes - before < 1.5 * taken
 
 
 @settings(max_examples=50, deadline=None)

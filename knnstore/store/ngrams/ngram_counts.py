@@ -15,6 +15,8 @@ from knnstore.store.ngrams.ranked_bits import Places, RankedBits
 from knnstore.store.ngrams.suffix_array import DEPTH, END, SortedText, Symbols
 
 Flags = NDArray[np.bool_]
+_BYTES_OF_END = 384
+"""Bytes that an entry of `NGramCounts.probs_of_ends` takes: a tuple of 7 integers and a float (measured)."""
 
 
 class Discounts(NamedTuple):
@@ -88,10 +90,11 @@ class NGramCounts:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the object takes in memory, including the sorted documents."""
+        """Number of bytes in memory, including the sorted documents and the kept probabilities."""
         arrays: list[NDArray[Any]] = [self._last, self._bounds, self.unigrams]
         bits = self._new.nbytes + self._continued.nbytes
-        return self.text.nbytes + bits + sum(one.nbytes for one in arrays)
+        kept = sum(map(len, list(self.probs_of_ends.values())))  # a list, because threads may add orders
+        return self.text.nbytes + bits + sum(one.nbytes for one in arrays) + _BYTES_OF_END * kept
 
     def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
         """Return the range of the suffix array that contains all occurrences of each symbol.
