@@ -308,6 +308,18 @@ def test_gaps_change_nothing_where_they_are_allowed():
         assert torch.allclose(plain, found, atol=1e-5) == is_allowed
 
 
+def test_gaps_are_refused_where_they_would_fill_the_mask_of_the_model():
+    """GPT-Neo without local layers: the mask has as many columns as the model has positions."""
+    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_position_embeddings": 16}
+    config = CONFIG_MAPPING["gpt_neo"](vocab_size=101, attention_types=[[["global"], 1]], **shape)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    mask = torch.ones((1, 20), dtype=torch.int64)
+    mask[:, 4:10] = 0
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        model(torch.full((1, 20), 5), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    assert not allows_gaps(model)
+
+
 def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
     prompt = Prompt(
         (*lm.reader.prefix, *lm.reader.tokens("The harbour, the harbour, the harbour").tolist()), 1

@@ -105,7 +105,8 @@ def allows_gaps(model: Any) -> bool:
 
     In a gap, the number of columns between two tokens differs from the difference of their positions. This
     changes the predictions if the attention counts columns: sliding windows and chunks, local layers
-    (GPT-Neo), and a model that takes no positions (MPT, whose biases follow the columns).
+    (GPT-Neo, whose mask also has no more columns than the model has positions), and a model that takes no
+    positions (MPT, whose biases follow the columns).
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -113,6 +114,6 @@ def allows_gaps(model: Any) -> bool:
             type(layer) in (cache_utils.DynamicLayer, DummyLayer)
             for layer in cache_utils.DynamicCache(config=config).layers
         )
-        and "local" not in getattr(config, "attention_layers", ())
+        and not hasattr(config, "attention_layers")
         and "position_ids" in inspect.signature(model.forward).parameters
     )
