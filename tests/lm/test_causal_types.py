@@ -10,6 +10,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import knnstore
 from knnstore import KNNSettings
+from knnstore.errors import ConfigError
+from knnstore.server.engine import Engine
+from knnstore.server.engine.prompts import has_first_position_zero
 
 TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "knnstore"]
 
@@ -251,6 +254,7 @@ def live_through(name: str, tokenizer: Any, folder: Any) -> None:
         written = lm.base.generate(prompt, **options)
         assert torch.equal(lm.generate(prompt, knn=NOTHING, **options), written)
         continued = lm.generate(prompt, knn=NEAREST, **options)
+        assert has_first_position_zero(lm.base) == (name not in OTHER_POSITIONS)
         if name not in OTHER_POSITIONS:
             assert continued.tolist() == [[0, 5, 6, 7, 8, 9, 10, 11, 12]]
         lm.save_pretrained(folder / "saved")
@@ -281,3 +285,13 @@ def test_every_type_of_causal_model_lives_through_it(name: str, tokenizer, tmp_p
 
 def test_the_lists_name_types_that_there_are() -> None:
     assert {*QUICK, *IN_CI, *CHANGES, *OTHER_POSITIONS, *LEFT_OUT} <= {*TYPES}
+
+
+def test_the_server_refuses_a_model_whose_first_position_is_not_zero(tokenizer, tmp_path) -> None:
+    build("roberta").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with (
+        knnstore.create(tmp_path / "home", tmp_path / "model", tokenizer=tokenizer, max_length=32) as lm,
+        pytest.raises(ConfigError, match="counts positions from the number of its padding token"),
+    ):
+        Engine(lm, lambda _: NOTHING)

@@ -18,7 +18,7 @@ from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.pairs import PairBatch, make_generation_rules
-from knnstore.server.engine.prompts import PromptState, has_attention_only
+from knnstore.server.engine.prompts import PromptState, has_attention_only, has_first_position_zero
 from knnstore.server.engine.rows import Piece, Row, TokenScore, build_prompt_scores, find_end_tokens
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
@@ -60,7 +60,8 @@ class Engine:
             is also called after a turn that had no step but started a text or ran a part of a job.
 
     Raises:
-        ConfigError: if the model's cache cannot be padded, so that several texts cannot share a batch.
+        ConfigError: if the model's cache cannot be padded, so that several texts cannot share a batch; or if
+            the model's first position is not 0.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class Engine:
         if not has_attention_only(lm.base):
             raise ConfigError(
                 "this model cannot be served: it keeps a recurrent state, which does not allow padding"
+            )
+        if not has_first_position_zero(lm.base):
+            raise ConfigError(
+                "this model cannot be served: it counts positions from the number of its padding token, as "
+                "RoBERTa does"
             )
         self._lm = lm
         self._settings_of = settings_of

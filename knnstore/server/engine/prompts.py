@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Embedding
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -207,3 +208,17 @@ def has_attention_only(model: Any) -> bool:
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in layers)
+
+
+def has_first_position_zero(model: Any) -> bool:
+    """Check whether a model gives the first token of a text the position 0.
+
+    RoBERTa and the models that follow it begin after the number of the padding token. Their learned positions
+    are an embedding with a padding entry.
+    """
+    return not any(
+        name.endswith("position_embeddings")
+        and isinstance(module, Embedding)
+        and module.padding_idx is not None
+        for name, module in model.named_modules()
+    )
