@@ -114,7 +114,9 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query, approximately in large groups.
+        """Find the k nearest records of each query.
+
+        In large groups (numbered sets of records, such as a domain) the search is approximate.
 
         Args:
             queries: query vectors, shape (q, dim), finite.

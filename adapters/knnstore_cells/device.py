@@ -206,7 +206,13 @@ class DeviceKeys:
         measure(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
 
     def _make_records(self, middle: Tensor, metric: Metric) -> Records:
-        """Return all records in the form that `knnstore_cells.device_search` needs; see `measure`."""
+        """Return all records with norms and tokens, ready for the comparison in `device_search.measure`.
+
+        Args:
+            middle: vector that is subtracted from keys and queries before they are compared, shape (dim,). It
+                is replaced by zeros for another metric than L2.
+            metric: the distance.
+        """
         device = self._values.device
         decode = self._decode if self.is_coded else Tensor.float
         norms = [torch.empty(0, device=device)]

@@ -433,9 +433,9 @@ class GraphIndex:
             fetched: number of nearest nodes to fetch from the graph for each query.
 
         Returns:
-            Row numbers of the segment (in `ids`) and distances, each of shape (q, k), nearest first. Each
-            missing neighbor has row number -1 and distance +inf. A query that reaches fewer than `fetched`
-            nodes of the graph has only missing neighbors.
+            Neighbors with distances and with row numbers of the segment as `ids`, each of shape (q, k),
+            nearest first. Each missing neighbor has row number -1 and distance +inf. hnswlib refuses a query
+            that reaches fewer than `fetched` nodes of the graph; all its neighbors are missing.
         """
         vectors = queries
         if self._metric is Metric.IP:

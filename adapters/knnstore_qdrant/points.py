@@ -86,9 +86,9 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
     """Convert ranges of record ids to a condition with ranges of positions and single ids.
 
     A record id encodes a position (the number of a token in the store) and a token. If a range contains all
-    ids of a position, the condition has the position. At its two ends, a range may contain only some ids of a
-    position; the condition lists these ids. If they are more than `_LISTED_IDS`, the condition lists only
-    those of stored points, which `read_ids` reads.
+    ids of a position, the condition selects the position. At its two ends, a range may contain only some ids
+    of a position; the condition lists these ids. If there are more than `_LISTED_IDS` of them, `read_ids`
+    reads which of them are stored, and the condition lists only these.
 
     Args:
         ranges: the ranges; no ranges give a condition that selects nothing.

@@ -49,8 +49,8 @@ def encode_shards_in_processes(
 ) -> None:
     """Encode all shards of a plan in several processes, and wait until all processes have ended.
 
-    The number of threads that torch uses in this process is divided among the processes. Does nothing if all
-    shards are complete and, with `upload`, uploaded.
+    The number of threads that torch uses in this process is divided among the processes. No process is
+    started if all shards are complete; with `upload` they must also be uploaded.
 
     Args:
         folder: folder of the plan.

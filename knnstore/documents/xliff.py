@@ -117,10 +117,10 @@ class _XliffParser(UnitParser):
         return bool(path) and path[-1] in _UNITS
 
     def _make_units(self) -> Iterator[TranslationUnit]:
-        """Yield a `TranslationUnit` for each segment of the unit that has ended.
+        """Yield a pair of texts (`TranslationUnit`) for each segment of the element that was just read.
 
-        Each has the metadata of the unit too. A segment without a target gets an empty text in the target's
-        language, so that reading it as a document raises an error.
+        Each pair has the metadata of the unit too. A segment without a target gets an empty text in the
+        target's language, so that reading it as a document raises an error.
         """
         for number, segment in enumerate(self._segments, 1):
             if self._file_languages["target"] and len(segment.languages) < 2:

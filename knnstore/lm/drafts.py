@@ -101,7 +101,9 @@ class Drafts:
             self._log_cautions[self._source] += _LEARNING * error
 
     def _find_candidates(self, text: NDArray[np.int64], most: int, *, is_paused: bool) -> list["_Candidate"]:
-        """Return the drafts of at most `most` tokens that the sources have; at most one of each source.
+        """Return the drafts for the next tokens: at most one from each source, each of at most `most` tokens.
+
+        The sources are the text itself, where it repeats itself, and the stored texts.
 
         Args:
             text: all tokens so far, shape (n,).

@@ -405,7 +405,7 @@ class Serving:
 
         Args:
             text_or_ids: the prompt as text or as token ids.
-            param: the field of the request that an error names.
+            param: name of the request's field, for the error message.
 
         Raises:
             ApiError: 400 if the prompt has no token, is too long, or has tokens that the model does not have.
@@ -429,7 +429,7 @@ class Serving:
 
         Args:
             text_or_ids: the source as text, or as the token ids that the encoder reads.
-            param: the field of the request that an error names.
+            param: name of the request's field, for the error message.
 
         Raises:
             ApiError: 400 if the source is empty, is too long, or has tokens that the model does not have.
@@ -501,7 +501,7 @@ class Serving:
         Args:
             characters: number of characters of the text.
             tokens: largest number of tokens that the text may have.
-            param: the field of the request that an error names.
+            param: name of the request's field, for the error message.
 
         Raises:
             ApiError: 400 if the text has more than `tokens` × L characters, where L is the length of the
@@ -520,7 +520,7 @@ class Serving:
 
         Args:
             tokens: token ids.
-            param: the field of the request that an error names.
+            param: name of the request's field, for the error message.
 
         Raises:
             ApiError: 400 if a token is missing. The message names the first missing token.
@@ -543,7 +543,7 @@ class Serving:
         Args:
             prompt: the prompt.
             max_tokens: largest number of tokens to generate.
-            param: the field of the request that an error names.
+            param: name of the request's field, for the error message.
 
         Raises:
             ApiError: 400 if the prompt and the continuation are too long together.

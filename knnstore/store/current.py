@@ -96,8 +96,8 @@ class Current:
         A copied store is a store whose folder was copied from another store, its original.
 
         Raises:
-            NotOwnerError: if the keys are inside another store's folder, or a file system is mounted inside
-                the keys.
+            NotOwnerError: if the folder of the keys is inside another store's folder, or a file system is
+                mounted inside it.
         """
         place = self.place(self.engine)
         place.check_may_take_over()

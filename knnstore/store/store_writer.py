@@ -283,7 +283,8 @@ class StoreChanges:
     def save_weights(self, weights: Weights) -> str:
         """Write fitted weights durably to a file, and return the file's name.
 
-        No saved settings name the file yet. This object keeps it until it saves settings that do.
+        No saved settings refer to the file yet. It is not deleted as unused until this object has saved
+        settings that refer to it.
         """
         name = save_weights(self._home.weights, weights)
         self._new_weights.add(name)

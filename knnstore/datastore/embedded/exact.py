@@ -331,10 +331,9 @@ class ExactIndex:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
     def _move_rows(self, rows: IdRanges) -> None:
-        """Move rows of the matrix directly behind its first `_rows` rows, and add their number to `_rows`.
+        """Move rows of the matrix to the end of the rows in use, and count them in `_rows`.
 
-        The first `_rows` rows are the rows in use. Rows are moved in chunks, because source and target may
-        overlap.
+        The first `_rows` rows are in use. Rows are moved in chunks, because source and target may overlap.
 
         Args:
             rows: row numbers as ranges, ascending, none below `_rows`.
@@ -365,9 +364,9 @@ class ExactIndex:
                 setattr(self, name, new_array)
 
     def _append_segment(self, segment: Segment) -> None:
-        """Append the keys and ids of a segment's live records to the matrix, which has room for them.
+        """Append the centered keys, norms and ids of a segment's live records to the matrix.
 
-        Live records are neither deleted nor replaced.
+        Live records are the records that are neither deleted nor replaced. The caller has made room for them.
 
         Args:
             segment: immutable set of records.

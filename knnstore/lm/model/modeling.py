@@ -384,9 +384,9 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
 
         Args:
             inputs: arguments of the base model. Arguments that it does not accept are left out.
-            text: the texts among the arguments.
+            text: the arguments that describe the texts: token ids or embeddings, mask and positions.
             cache: the KV cache of earlier tokens, None for no cache.
-            labels: target token of each position as the loss function takes them; None for no loss.
+            labels: target tokens, in the form that the base model's loss function expects; None for no loss.
             logits_to_keep: number of last positions to predict from (0 means all), or indices of positions.
             knn: settings of this call, or a sequence with the settings of each row; None uses ``self.knn``.
             return_dict: False returns a tuple.
@@ -510,9 +510,10 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
             text_mask: 0 where a new position is padding, shape (b, t); needed only if attention_mask does not
                 have two dimensions. `generate` passes it.
             return_dict: False returns a tuple.
-            cache: the KV cache of earlier tokens. This model adds a layer with the texts so far, which keys
-                of several states, n-grams and the continuous cache need. If the settings use any of the
-                three, a cache that another model has filled raises an error.
+            cache: the KV cache of earlier tokens. This model adds a layer with the texts so far. Three things
+                need these texts: keys that are made of several hidden states, n-grams, and the continuous
+                cache (keys of the same text). With any of the three, a cache that another model has filled
+                raises an error.
             **kwargs: further arguments of the base model, and ``num_items_in_batch`` for the loss.
 
         Returns:

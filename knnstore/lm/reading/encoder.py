@@ -348,9 +348,9 @@ class Encoder:
     def _stops_at_keys(self) -> bool:
         """True if a forward pass that stops at the keys computes the same keys as a full pass.
 
-        The first use runs both passes on 8 tokens and compares their keys. For a model that accelerate has
-        placed on devices (`hf_device_map`), the value is always False, because layers that accelerate moves
-        to the device would stay on it after a stopped pass.
+        The first use runs both passes on 8 tokens and compares their keys. The value is always False for a
+        model that the library Accelerate has placed on devices (`hf_device_map`). Accelerate moves layers to
+        the device during a pass, and after a stopped pass they would stay there.
         """
         ids = torch.arange(8, device=self.model.device)[None]
         source = Source.make_probe(self.model, 1)

@@ -86,13 +86,13 @@ def keys(lm: ReadingModel, text: str) -> Keys:
 
 
 def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> TextNeighbors:
-    """Return the records that a search with keys retrieves for each token of a text.
+    """Search with the key of each token of a text, and return the retrieved records.
 
     Args:
         lm: the model.
         text: the text.
-        knn: settings of this call; default ``lm.knn``. If the settings have `probes`, a number of cells
-            (groups of records with near keys), all records of the nearest cells are returned.
+        knn: settings of this call; default ``lm.knn``. Settings with `probes` search that many cells (groups
+            of records with near keys); then all records of these cells are returned.
     """
     settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
     parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_record_ids=True))

@@ -446,10 +446,11 @@ class Admission:
         self._paces.adjust(chunks[0].waiting.task.knn, tokens, time.perf_counter() - began)
 
     def _start_texts(self, room: int) -> int:
-        """Start the texts (continuations) of the prompts that are completely read.
+        """Start the texts (continuations) of prompts whose prefill is complete.
 
-        A task starts no further text while its client is slow (`Ticket.is_behind`). A task is removed from
-        the waiting tasks when all its texts are started, or when a text fails to start.
+        A task is a request with one or more prompts. A task starts no further text while its client is slow
+        (`Ticket.is_behind`). A task is removed from the waiting tasks when all its texts are started, or when
+        a text fails to start.
 
         Args:
             room: number of texts that may be started. A text that generates no tokens does not count.
