@@ -216,7 +216,7 @@ def convert_disk_error(error: object, path: str) -> KnnstoreError | None:
     # An immutable connection on a full disk also reports SQLITE_READONLY.
     if name.startswith("SQLITE_READONLY") and is_read_only(Path(path).parent):
         return ReadOnlyError(
-            f"{path} cannot be written: it is on a read-only medium, or you have no permission"
+            f"{path} cannot be written: it is on a read-only file system, or you have no permission"
         )
     if name.startswith(("SQLITE_READONLY", "SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")):
         return DiskFullError(f"{path} cannot be written, the disk is full: free some space and try again")

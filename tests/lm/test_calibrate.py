@@ -157,7 +157,7 @@ def test_settings_are_not_judged_by_the_text_that_they_were_fitted_to(lm):
 @pytest.mark.slow
 def test_one_long_file_is_enough(lm):
     text = " ".join(document.text for document in documents(RNG, PHRASES, "part", 24))
-    with pytest.raises(InputError, match="or 2,000 in fewer documents"):
+    with pytest.raises(InputError, match="or 2,000 tokens in fewer documents"):
         lm.calibrate([text[: len(text) // 2]])
     found = lm.calibrate([text], max_k=16)
     assert (found.record.documents, found.record.tokens) == (1, 24 * 108)

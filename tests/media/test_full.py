@@ -212,7 +212,7 @@ def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, 
     full.fill()
     said = steps.refused("add", home, "x", ["a"], N)
     assert "adding 1,000 tokens needs" in said
-    assert f" bytes at {home} and " in said
+    assert f" bytes at {home}, but only " in said
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def test_it_can_be_read(engine, disk, steps) -> None:
 def test_commands_that_write_say_what_it_is(home, steps) -> None:
     subprocess.run(["mount", "-o", "remount,ro", "none", home.parent], check=True)
     for arguments in WRITING:
-        assert "read-only medium" in steps.refused("command", *arguments, "--home", home)
-    assert "read-only medium" in steps.refused("create", home.parent / "new", "faiss")
+        assert "read-only file system" in steps.refused("command", *arguments, "--home", home)
+    assert "read-only file system" in steps.refused("create", home.parent / "new", "faiss")
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_another_model_or_tokenizer_an_impossible_option_a_missing_home_and_a_wr
         "FingerprintMismatchError: the store was made with the model",
         "FingerprintMismatchError: the store was made with the tokenizer",
         "FingerprintMismatchError: the store was made with the tokenizer",
-        "ConfigError: adapters (--enable-lora)",
+        "ConfigError: LoRA adapters (--enable-lora)",
         "ConfigError: a store needs the tokens of each prompt",
         "StoreNotFoundError",
         "ConfigError: KNNSTORE_ON_ERROR is fail or fallback, got 'ignore'",
@@ -120,5 +120,5 @@ def test_the_server_prints_one_line(home, vllm_python) -> None:
         env=vllm_environment(home),
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("knnstore: adapters (--enable-lora)")
+    assert done.stderr.splitlines()[-1].startswith("knnstore: LoRA adapters (--enable-lora)")
     assert "Traceback" not in done.stderr
