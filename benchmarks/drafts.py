@@ -202,7 +202,7 @@ def measure_together(lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int) 
 def measure_served(
     home: Path, files: dict[str, list[str]], domain: str, count: int
 ) -> dict[str, dict[str, float]]:
-    """Let a server continue the beginnings by a line, with the model alone and the domain in turn."""
+    """Measure the first line from a server: the domain's processor seconds ÷ the model's, median over texts."""
     ticks = os.sysconf("SC_CLK_TCK")
 
     def ask(model: str, prompt: str) -> float | None:

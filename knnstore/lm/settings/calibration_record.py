@@ -16,7 +16,7 @@ STALE_GONE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """How much generated continuations repeat themselves, as means over the continuations."""
+    """Measured repetition of generated continuations; each figure is a mean over the continuations."""
 
     of: str
     """Source of the continuations: "text" (the documents), "model" (the model alone), "all" (all components

@@ -21,10 +21,9 @@ class Draft(NamedTuple):
     tokens: NDArray[np.int64]
     """Tokens from the place on, int64, at most the requested number; empty if no place was found."""
     shares: NDArray[np.float64]
-    """How often stored documents agree with each token of `tokens`, 0 to 1, same shape.
+    """Share of stored places that continue with each token of `tokens`, 0 to 1, same shape.
 
-    Of the places with the text's last tokens and all earlier tokens of the draft, the share that continue
-    with this token. 0 from where only one place is left, and after the first `DEPTH` tokens.
+    Only places with the text's last tokens and all earlier tokens of the draft count. The share is 0 from where only one place is left, and after the first `DEPTH` tokens.
     """
 
 
