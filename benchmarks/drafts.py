@@ -202,7 +202,7 @@ def measure_together(lm: KNNLMForCausalLM, prompts: list[list[int]], rows: int) 
 def measure_served(
     home: Path, files: dict[str, list[str]], domain: str, count: int
 ) -> dict[str, dict[str, float]]:
-    """Measure the first line from a server: the domain's processor seconds ÷ the model's, median over texts."""
+    """Measure the first line from a server: processor seconds with the domain ÷ those of the model alone."""
     ticks = os.sysconf("SC_CLK_TCK")
 
     def ask(model: str, prompt: str) -> float | None:

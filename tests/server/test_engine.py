@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import knnstore
 from knnstore import KNNSettings, Selection
-from knnstore.lm import CacheSettings, NGramSettings, likelihoods
+from knnstore.lm import CacheSettings, Drafts, NGramSettings, likelihoods
 from knnstore.lm.reading import allows_gaps
 from knnstore.server.engine import (
     Engine,
@@ -239,6 +239,10 @@ def test_texts_together_are_drafted_and_each_is_what_it_would_be_alone(lm, monke
         lengths.add(tuple(map(len, drafts)))
         return drafts
 
+    learned = []
+    monkeypatch.setattr(
+        Drafts, "learn", lambda _, drafted, accepted, cost: learned.append((drafted, accepted))
+    )
     monkeypatch.setattr(batch, "propose_together", propose)
     steps: list[Observed] = []
     engine = Engine(lm, SETTINGS.__getitem__, max_rows=len(tasks), observe=steps.append)
@@ -252,6 +256,9 @@ def test_texts_together_are_drafted_and_each_is_what_it_would_be_alone(lm, monke
     assert 30 < sum(step.accepted for step in steps) < sum(step.drafted for step in steps)
     saved = sum(map(len, expected)) - len(tasks) - sum(step.rows for step in steps)
     assert saved == sum(step.accepted for step in steps)
+    assert np.sum(learned, axis=0).tolist() == [
+        sum(step.drafted for step in steps), sum(step.accepted for step in steps)
+    ]  # fmt: skip
 
 
 def test_a_string_that_ends_one_text_of_a_batch_ends_it_within_a_draft(lm, monkeypatch):

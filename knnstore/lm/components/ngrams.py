@@ -98,8 +98,8 @@ class Continuation(NamedTuple):
     unigrams: Tensor | None = None
     """Distribution of the rest over the vocabulary, float32, shape (v,); None if there is no rest."""
     history: Tensor | None = None
-    """Smoothed mean log-probability that n-grams gave to the last 8 and the last 64 tokens of each context, float32,
-    shape (n, 2); see `compute_history`. None if no gate needs it."""
+    """Smoothed mean log-probability that n-grams gave to the last 8 and the last 64 tokens of each context,
+    float32, shape (n, 2); see `compute_history`. None if no gate needs it."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":
@@ -165,8 +165,8 @@ class TargetContinuation(NamedTuple):
     """The longest suffix (end) of each context that occurs in the counted text: its length in tokens, its
     count, and the number of different next tokens; zeros if no suffix occurs. int64, shape (n, 3)."""
     history: Tensor | None = None
-    """Smoothed mean log-probability that n-grams gave to the last 8 and the last 64 tokens of each context, float32,
-    shape (n, 2); see `compute_history`. None for n-grams of the text itself."""
+    """Smoothed mean log-probability that n-grams gave to the last 8 and the last 64 tokens of each context,
+    float32, shape (n, 2); see `compute_history`. None for n-grams of the text itself."""
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":

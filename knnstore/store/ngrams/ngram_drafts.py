@@ -23,7 +23,8 @@ class Draft(NamedTuple):
     shares: NDArray[np.float64]
     """Share of stored places that continue with each token of `tokens`, 0 to 1, same shape.
 
-    Only places with the text's last tokens and all earlier tokens of the draft count. The share is 0 from where only one place is left, and after the first `DEPTH` tokens.
+    Only places with the text's last tokens and all earlier tokens of the draft count. The share is 0 from
+    where only one place is left, and after the first `DEPTH` tokens.
     """
 
 
