@@ -100,7 +100,7 @@ class CellSums:
         self._nearest_of_pair = _flatten_pairs([some.distances.amin(2) for some in self._cells], device)
         nearest = self._compute_nearest(self._nearest_of_pair)
         self._finite_nearest = nearest.where(nearest.isfinite(), 0)
-        self._weights: dict[float, Tensor] = {}
+        self._target_shares: dict[float, Tensor] = {}
         self._device = targets.device
         self.nearest = nearest[:-1].to(self._device)
         """Distance of the nearest record, float32, shape (n,); +inf if there is none."""
@@ -179,13 +179,8 @@ class CellSums:
         If a temperature is half of another one, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing
         if `weights` has a column for each token of the vocabulary.
         """
-        if self._vocabulary is not None:
-            return
-        gaps = self._compute_gaps()
-        for temperature, sums in self._iterate_sums(set(temperatures) - self._weights.keys()):
-            self._weights[temperature] = self._compute_target_shares(
-                self._finite_nearest.new_tensor([temperature]), sums, gaps
-            )
+        if self._vocabulary is None:
+            self._prepare_target_shares(temperatures)
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """Compute the records' probability of the target token and of all other tokens, or of every token.
@@ -205,7 +200,7 @@ class CellSums:
                 own, self._sum_chains([own], [[1.0]])[0][0], self._compute_gaps()
             )
         self.prepare([float(temperature)])
-        return self._weights[float(temperature)]
+        return self._target_shares[float(temperature)]
 
     def target_weights(self, temperatures: Tensor) -> Tensor:
         """Compute the probability of each target token by the records, at m temperatures.
@@ -216,8 +211,8 @@ class CellSums:
         Returns:
             Float32, shape (n, m); 0 for a query that searched no cell (group of records).
         """
-        self.prepare(temperatures.tolist())
-        return torch.stack([self._weights[one][:, 0] for one in temperatures.tolist()], 1)
+        self._prepare_target_shares(temperatures.tolist())
+        return torch.stack([self._target_shares[one][:, 0] for one in temperatures.tolist()], 1)
 
     @property
     def is_ranked(self) -> bool:
@@ -267,6 +262,14 @@ class CellSums:
             sums.view(-1).index_add_(0, at.flatten(), of_each.flatten())
         sums = sums[:-1]
         return sums.div_(sums.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).to(self._device)
+
+    def _prepare_target_shares(self, temperatures: Iterable[float]) -> None:
+        """Compute and keep the results of `_compute_target_shares` for these temperatures."""
+        gaps = self._compute_gaps()
+        for temperature, sums in self._iterate_sums(set(temperatures) - self._target_shares.keys()):
+            self._target_shares[temperature] = self._compute_target_shares(
+                self._finite_nearest.new_tensor([temperature]), sums, gaps
+            )
 
     def _iterate_sums(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
         """Yield each temperature with sums of exp(-d/T) for each pair of a query and a cell.
