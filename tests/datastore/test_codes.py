@@ -52,6 +52,14 @@ def test_codes_are_of_near_keys_and_survive_their_bytes(kind: str, dim: int) -> 
         np.testing.assert_allclose(there, here, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_keys_give_no_codes_and_no_keys_again(kind: str) -> None:
+    codec = fit_codec(kind, clustered(300))
+    codes = codec.encode(clustered(0))
+    assert codes.shape == (0, codec.size)
+    assert codec.decode(codes).shape == (0, DIM)
+
+
 def test_a_codec_of_one_key_gives_it_back() -> None:
     key = clustered(1)
     codec = fit_codec("pq6", key)

@@ -215,7 +215,9 @@ class ProductCodec(Codec):
             Approximations of ``keys @ rotation``, float32, shape (n, width).
         """
         # `take` copies rows three times as fast as an index does.
-        entries: Keys = self._entries.take(codes[:, 1:] + self._offsets, axis=0).reshape(len(codes), -1)
+        entries: Keys = self._entries.take(codes[:, 1:] + self._offsets, axis=0).reshape(
+            len(codes), self.centers.shape[1]
+        )
         entries += self.centers.take(codes[:, 0], axis=0)
         return entries
 
