@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import DistributionComponent, KNNSettings, settings_for, settings_from_dict, settings_to_dict
-from knnstore.lm.components import NGramSettings, registry
+from knnstore.lm.components import DistributionFitting, NGramSettings, registry
 from knnstore.lm.components.distribution import Places
 from tests.lm.phrases import words
 from tests.server.conftest import Server
@@ -41,6 +42,7 @@ class TitleWords(DistributionComponent):
 ENTRY_POINTS = "[knnstore.components]\ntitle = title_words:TitleWords\n"
 RNG = np.random.default_rng(11)
 LAM = 0.4
+LAMBDAS = np.linspace(0, 1, 101).tolist()
 
 
 def titled(count: int, name: str) -> list[dict[str, str]]:
@@ -136,6 +138,31 @@ def test_it_is_fitted_saved_and_loaded(lm, networks) -> None:
         assert again.knn.others == found.settings.others
         test = titled(4, "e")
         assert again.evaluate(test).knn_ppl < 0.8 * again.evaluate(test, KNNSettings(lam=0.0)).knn_ppl
+
+
+def test_lambda_is_fitted_with_the_settings_of_the_look_up() -> None:
+    class Sharpened(DistributionComponent):
+        """Raises its probabilities to a power, which is one of its settings."""
+
+        name = "sharpened"
+        default_settings: ClassVar = {"lam": 0.1, "power": 1.0}
+
+        def distribution(self, reader, contexts, settings, vocabulary):
+            raise NotImplementedError
+
+        def weigh(self, found, settings):
+            powers = found.weights ** settings["power"]
+            return super().weigh(found._replace(weights=powers / powers.sum(1, keepdim=True)), settings)
+
+    targets = torch.from_numpy((RNG.random(500) < 0.2).astype(np.int64))
+    found = Places(torch.tensor([[0.7, 0.3]]).expand(500, 2), torch.tensor([[0, 1]]).expand(500, 2))
+    model, every = torch.full((500,), 0.5).log(), torch.ones(500, dtype=torch.bool)
+    for power in 1.0, 4.0:
+        settings = {"lam": 0.1, "power": power}
+        fitting = DistributionFitting(Sharpened(), found, targets, settings)
+        fitted = fitting.fit(model, every)
+        losses = {lam: -float(fitting.mix(model, {**settings, "lam": lam}).mean()) for lam in LAMBDAS}
+        assert fitted == {**settings, "lam": pytest.approx(min(losses, key=losses.__getitem__), abs=0.02)}
 
 
 def test_its_settings_are_checked_by_name(title) -> None:

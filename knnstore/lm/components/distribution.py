@@ -64,7 +64,8 @@ class DistributionFitting(NamedTuple):
             log_probs: log p of each token in the mixture without the component, float32, shape (n,).
             wanted: True for the tokens to fit on, bool, shape (n,).
         """
-        return {**self.settings, **self.component.fit(self.found, log_probs, self.targets, wanted)}
+        fitted = self.component.fit(self.found, self.settings, log_probs, self.targets, wanted)
+        return {**self.settings, **fitted}
 
     def mix(self, log_probs: Tensor, fitted: Mapping[str, Any]) -> Tensor:
         """Return log p of each token in the mixture with the component, float32, shape (n,).
@@ -198,11 +199,14 @@ class OneWeightComponent(ABC):
         """
         return None
 
-    def fit(self, found: Any, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:
+    def fit(
+        self, found: Any, settings: Mapping[str, Any], log_probs: Tensor, targets: Tensor, wanted: Tensor
+    ) -> dict[str, Any]:
         """Fit the component's settings to n scored tokens.
 
         Args:
             found: result of `look_up` at the tokens with `Form.TARGET`.
+            settings: the settings with which `look_up` was called.
             log_probs: log p of each token in the mixture without this component, float32, shape (n,).
             targets: the tokens, int64, shape (n,).
             wanted: True for the tokens to fit on, bool, shape (n,).
@@ -211,7 +215,7 @@ class OneWeightComponent(ABC):
             The fitted values. This implementation returns ``lam``, the weight λ with the largest likelihood,
             or 0 if nothing was found.
         """
-        contribution = self.weigh(found, self.default_settings)
+        contribution = self.weigh(found, settings)
         rows = wanted & contribution.is_found
         if not rows.any():
             return {"lam": 0.0}
