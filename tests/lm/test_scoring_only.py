@@ -200,6 +200,17 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
         assert [one.of for one in CalibrationRecord.of(lm.store).written] == of
 
 
+@pytest.mark.slow
+def test_new_settings_leave_out_of_generation_what_those_in_force_leave_out(make_lm) -> None:
+    lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
+    weak = KNNSettings(k=4, lam=0.01, ngrams=NGramSettings(3, 0.01), scoring_only=("n-grams",))
+    save_settings(lm.store, weak)
+    found = lm.calibrate(make_repetitive_texts(), networks=False)
+    assert not found.kept
+    assert found.settings.scoring_only == ("cache", "n-grams")
+    assert found.settings == lm.knn == settings_for(lm.store)
+
+
 def test_what_is_given_counts_in_writing_too(make_lm) -> None:
     settings = replace(PLAIN, cache=CACHE, scoring_only=("cache", "keys"))
     assert settings.for_writing == replace(PLAIN, mixer=FixedLambda(0.0))

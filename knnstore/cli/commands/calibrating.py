@@ -199,6 +199,11 @@ def calibrate(
             print_message(_describe_generation(fitted.settings.scoring_only, measurements))
             if repetition and not measurements:
                 print_message("there is too little text to measure how generated text repeats itself")
+            elif not repetition and set(fitted.settings.scoring_only) - {"cache"}:
+                print_message(
+                    "the earlier settings left the same components out of generation: --repetition "
+                    "measures them again"
+                )
 
 
 def _describe_generation(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]]) -> str:

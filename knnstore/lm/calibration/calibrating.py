@@ -127,8 +127,8 @@ def calibrate(
         repetition: True to find, as a last step, components besides the cache that make generated text repeat
             itself, and to use them in scoring only. The model continues beginnings of the documents, which
             takes longer than all other steps. Settings that stay in force are measured too. If False, new
-            settings use everything but the cache in generation, even if an earlier calibration has found more
-            such components.
+            settings leave out of generation the cache, and the components that the settings in force leave
+            out.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; the document is then left out. With None the first bad document raises an error.
         progress: progress display, which receives the number of tokens of each batch; None for no display.
@@ -229,7 +229,11 @@ def calibrate(
     elif found.beats_base:
         text.check_stored(store)
         # The settings are saved before generated text is measured, so that an error there loses no fit.
-        settings = replace(found.best.settings, scoring_only=("cache",) if found.best.settings.cache else ())
+        left_out = {"cache", *(saved.query.get("scoring_only", ()) if saved is not None else ())}
+        settings = found.best.settings
+        settings = replace(
+            settings, scoring_only=tuple(name for name in settings.components if name in left_out)
+        )
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             mixer=found.best.name,
