@@ -265,7 +265,37 @@ def test_what_an_unreachable_engine_keeps_blocks_no_other_move(store, writer, en
     store.move("faiss", "b")
     said = Said()
     assert store.move("faiss", "c", progress=said).left is None
-    assert said.lines == ["delete what is left at odd at a yourself: no answer"]
+    assert said.lines == [
+        "the keys that the earlier move left were not deleted: no answer; delete odd at a yourself"
+    ]
+
+
+def test_keys_that_a_move_did_not_create_stay_and_it_is_said(store, writer, home, caplog) -> None:
+    """A move is killed before its target exists, and then someone else uses the place."""
+    writer.add("law", "1")
+    for number, give_up in enumerate(("abandon", "erase", "move")):
+        place, said = f"place{number}", Said()
+
+        def kill(failpoint: str) -> None:
+            if failpoint == "move.planned":
+                raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(relocating, "failpoint", kill)
+            store.move("faiss", place)
+        with registry.load("faiss").open(home / place, dim=8) as foreign:
+            foreign.add(np.arange(9), np.ones((9, 8), np.float32), np.zeros(9, np.int32))
+        reason = f"the move did not create faiss at {place}, which has records"
+        if give_up == "abandon":
+            store.abandon_move()
+            assert caplog.messages == [f"the unfinished copy was not deleted: {reason}"]
+        elif give_up == "erase":
+            assert store.erase(progress=said).unreached == (f"faiss at {place}: {reason}",)
+        else:
+            store.move("faiss", "elsewhere", progress=said)
+            assert said.lines[-1] == f"the keys that the earlier move left were not deleted: {reason}"
+        with registry.load("faiss").open(home / place, dim=8, mode="r") as foreign:
+            assert foreign.count() == 9
 
 
 def test_a_place_that_holds_something_is_refused_and_stays_as_it_is(store, writer, home, tmp_path) -> None:

@@ -316,10 +316,10 @@ class Relocation:
         try:
             problem = self._erase_leftover(plan)
         except (KnnstoreError, OSError) as error:
-            problem = str(error)
+            problem = f"{error}; delete {self._get_leftover(plan)} yourself"
             MovePlan.delete(self._home)
         if problem:
-            progress.say(f"delete what is left at {self._get_leftover(plan)} yourself: {problem}")
+            progress.say(f"the keys that the earlier move left were not deleted: {problem}")
 
     def _erase_leftover(self, plan: MovePlan) -> str | None:
         """Erase the copy of a move, or the old keys if the store already uses the copy.
@@ -331,12 +331,11 @@ class Relocation:
             plan: saved state of the move.
 
         Returns:
-            The reason why the keys could not be erased; None if they were erased, or if the move did not
-            create them.
+            The reason why the keys were not erased; None if they were erased.
         """
         leftover = self._get_leftover(plan)
         is_ours = plan.made or plan.target == self._current.engine or leftover.is_empty()
-        reason_left = leftover.erase() if is_ours else None
+        reason_left = leftover.erase() if is_ours else f"the move did not create {leftover}, which has records"
         MovePlan.delete(self._home)
         return reason_left
 
