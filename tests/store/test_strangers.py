@@ -42,6 +42,13 @@ def test_no_link_of_a_home_is_followed_out_of_it(filled: Path, tmp_path: Path, n
     assert mine.read_bytes() == before
 
 
+def test_a_file_in_the_place_of_the_weights_is_named_before_anything_is_fitted(filled: Path) -> None:
+    (filled / "weights").touch()
+    for mode in ("r", "a"):
+        with pytest.raises(ConfigError, match="weights is not a folder"):
+            KNNStore.open(filled, mode)
+
+
 def test_no_link_among_the_keys_is_followed_out_of_them(filled: Path, tmp_path: Path) -> None:
     segments = filled / "keys" / "segments"
     shutil.move(segments, tmp_path / "mine")

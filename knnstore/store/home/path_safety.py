@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from knnstore.catalog import PASSWORD_VARIABLE, URL, mask_password
 from knnstore.errors import ConfigError
@@ -50,6 +51,9 @@ _ALLOWED_OPTIONS = {
 }
 """Options of a PostgreSQL URL that are accepted, because they name no file of this machine and no secret."""
 
+_KIND_CHECKS = {"file": stat.S_ISREG, "folder": stat.S_ISDIR}
+"""For each kind of path, the function that recognizes its mode (`os.stat_result.st_mode`)."""
+
 
 def check_files(home: Path) -> None:
     """Check that no file of a home (the folder of a store) leads out of the home. Missing files are accepted.
@@ -64,7 +68,7 @@ def check_files(home: Path) -> None:
             device in place of a regular file; or it cannot be read. The message names the path.
     """
     for name in _FILES:
-        _check_path(home / name, home, folders=False)
+        _check_path(home / name, home, "file")
     check_folder(home / "weights", home)
 
 
@@ -77,10 +81,10 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
 
     Raises:
         ConfigError: the folder contains a pipe, a device, or a link that leads out of the folder or nowhere;
-            or `folder` leads out of `home`. The message names the path.
+            or `home` is given, and `folder` leads out of it or is a file. The message names the path.
     """
     if home is not None:
-        _check_path(folder, home)
+        _check_path(folder, home, "folder")
     folders = [folder]
     while folders:
         try:
@@ -92,7 +96,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
             elif not entry.is_file(follow_symlinks=False):
-                _check_path(Path(entry.path), folder)
+                _check_path(Path(entry.path), folder, "file", "folder")
 
 
 def is_physically_inside(folder: Path, home: Path) -> bool:
@@ -222,13 +226,13 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
             )
 
 
-def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
+def _check_path(path: Path, within: Path, *kinds: Literal["file", "folder"]) -> None:
     """Check that a path does not lead out of a folder. A missing path is accepted.
 
     Args:
         path: path to check; links are followed.
         within: folder that the path must not leave.
-        folders: True accepts a regular file or a folder; False accepts only a regular file.
+        *kinds: kinds of path that are accepted: a regular file, a folder, or both.
 
     Raises:
         ConfigError: the path is a link that leads out of `within` or nowhere; it is of a kind that is not
@@ -239,16 +243,16 @@ def _check_path(path: Path, within: Path, *, folders: bool = True) -> None:
     except FileNotFoundError:
         if not path.is_symlink():
             return
-        kind = "leads nowhere"
+        problem = "leads nowhere"
     except (OSError, ValueError):
-        kind = "cannot be read"
+        problem = "cannot be read"
     else:
         inside = path.resolve().is_relative_to(within.resolve())
-        if inside and (stat.S_ISREG(status.st_mode) or (folders and stat.S_ISDIR(status.st_mode))):
+        if inside and any(_KIND_CHECKS[kind](status.st_mode) for kind in kinds):
             return
-        wanted = "is neither a file nor a folder" if folders else "is not a file"
-        kind = wanted if inside else "leads out of its folder"
-    raise ConfigError(f"{path} {kind}, so a store may not use it: put the file itself there")
+        wanted = f"is neither a {' nor a '.join(kinds)}" if len(kinds) > 1 else f"is not a {kinds[0]}"
+        problem = wanted if inside else "leads out of its folder"
+    raise ConfigError(f"{path} {problem}, so a store may not use it: put the {kinds[0]} itself there")
 
 
 def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writing: bool) -> None:
