@@ -334,8 +334,9 @@ class Relocation:
             The reason why the keys were not erased; None if they were erased.
         """
         leftover = self._get_leftover(plan)
-        is_ours = plan.made or plan.target == self._current.engine or leftover.is_empty()
-        reason_left = leftover.erase() if is_ours else f"the move did not create {leftover}, which has records"
+        reason_left: str | None = f"the move did not create {leftover}, which has records"
+        if plan.made or plan.target == self._current.engine or leftover.is_empty():
+            reason_left = leftover.erase()
         MovePlan.delete(self._home)
         return reason_left
 
