@@ -55,7 +55,7 @@ def make_device_search(
     def run() -> torch.Tensor:
         if os.environ.get(device_search.SWITCH) != kernels:
             os.environ[device_search.SWITCH] = kernels
-            device_search._load_kernels.cache_clear()
+            device_search._kernels.clear()
         found = store.visit_on_device(queries, probes, where)
         near = found.distances.amin(1, keepdim=True)
         spread = (found.distances.where(found.distances < torch.inf, near) - near).amax(1, keepdim=True)

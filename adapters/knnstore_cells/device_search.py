@@ -7,21 +7,26 @@ the device (`DeviceVisits`), and no shape depends on a result: a query that prob
 as the p largest cells have records.
 
 If Triton is installed and the device is a GPU, the kernels of `knnstore_cells.kernels` do the work. Otherwise
-`measure_plainly` and `sum_plainly` do it, with operations of torch.
+`measure_plainly` and `sum_plainly` do it, with operations of torch; so they do after an error of a kernel.
 """
 
 import logging
 import os
-from functools import cache
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from knnstore_cells.device_records import Books, Found, Probed, Queries, Records, make_tables
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
+
+_kernels: dict[torch.device, Any] = {}
+"""The module `knnstore_cells.kernels` for each device on which a search ran; None if it cannot be used."""
 
 SWITCH = "KNNSTORE_TRITON"
 """Environment variable that switches the kernels off with the value ``0``."""
@@ -55,9 +60,12 @@ class DeviceVisits(NamedTuple):
         Returns:
             Float32, shape (q, t, v); 0 for a query without records.
         """
-        kernels = get_kernels(self.distances.device)
-        add_up = sum_plainly if kernels is None else kernels.sum_by_token
-        sums: Tensor = add_up(self.distances, self.tokens, self.distances.amin(1), temperatures, vocabulary)
+        arguments = self.distances, self.tokens, self.distances.amin(1), temperatures, vocabulary
+        sums: Tensor = _run_kernel(
+            self.distances.device,
+            lambda kernels: kernels.sum_by_token(*arguments),
+            lambda: sum_plainly(*arguments),
+        )
         return sums
 
 
@@ -70,13 +78,19 @@ def measure(probed: Probed, records: Records, queries: Queries, found: Found) ->
         queries: the queries.
         found: filled; a column without a record is not changed.
     """
-    kernels = get_kernels(found.distances.device)
-    if kernels is not None and records.books is not None:
-        kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
-    elif kernels is not None and records.values.dtype == torch.float16:
-        kernels.measure_keys(probed, records, queries, found)
-    else:
-        measure_plainly(probed, records, queries, found)
+
+    def measure_with(kernels: Any) -> None:
+        """Fill `found` with a kernel, if there is one for the kind of the records' values."""
+        if records.books is not None:
+            kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
+        elif records.values.dtype == torch.float16:
+            kernels.measure_keys(probed, records, queries, found)
+        else:
+            measure_plainly(probed, records, queries, found)
+
+    _run_kernel(
+        found.distances.device, measure_with, lambda: measure_plainly(probed, records, queries, found)
+    )
 
 
 def measure_plainly(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
@@ -125,10 +139,43 @@ def sum_plainly(
 
 def get_kernels(device: torch.device) -> Any:
     """Return the module `knnstore_cells.kernels` for a GPU on which its kernels can be used; else None."""
-    return _load_kernels(device) if device.type == "cuda" else None
+    if device not in _kernels:
+        _kernels[device] = _load_kernels(device) if device.type == "cuda" else None
+    return _kernels[device]
 
 
-@cache
+def _run_kernel(device: torch.device, run: Callable[[Any], T], run_plainly: Callable[[], T]) -> T:
+    """Return the result of a kernel, or of operations of torch if kernels cannot be used on the device.
+
+    If the kernel fails, for example because it does not compile for the shapes of this search, a warning is
+    logged, and no kernel is used on the device any more. An error for lack of memory is raised: the
+    operations of torch need more.
+
+    Args:
+        device: the device of the tensors.
+        run: function that calls the kernel. Its argument is the module `knnstore_cells.kernels`.
+        run_plainly: function that computes the same with operations of torch.
+    """
+    kernels = get_kernels(device)
+    if kernels is None:
+        return run_plainly()
+    try:
+        return run(kernels)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a compiler or a driver
+        _warn_of_kernels(device, f"{type(error).__name__}: {error}")
+        _kernels[device] = None
+        return run_plainly()
+
+
+def _warn_of_kernels(device: torch.device, problem: str) -> None:
+    """Log a warning that kernels are not used on a device, with the reason."""
+    _log.warning(
+        "Triton's kernels cannot be used on %s, so slower operations of torch are: %s", device, problem
+    )
+
+
 def _load_kernels(device: torch.device) -> Any:
     """Import the kernels, and compare them once with the operations of torch on a GPU.
 
@@ -146,9 +193,7 @@ def _load_kernels(device: torch.device) -> Any:
         problem = "their results differ from those of torch"
     except Exception as error:  # of a compiler, a driver, or a version of Triton that is not known
         problem = f"{type(error).__name__}: {error}"
-    _log.warning(
-        "Triton's kernels cannot be used on %s, so slower operations of torch are: %s", device, problem
-    )
+    _warn_of_kernels(device, problem)
     return None
 
 

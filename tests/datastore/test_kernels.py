@@ -199,13 +199,47 @@ def test_kernels_that_compute_something_else_are_not_used(
         assert not device_search.agree(SimpleNamespace(**functions), device)
         monkeypatch.setattr(kernels, wrong, functions[wrong])
     with caplog.at_level(logging.WARNING):
-        loaded = device_search._load_kernels.__wrapped__(device)
+        loaded = device_search._load_kernels(device)
     assert (loaded, "Triton's kernels cannot be used" in caplog.text) == (
         (kernels, False) if wrong is None else (None, True)
     )
 
 
+@pytest.mark.parametrize("kind", ["codes", "keys"])
+def test_a_kernel_that_fails_is_replaced_by_torch_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """As a kernel that needs more shared memory for some shapes than the GPU has."""
+    device, calls = torch.device("cpu"), []
+
+    def fail(*arguments: object) -> None:
+        calls.append(arguments)
+        raise RuntimeError("out of resource: shared memory")
+
+    failing = SimpleNamespace(measure_codes=fail, measure_keys=fail, sum_by_token=fail)
+
+    @settings(SMALL, max_examples=5)
+    @given(cases(kind))
+    def compare(case: Case) -> None:
+        caplog.clear()
+        calls.clear()
+        for _ in range(2):
+            found = nothing(case)
+            device_search.measure(*case[:3], found)
+            check(found, case)
+            visits = device_search.DeviceVisits(*found, 8)
+            temperatures = torch.full((len(found.distances), 1), 9.0)
+            expected = device_search.sum_plainly(*found, found.distances.amin(1), temperatures, 9)
+            assert torch.equal(visits.sum_by_token(temperatures, 9), expected)
+        assert (len(calls), len(caplog.messages)) == (1, 1)
+        assert "out of resource: shared memory" in caplog.text
+        device_search._kernels[device] = failing
+
+    monkeypatch.setitem(device_search._kernels, device, failing)
+    compare()
+
+
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device_search.SWITCH, "0")
-    assert device_search._load_kernels.__wrapped__(torch.device("cpu")) is None
+    assert device_search._load_kernels(torch.device("cpu")) is None
     assert device_search.get_kernels(torch.device("cpu")) is None
