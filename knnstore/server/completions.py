@@ -429,7 +429,7 @@ class _Answer:
                 prompt = [score for piece in text_pieces if piece.is_prompt for score in piece.tokens]
                 generated = [score for piece in text_pieces if not piece.is_prompt for score in piece.tokens]
                 shaped_choice = add_finish_reason(
-                    shape.make_choice(index, text, prompt, generated), text_pieces[-1].finish
+                    shape.make_choice(index, text, prompt, generated), text_pieces[-1]
                 )
                 choices.append({**shaped_choice, **sources_by_text[index]})
             return JSONResponse(
@@ -457,7 +457,7 @@ class _Answer:
                     index, text, *(reversed(scores) if piece.is_prompt else scores), first=is_first
                 )
                 knn_field = await self._find_sources(index) if piece.finish else {}
-                yield self._format_event([{**add_finish_reason(shaped, piece.finish), **knn_field}])
+                yield self._format_event([{**add_finish_reason(shaped, piece), **knn_field}])
             if self._body.wants_usage:
                 yield self._format_event([], usage=self._build_usage())
         except Exception as error:  # the status was sent before, so an event must tell the error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from knnstore.server.engine import Finish, TokenScore
+from knnstore.server.engine import Piece, TokenScore
 
 
 class Shape(Protocol):
@@ -59,14 +59,15 @@ class Shape(Protocol):
         """
 
 
-def add_finish_reason(shaped: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-    """Return a copy of a text's JSON object with the field ``finish_reason``.
+def add_finish_reason(shaped: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """Return a copy of a text's JSON object with ``finish_reason``, and ``stop_reason`` if there is one.
 
     Args:
         shaped: the JSON object.
-        finish: the reason why the text has ended; None while the text goes on.
+        piece: the last piece of the text so far, which has the reasons if the text has ended.
     """
-    return {**shaped, "finish_reason": finish}
+    reason = {"stop_reason": piece.stop_reason} if piece.stop_reason else {}
+    return {**shaped, "finish_reason": piece.finish, **reason}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from anyio import to_thread
 
 from knnstore.errors import ConfigError
 from knnstore.lm import RequestOptions, TokenTexts
+from knnstore.lm.hosts import FELL_BACK
 from knnstore.server.engine import (
     EngineBusyError,
     EngineStoppedError,
@@ -280,24 +281,26 @@ class Upstream:
             prompt: the prompt.
             options: the options of the requests to vLLM.
         """
-        task = ticket.task
+        task, fell_back = ticket.task, None
         indices = range(number * task.copies, (number + 1) * task.copies)
         if task.score_prompt:
-            scores = await self._score_prompt(task, prompt, options)
+            scores, fell_back = await self._score_prompt(task, prompt, options)
             for index in indices:
                 ticket.tell(Piece(index, tokens=scores, is_prompt=True))
         if not task.max_tokens:
             for index in indices:
-                ticket.tell(Piece(index, finish="length"))
+                ticket.tell(Piece(index, finish="length", stop_reason=fell_back))
             return
         async with asyncio.TaskGroup() as group:
             for index in indices:
-                group.create_task(self._generate_text(ticket, index, options))
+                group.create_task(self._generate_text(ticket, index, options, fell_back))
 
     async def _score_prompt(
         self, task: Task, prompt: Prompt, options: RequestOptions
-    ) -> tuple[TokenScore, ...]:
-        """Return the scores that vLLM gives to the shown tokens of a prompt, without hidden tokens.
+    ) -> tuple[tuple[TokenScore, ...], str | None]:
+        """Return the scores that vLLM gives to the shown tokens of a prompt, and vLLM's mark of a fallback.
+
+        Hidden tokens have no scores. See `_find_fallback` for the mark.
 
         The first shown token has no log-probability. If the task wants no log-probabilities, or the prompt
         has fewer than two shown tokens, vLLM gets no request.
@@ -309,18 +312,21 @@ class Upstream:
         """
         shown = prompt.tokens[prompt.hidden :]
         if len(shown) < 2 or task.top is None:
-            return add_prompt_texts(prompt, [TokenScore(token) for token in shown])
+            return add_prompt_texts(prompt, [TokenScore(token) for token in shown]), None
         body = {"prompt": prompt.tokens, "max_tokens": 1, "prompt_logprobs": task.top}
         async with self._send_request(body, options) as answer:
             await answer.aread()
-            log_probs = _read_choice(answer.json())["prompt_logprobs"]
+            choice = _read_choice(answer.json())
+            log_probs = choice["prompt_logprobs"]
         scores = [TokenScore(shown[0])]
         for token, values in zip(shown[1:], log_probs[prompt.hidden + 1 :], strict=True):
             listed = {int(id): float(value["logprob"]) for id, value in values.items()}
             scores.append(self._make_score(task, token, listed[token], listed))
-        return add_prompt_texts(prompt, scores)
+        return add_prompt_texts(prompt, scores), _find_fallback(choice)
 
-    async def _generate_text(self, ticket: Ticket, index: int, options: RequestOptions) -> None:
+    async def _generate_text(
+        self, ticket: Ticket, index: int, options: RequestOptions, fell_back: str | None
+    ) -> None:
         """Make vLLM generate one text, and send each new part of this text to the client.
 
         If the text ends here, for example at a stop string, the connection is closed and vLLM stops
@@ -330,6 +336,7 @@ class Upstream:
             ticket: the task with the callback of its client.
             index: index of the text in the task: index of the prompt × `Task.copies` + index of the copy.
             options: the options of the request to vLLM.
+            fell_back: the mark of a fallback when the prompt was scored; None if there was none.
 
         Raises:
             ApiError: 500 if vLLM fails.
@@ -344,11 +351,13 @@ class Upstream:
                 self._observe(Observed(0, len(scores), max(0, len(self._tickets) - self._max_rows), 0.0))
                 for score in scores:
                     piece = row.append_token(score)
-                    ticket.tell(piece)
                     if piece.finish:
+                        ticket.tell(replace(piece, stop_reason=_find_fallback(choice) or fell_back))
                         return
+                    ticket.tell(piece)
                 if choice.get("finish_reason") in ("stop", "length"):  # vLLM knows a further end token
-                    ticket.tell(row.end(choice["finish_reason"]))
+                    piece = row.end(choice["finish_reason"])
+                    ticket.tell(replace(piece, stop_reason=_find_fallback(choice) or fell_back))
                     return
                 while ticket.is_behind:
                     await self._caught_up.wait()
@@ -489,6 +498,15 @@ def _read_choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _failure_error()
     choice: Mapping[str, Any] = body["choices"][0]
     return choice
+
+
+def _find_fallback(choice: Mapping[str, Any]) -> str | None:
+    """Return `FELL_BACK` if vLLM says that it went on without the store; None else.
+
+    vLLM says so with the last token of a text. If this server ends a text earlier, as at a stop string, the
+    result is None.
+    """
+    return FELL_BACK if choice.get("stop_reason") == FELL_BACK else None
 
 
 def _convert_refusal(answer: httpx.Response) -> Exception:

@@ -66,6 +66,9 @@ def test_a_damaged_store_fails_requests_and_not_the_engine(lm, vllm_python, tmp_
         else:
             assert status == 200
             assert answer["choices"][0]["token_ids"] == alone[1]["choices"][0]["token_ids"]
-            assert answer["choices"][0]["stop_reason"] == "knnstore_fallback"
-        assert served.failures(action) == 1
+            first, *_ = answer["choices"][0]["token_ids"]
+            for stops in [], [first]:
+                _, answer = served.complete(prompt, stop_token_ids=stops)
+                assert answer["choices"][0]["stop_reason"] == "knnstore_fallback"
+        assert served.failures(action) == (1 if action == "fail" else 3)
         assert "the store failed" in served.log.read_text()

@@ -12,9 +12,9 @@ from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
     from knnstore.lm.hosts.processors import NGramLogitsProcessor
-    from knnstore.lm.hosts.request_options import RequestOptions
+    from knnstore.lm.hosts.request_options import FELL_BACK, RequestOptions
     from knnstore.lm.hosts.step_mixer import Step, StepMixer
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
-__all__ = ["NGramLogitsProcessor", "RequestOptions", "Step", "StepMixer"]
+__all__ = ["FELL_BACK", "NGramLogitsProcessor", "RequestOptions", "Step", "StepMixer"]

@@ -13,6 +13,9 @@ from knnstore.errors import ConfigError
 from knnstore.lm.settings import Overrides
 from knnstore.store import Selection
 
+FELL_BACK = "knnstore_fallback"
+"""Stop reason of an answer that the model continued without the store, because the retrieval failed."""
+
 PREFIX = "knn_"
 """First letters of the names of all options."""
 

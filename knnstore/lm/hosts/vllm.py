@@ -41,7 +41,7 @@ from transformers import AutoTokenizer
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm.drafts import Drafts
-from knnstore.lm.hosts.request_options import RequestOptions
+from knnstore.lm.hosts.request_options import FELL_BACK, RequestOptions
 from knnstore.lm.hosts.step_mixer import HostedSettings, Step, StepMixer, needs_all_states
 from knnstore.lm.keys import Joining
 from knnstore.lm.reading import check_checkpoint, check_tokenizer, prefix_of
@@ -830,9 +830,9 @@ def _end_of(text: Numbers) -> tuple[int, bytes]:
 _FAILURES = "knnstore_failures"
 """Name of an attribute of a runner's output: the ids of the requests whose retrieval failed in the step."""
 
-_FAILED, _FELL_BACK = "knnstore_failed", "knnstore_fallback"
-"""Stop reasons that vLLM reports if the retrieval of a request failed: `_FAILED` if the request was ended for
-this reason, `_FELL_BACK` if it went on without the store."""
+_FAILED = "knnstore_failed"
+"""Stop reason that vLLM reports if a request was ended, because its retrieval failed. A request that went on
+without the store has the stop reason `FELL_BACK`."""
 
 
 def _add_failures(output: Any, failures: set[str]) -> None:
@@ -863,7 +863,8 @@ def _ending_failed(update_from_output: Any) -> Any:
     """Return a wrapper of `Scheduler.update_from_output`, the scheduler's use of a step's output.
 
     The wrapper ends the requests whose retrieval failed in the step. With ``KNNSTORE_ON_ERROR=fallback``
-    these requests go on, and their final outputs get the stop reason `_FELL_BACK`.
+    these requests go on, and their final outputs get the stop reason `FELL_BACK`, also in place of the id of
+    an end token. vLLM itself adds the reason of a stop string later.
 
     Args:
         update_from_output: vLLM's method, which returns the outputs for each client.
@@ -899,7 +900,7 @@ def _ending_failed(update_from_output: Any) -> Any:
             for output in (one for of_client in outputs.values() for one in of_client.outputs):
                 if output.finish_reason is not None and output.request_id in marked:
                     marked.discard(output.request_id)
-                    output.stop_reason = output.stop_reason or _FELL_BACK
+                    output.stop_reason = FELL_BACK
         return outputs
 
     return update_and_end_failed
@@ -918,7 +919,7 @@ def _counting_failures(process_outputs: Any) -> Any:
         "Requests whose retrieval failed, by what happened to them: fail or fallback.",
         ["action"],
     )
-    actions = {_FAILED: "fail", _FELL_BACK: "fallback"}
+    actions = {_FAILED: "fail", FELL_BACK: "fallback"}
     for action in actions.values():
         counter.labels(action)
 

@@ -168,6 +168,8 @@ class Piece:
     """Reason why the text has ended, "stop" or "length"; None if more pieces of the text follow."""
     is_prompt: bool = False
     """True if `tokens` are the tokens of the prompt; False if they are generated tokens."""
+    stop_reason: str | None = None
+    """With `finish`: `FELL_BACK` if a vLLM server went on without the store, because the retrieval failed."""
 
 
 class Row:
