@@ -1,5 +1,7 @@
 """Completions with a suffix: the model fills in the middle."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -81,21 +83,25 @@ def test_a_tokenizer_or_a_model_without_the_tokens_cannot() -> None:
     assert Infilling.find(tokenizer, len(tokenizer) - 1) is None
 
 
-@pytest.fixture(scope="module")
-def server(inside, tmp_path_factory) -> Application:
-    """A server whose model has the tokens; the store has two domains."""
-    folder = make_model(tmp_path_factory.mktemp("models") / "tiny")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def make_infilling_home(folder: Path, **options: int) -> Path:
+    """Make a store with two domains, for a model that has the tokens; `options` are those of `make_model`."""
+    model_folder = make_model(folder / "tiny", **options)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [*QWEN]})
-    tokenizer.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer.save_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.save_pretrained(folder)
-    lm = knnstore.create(tmp_path_factory.mktemp("homes") / "home", str(folder))
+    model.save_pretrained(model_folder)
+    lm = knnstore.create(folder / "home", str(model_folder))
     with lm.store:
         lm.add([{"id": id, "text": text} for id, text in LETTERS.items()], domain="letters")
         lm.add([{"id": id, "text": text} for id, text in NEWS.items()], domain="news")
-    return inside(lm.store.home.path, require_keys=False)
+    return folder / "home"
+
+
+@pytest.fixture(scope="module")
+def server(inside, tmp_path_factory) -> Application:
+    return inside(make_infilling_home(tmp_path_factory.mktemp("infilling")), require_keys=False)
 
 
 def complete(server: Application, **body) -> dict:

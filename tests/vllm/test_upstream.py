@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.server.conftest import Application, Inside, make_model
 from tests.server.conftest import inside as inside
 from tests.server.conftest import one_thread as one_thread
 from tests.server.conftest import prepared as prepared
+from tests.server.test_infilling import make_infilling_home
 from tests.vllm.conftest import choose_port, serve_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -212,6 +214,69 @@ def test_a_server_that_goes_is_refused_and_its_requests_are_answered_503(
         assert server.call("GET", "/health").json() == {"status": "upstream_unavailable"}
     finally:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def front_with_damage(prepared, vllm_python, model_path, tmp_path_factory) -> Iterator[Inside]:
+    """Our server in front of a vLLM whose copy of the store breaks, with ``KNNSTORE_ON_ERROR=fallback``."""
+    folder = tmp_path_factory.mktemp("damaged")
+    homes = [shutil.copytree(prepared, folder / name) for name in ("front", "vllm")]
+    options = {"KNNSTORE_ON_ERROR": "fallback"}
+    with serve_model(vllm_python, homes[1], folder / "log", model_path, **options) as served:
+        server = Inside(homes[0], upstream=UpstreamAddress(served.url))
+        try:
+            (homes[1] / "catalog.db").write_bytes(b"damaged" * 10_000)
+            yield server
+        finally:
+            server.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "changes", [{}, {"echo": True, "logprobs": 1, "max_tokens": 0}, {"stream": True}], ids=str
+)
+def test_an_answer_without_the_store_says_so(changes, front_with_damage) -> None:
+    key = front_with_damage.key("predict")
+    answer = front_with_damage.call("POST", "/v1/completions", key, json={**COMPLETION, **changes})
+    assert answer.status_code == 200, answer.text
+    bodies = read_stream(answer) if changes.get("stream") else [answer.json()]
+    reasons = [body["choices"][0].get("stop_reason") for body in bodies]
+    assert reasons == [*[None] * (len(bodies) - 1), "knnstore_fallback"]
+
+
+@pytest.mark.exhaustive
+def test_the_middle_of_a_text_is_that_of_the_engine_and_ends_with_a_token_of_the_format(
+    inside, vllm_python, tmp_path
+) -> None:
+    homes = [make_infilling_home(tmp_path / "made", heads=1), tmp_path / "copy"]
+    shutil.copytree(*homes)
+    with serve_model(vllm_python, homes[0], tmp_path / "log", tmp_path / "made" / "tiny") as served:
+        front = Inside(homes[0], upstream=UpstreamAddress(served.url))
+        servers = front, inside(homes[1])
+        try:
+            asked = {**COMPLETION, "suffix": " voted.", "logprobs": 0, "return_tokens_as_token_ids": True}
+
+            def complete() -> list[Any]:
+                return [
+                    server.call("POST", "/v1/completions", server.key("predict"), json=asked).json()[
+                        "choices"
+                    ][0]
+                    for server in servers
+                ]
+
+            whole, expected = complete()
+            assert_equal(whole, expected)
+            assert whole["finish_reason"] == "length"
+            last = int(whole["logprobs"]["tokens"][5].removeprefix("token_id:"))
+            for server in servers:
+                infilling = replace(server.serving.infilling, ends=frozenset({last}))
+                server.serving.infilling = infilling
+            middle, expected = complete()
+            assert_equal(middle, expected)
+            assert middle["finish_reason"] == "stop"
+            assert len(middle["text"]) < len(whole["text"])
+        finally:
+            front.close()
 
 
 @pytest.mark.exhaustive
