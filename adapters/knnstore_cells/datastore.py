@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from knnstore.datastore import (
     Capabilities,
+    Coding,
     Datastore,
     EmbeddedDatastore,
     Filter,
@@ -16,7 +17,6 @@ from knnstore.datastore import (
     Keys,
     KeySegments,
     Metric,
-    Mode,
     Neighbors,
     Segment,
     StoredFile,
@@ -43,16 +43,13 @@ class CellsDatastore(EmbeddedDatastore):
     A query is compared with all records of its nearest cells. The records of each group (a numbered set of
     records, such as a domain) have their own cells.
 
-    Args:
-        segments: the open directory with the files of records.
-        dim: number of components of a key.
-        metric: metric of the distances.
-        policy: parameters of the adapter, such as the number of cells.
+    The parameters of `open` are those of `Policy`.
     """
 
+    _policy: Policy
+
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
-        super().__init__(segments, dim, metric)
-        self._policy = policy
+        super().__init__(segments, dim, metric, policy)
         self._cell_cache = CellCache(policy.memory << 20)
         self._missing: set[StoredFile] = set()
         self._former_cells: dict[int, list[ArrangedSegment]] | None = None
@@ -60,28 +57,14 @@ class CellsDatastore(EmbeddedDatastore):
         self._device: Any = _NOT_CHOSEN
 
     @classmethod
-    def open(
-        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
-    ) -> Self:
-        """Open or create a datastore in a directory.
+    def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Policy:
+        """Check the parameters that a user gave, and return the policy. Raises ConfigError for bad ones."""
+        return Policy.from_params(params)
 
-        Args:
-            location: path of the directory, which only this datastore uses.
-            dim: number of components of a key, >= 1.
-            metric: metric of the distances.
-            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
-            **params: `cells`, `probes`, `memory`, `codes`, `coded_from` and `device`; `Policy` explains them.
-
-        Raises:
-            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
-            DatastoreExistsError: mode ``"x"`` and a datastore exists.
-            DatastoreMismatchError: the datastore has another dim or metric.
-            LockedError: another process has the datastore open for writing.
-            ConfigError: a parameter is unknown or has a bad value.
-        """
-        metric, policy = Metric(metric), Policy.from_params(params)
-        segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))
-        return cls(segments, dim, metric, policy)
+    @classmethod
+    def _choose_coding(cls, policy: Policy, dim: int) -> Coding | None:
+        """Return how the policy compresses the keys of large groups to codes; None if it does not."""
+        return policy.coding_for(dim)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -267,43 +250,20 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group is so large that it has more than one cell (a cluster of near keys).
-
-        Returns True for a group with several cells, and False for a group with one cell.
-
-        Args:
-            group_rows: number of records of the group, without deleted and replaced records.
-        """
+        """Return True if a group with this number of records has more than one cell."""
         return self._policy.cells_for(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Choose the parameters of the index of a segment. The index has the cell of each record.
+        """Return ``{"centers": NUMBER_OF_CELLS}``; None if the segment needs no index.
 
-        A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain.
-        A segment is a set of files with records of one group.
-
-        Args:
-            rows: number of records of the segment, deleted records included.
-            group_rows: number of records of the segment's group, without deleted and replaced records.
-
-        Returns:
-            ``{"centers": NUMBER_OF_CELLS}`` with the number of cells of the group; None if the segment needs
-            no index.
+        The index has the cell of each record, so the number is that of the cells of the group.
         """
         if not self._policy.has_index(rows, group_rows):
             return None
         return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Assign the records of a segment to cells, and write the assignment (the index) to a file.
-
-        A cell is a cluster of records with near keys.
-
-        Args:
-            segment: the segment, which is a set of files with records of one group.
-            parameters: result of `_index_parameters`; it has the number of cells.
-            path: file to create.
-        """
+        """Assign the records of a segment to cells, and write the assignment (the index) to a file."""
         from knnstore_cells.device import disable_autocast
 
         with disable_autocast():

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
+from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import nearest_rows
+from knnstore.datastore.embedded.codecs import Coding
 from knnstore.datastore.embedded.directory import erase_segments, read_owner, write_owner
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, GroupSearch, GroupSearches, SegmentIndex
@@ -37,6 +38,7 @@ class EmbeddedDatastore(ABC):
         segments: the open directory with the segments.
         dim: number of components of a vector.
         metric: metric of the distances.
+        policy: the engine's parameters, the result of `_make_policy`.
         nearest: function that finds the nearest rows of a matrix, as `nearest_rows` does. It searches the
             records that have no index.
     """
@@ -49,17 +51,23 @@ class EmbeddedDatastore(ABC):
     """
 
     def __init__(
-        self, segments: KeySegments, dim: int, metric: Metric, nearest: NearestRows = nearest_rows
+        self,
+        segments: KeySegments,
+        dim: int,
+        metric: Metric,
+        policy: Any = None,
+        *,
+        nearest: NearestRows = nearest_rows,
     ) -> None:
         self._segments = segments
         self._nearest = nearest
         self._dim = dim
         self._metric = metric
+        self._policy = policy
         self._damaged: set[StoredFile] = set()
         self._searches = GroupSearches(segments)
 
     @classmethod
-    @abstractmethod
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
@@ -70,7 +78,7 @@ class EmbeddedDatastore(ABC):
             dim: number of components of a vector, >= 1.
             metric: metric of the distances.
             mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
-            **params: parameters of the engine.
+            **params: parameters of the engine; the adapter documents them.
 
         Raises:
             DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
@@ -79,6 +87,10 @@ class EmbeddedDatastore(ABC):
             LockedError: another process has the datastore open for writing.
             ConfigError: a parameter is unknown or has a bad value.
         """
+        metric = Metric(metric)
+        policy = cls._make_policy(params, dim, metric)
+        segments = KeySegments(Path(location), dim, metric, mode, cls._choose_coding(policy, dim))
+        return cls(segments, dim, metric, policy)
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
@@ -143,6 +155,32 @@ class EmbeddedDatastore(ABC):
         return Capabilities(
             exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
         )
+
+    @classmethod
+    def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Any:
+        """Check the engine's parameters, and return them in the form in which the subclass uses `_policy`.
+
+        The base class accepts no parameters.
+
+        Args:
+            params: the parameters that the user gave, by name.
+            dim: number of components of a vector.
+            metric: metric of the distances.
+
+        Raises:
+            ConfigError: a parameter is unknown or has a bad value.
+        """
+        return checked_params(cls.__name__, params, accepted={})
+
+    @classmethod
+    def _choose_coding(cls, policy: Any, dim: int) -> Coding | None:
+        """Return how the keys of large groups are compressed to codes; None keeps all in half precision.
+
+        Args:
+            policy: the engine's parameters, a result of `_make_policy`.
+            dim: number of components of a vector.
+        """
+        return None
 
     @abstractmethod
     def _is_indexed(self, group_rows: int) -> bool:
