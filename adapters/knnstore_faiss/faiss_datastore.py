@@ -409,36 +409,20 @@ class InvertedIndex:
         self.update(segment)
 
     def update(self, segment: Segment) -> None:
-        """Set a newer version of the segment, in which more records may be deleted or replaced.
-
-        No search may run during the call.
-        """
+        """Set a newer version of the segment. No search may run during the call."""
         self.segment = segment
         self._live = segment.live_rows()
         self._live_selector = _make_selector(self._live, segment.rows)
 
     def matching(self, ids: IdRanges | None) -> IdRanges:
-        """Select records for a search; deleted and replaced records are never selected.
-
-        Args:
-            ids: ids of the records to select; None selects all records.
-
-        Returns:
-            Row numbers of the records in the segment (an immutable set of records), as ranges.
-        """
+        """Select live records by id (None: all); returns their row numbers in the segment, as ranges."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
     def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
-        """Find the k nearest of the selected records for each query, approximately.
+        """Find approximately the k nearest of the selected records for each query; see `SegmentIndex`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim), q >= 1.
-            k: number of neighbors, >= 1.
-            matching: row numbers of the selected records, as `InvertedIndex.matching` returns them.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
-            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
+        If at least k records are selected, no neighbor is missing: a query that finds too few is repeated in
+        all lists.
         """
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)

@@ -298,10 +298,7 @@ class GraphIndex:
         self.update(segment)
 
     def update(self, segment: Segment) -> None:
-        """Set a newer version of the segment, in which more records may be deleted or replaced.
-
-        No search may run during the call.
-        """
+        """Set a newer version of the segment. No search may run during the call."""
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
         self._last_filter: tuple[IdRanges | None, Members] = None, self._live
@@ -311,15 +308,9 @@ class GraphIndex:
         self._deleted[dead] = True
 
     def matching(self, ids: IdRanges | None) -> Members:
-        """Select records for a search; deleted and replaced records are never selected.
+        """Select live records by id (None: all), and return them as a map from nodes to rows.
 
         The result for the last `ids` is cached.
-
-        Args:
-            ids: ids of the records to select; None selects all records.
-
-        Returns:
-            Map from each node of the graph to the selected records that have the node's key.
         """
         if ids is None:
             return self._live
@@ -330,16 +321,10 @@ class GraphIndex:
         return matching
 
     def search(self, queries: Keys, k: int, matching: Members) -> Neighbors:
-        """Find approximately the k nearest of the selected records for each query.
+        """Find approximately the k nearest of the selected records for each query; see `SegmentIndex.search`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim), q >= 1.
-            k: number of neighbors, >= 1.
-            matching: the selected records, a result of the method `matching`.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
-            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
+        If at least k records are selected, no neighbor is missing: a query that finds too few is repeated
+        with more nodes.
         """
         available = min(k, matching.size)
         fetched = k
