@@ -17,8 +17,7 @@ from knnstore.datastore.embedded.group import GroupIndex, GroupSearch, GroupSear
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge_many
-from knnstore.datastore.optional import read_keys
-from knnstore.datastore.protocol import BATCH_SIZE, Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Mode, read_keys
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import ConfigError, CorruptDatastoreError, DiskFullError
