@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from knnstore.datastore import (
     Capabilities,
+    Coding,
     Datastore,
     EmbeddedDatastore,
     Filter,
@@ -16,7 +17,6 @@ from knnstore.datastore import (
     Keys,
     KeySegments,
     Metric,
-    Mode,
     Neighbors,
     Segment,
     StoredFile,
@@ -43,16 +43,13 @@ class CellsDatastore(EmbeddedDatastore):
     A query is compared with all records of its nearest cells. The records of each group (a numbered set of
     records, such as a domain) have their own cells.
 
-    Args:
-        segments: the open directory with the files of records.
-        dim: number of components of a key.
-        metric: metric of the distances.
-        policy: parameters of the adapter, such as the number of cells.
+    The parameters of `open` are those of `Policy`.
     """
 
+    _policy: Policy
+
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
-        super().__init__(segments, dim, metric)
-        self._policy = policy
+        super().__init__(segments, dim, metric, policy)
         self._cell_cache = CellCache(policy.memory << 20)
         self._missing: set[StoredFile] = set()
         self._former_cells: dict[int, list[ArrangedSegment]] | None = None
@@ -60,28 +57,14 @@ class CellsDatastore(EmbeddedDatastore):
         self._device: Any = _NOT_CHOSEN
 
     @classmethod
-    def open(
-        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
-    ) -> Self:
-        """Open or create a datastore in a directory.
+    def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Policy:
+        """Check the parameters that a user gave, and return the policy. Raises ConfigError for bad ones."""
+        return Policy.from_params(params)
 
-        Args:
-            location: path of the directory, which only this datastore uses.
-            dim: number of components of a key, >= 1.
-            metric: metric of the distances.
-            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
-            **params: `cells`, `probes`, `memory`, `codes`, `coded_from` and `device`; `Policy` explains them.
-
-        Raises:
-            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
-            DatastoreExistsError: mode ``"x"`` and a datastore exists.
-            DatastoreMismatchError: the datastore has another dim or metric.
-            LockedError: another process has the datastore open for writing.
-            ConfigError: a parameter is unknown or has a bad value.
-        """
-        metric, policy = Metric(metric), Policy.from_params(params)
-        segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))
-        return cls(segments, dim, metric, policy)
+    @classmethod
+    def _choose_coding(cls, policy: Policy, dim: int) -> Coding | None:
+        """Return how the policy compresses the keys of large groups to codes; None if it does not."""
+        return policy.coding_for(dim)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -114,21 +97,9 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query.
+        """Find the k nearest records of each query; see `Datastore.search`. Approximate in large groups.
 
-        In large groups (numbered sets of records, such as a domain) the search is approximate.
-
-        Args:
-            queries: query vectors, shape (q, dim), finite.
-            k: number of neighbors, >= 1.
-            where: records that may be found; None allows all records.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
-            missing neighbor has id -1 and distance +inf.
-
-        Raises:
-            CorruptDatastoreError: no query has a neighbor, and records that `where` selects are damaged.
+        Raises CorruptDatastoreError if no query has a neighbor, and records that `where` selects are damaged.
         """
         from knnstore_cells.device import disable_autocast
 
@@ -136,40 +107,19 @@ class CellsDatastore(EmbeddedDatastore):
             return super().search(queries, k, where=where)
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
+        """Compute the distances of each query to all records of its nearest cells; see `SupportsCells.visit`.
 
-        Args:
-            queries: query vectors, shape (q, dim), finite.
-            probes: number of cells to search for each query, >= 1. Cells without a matching record are
-                skipped and not counted.
-            where: records that may be found; None allows all records.
-
-        Returns:
-            A list of `Visits`. Each `Visits` has arrays of query numbers, record ids and the distances
-            between these queries and records. The list is empty if no record matches.
-
-        Raises:
-            CorruptDatastoreError: no record is found, and records that `where` selects are damaged.
+        Raises CorruptDatastoreError if no record is found, and records that `where` selects are damaged.
         """
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
         from knnstore_cells.device import disable_autocast
-        from knnstore_cells.group import CellGroup
-        from knnstore_cells.visiting import visit_cells
+        from knnstore_cells.visiting import CellSearch, visit_cells
 
         def visit_groups(groups: Sequence[GroupSearch]) -> list[Visits]:
-            """Compare each query with all records of its nearest cells (clusters of near keys).
-
-            The nearest cells are chosen among the cells of all these groups together.
-
-            Args:
-                groups: objects that search the groups (numbered sets of records, such as domains).
-
-            Returns:
-                Arrays of query numbers, record ids and distances; empty if no record matches the filter.
-            """
+            """Compare each query with all records of its nearest cells of all these groups."""
             return visit_cells(
-                [group for group in groups if isinstance(group, CellGroup)], queries, probes, ids
+                [group for group in groups if isinstance(group, CellSearch)], queries, probes, ids
             )
 
         with disable_autocast():
@@ -181,30 +131,20 @@ class CellsDatastore(EmbeddedDatastore):
         return visits
 
     def visit_on_device(self, queries: Any, probes: int, where: Filter) -> Any:
-        """Compute what `visit` computes, and leave the results on the device (such as a GPU).
+        """Compute what `visit` computes, and leave the results on the device; see `SupportsDeviceVisits`.
 
-        The program does not wait for the device.
-
-        Args:
-            queries: query vectors, a tensor, float32, shape (q, dim), on any device. They are not checked.
-            probes: number of cells to search for each query, >= 1. Cells without a matching record are
-                skipped and not counted.
-            where: records that may be found. Both its ids and its groups are used.
-
-        Returns:
-            A `DeviceVisits`: distances and tokens of the records. None if `visit` has to be called: the keys
-            are not on the device of the queries, no record matches, or there are too many queries or records.
+        Returns None if `visit` has to be called: the keys are not on the device of the queries, no record
+        matches, or there are too many queries or records.
         """
         if self._policy.device == "none" or self._device is None:
             return None
         from knnstore_cells.device import disable_autocast
-        from knnstore_cells.group import CellGroup
-        from knnstore_cells.visiting import measure_on_device
+        from knnstore_cells.visiting import CellSearch, measure_on_device
 
         def measure_groups(groups: Sequence[GroupSearch]) -> Any:
             """Compare each query with all records of its nearest cells of these groups."""
             return measure_on_device(
-                [group for group in groups if isinstance(group, CellGroup)], queries, probes, where.ids
+                [group for group in groups if isinstance(group, CellSearch)], queries, probes, where.ids
             )
 
         with disable_autocast():
@@ -213,11 +153,9 @@ class CellsDatastore(EmbeddedDatastore):
     def optimize(self) -> None:
         """Merge files of records, reclaim the space of deleted records, and save the cells of new records.
 
-        A cell is a cluster of records with near keys. A segment is a set of files with records of one group;
-        a group is a numbered set of records, such as a domain. Two adjacent segments are merged if the larger
-        segment is not much larger than the smaller segment. A record stays in its cell as long as its group
-        has the same number of cells. The parameter `cells` sets the number of cells; by default, the number
-        grows with the number of records. When the number changes, new cells are fitted.
+        A record stays in its cell as long as its group has the same number of cells. The parameter `cells`
+        sets the number of cells; by default, the number grows with the number of records. When the number
+        changes, new cells are fitted.
         """
         with self._remember_cells():
             super().optimize()
@@ -225,8 +163,8 @@ class CellsDatastore(EmbeddedDatastore):
     def vacuum(self) -> None:
         """Rewrite all files that contain deleted or replaced records, without these records.
 
-        The other records stay in their cells (clusters of near keys). If a cell has no record left, its
-        center is replaced by the center of another cell: the old center can be a copy of a deleted key.
+        The other records stay in their cells. If a cell has no record left, its center is replaced by the
+        center of another cell: the old center can be a copy of a deleted key.
         """
         with self._remember_cells() as former:
             for group, arranged in former.items():
@@ -243,20 +181,18 @@ class CellsDatastore(EmbeddedDatastore):
     def _create_group_search(self) -> GroupSearch:
         """Create and return an object that searches the records of one group.
 
-        A group is a numbered set of records, such as a domain. The object has no records until its method
-        `update` is called. The first call of `_create_group_search` chooses the device (GPU or CPU) for all
-        groups.
+        The first call chooses the device (GPU or CPU) for all groups.
         """
         # These imports load torch, which listing and removing do not need.
         from knnstore_cells.device import choose_device
-        from knnstore_cells.group import CellGroup
+        from knnstore_cells.visiting import CellSearch
 
         if self._device is _NOT_CHOSEN:
             rows = sum(segment.rows for segment in self._segments.snapshot())
             size = rows * self.record_size(self._dim, **asdict(self._policy))
             self._device = choose_device(self._policy.device, size)
         segments = self._segments
-        return CellGroup(
+        return CellSearch(
             self._dim,
             self._metric,
             self._policy,
@@ -267,43 +203,20 @@ class CellsDatastore(EmbeddedDatastore):
         )
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group is so large that it has more than one cell (a cluster of near keys).
-
-        Returns True for a group with several cells, and False for a group with one cell.
-
-        Args:
-            group_rows: number of records of the group, without deleted and replaced records.
-        """
+        """Return True if a group with this number of records has more than one cell."""
         return self._policy.cells_for(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Choose the parameters of the index of a segment. The index has the cell of each record.
+        """Return ``{"centers": NUMBER_OF_CELLS}``; None if the segment needs no index.
 
-        A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain.
-        A segment is a set of files with records of one group.
-
-        Args:
-            rows: number of records of the segment, deleted records included.
-            group_rows: number of records of the segment's group, without deleted and replaced records.
-
-        Returns:
-            ``{"centers": NUMBER_OF_CELLS}`` with the number of cells of the group; None if the segment needs
-            no index.
+        The index has the cell of each record, so the number is that of the cells of the group.
         """
         if not self._policy.has_index(rows, group_rows):
             return None
         return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Assign the records of a segment to cells, and write the assignment (the index) to a file.
-
-        A cell is a cluster of records with near keys.
-
-        Args:
-            segment: the segment, which is a set of files with records of one group.
-            parameters: result of `_index_parameters`; it has the number of cells.
-            path: file to create.
-        """
+        """Assign the records of a segment to cells, and write the assignment (the index) to a file."""
         from knnstore_cells.device import disable_autocast
 
         with disable_autocast():
@@ -312,11 +225,10 @@ class CellsDatastore(EmbeddedDatastore):
     def _write_cells(self, segment: Segment, cells: int, path: Path) -> None:
         """Assign the records of a segment to the cells of its group, and write the assignment to a file.
 
-        A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain.
         New cell centers are fitted if the group has no centers yet, or if its number of cells has changed.
 
         Args:
-            segment: the segment, which is a set of files with records of one group.
+            segment: the segment.
             cells: number of cells of the group.
             path: file to create.
         """
@@ -337,26 +249,15 @@ class CellsDatastore(EmbeddedDatastore):
         assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
-        """Return None, because this engine does not search a single segment (a set of files with records).
-
-        `CellGroup` searches all segments of a group together, and opens the index files of the segments.
-
-        Args:
-            segment: ignored.
-            parameters: ignored.
-        """
+        """Return None: `CellSearch` opens the index files of all segments of a group."""
 
     @contextmanager
     def _remember_cells(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
-        """Remember the cells of all records during the ``with`` block, in which segments are rewritten.
-
-        A cell is a cluster of records with near keys. A segment is an immutable set of records. Because the
-        cells are remembered, records that are written to a new segment stay in their cells.
+        """Remember the cells of all records in the ``with`` block, so that rewritten records stay in them.
 
         Yields:
-            Dict whose keys are group ids, and whose values are lists of the group's segments. It has only
-            segments whose cells are known, the segment with the most records first. A nested ``with`` block
-            yields the dict of the outer block.
+            The segments of each group whose cells are known, by group number; the largest segment
+            comes first. A nested ``with`` block yields the dict of the outer block.
         """
         if self._former_cells is not None:
             yield self._former_cells
@@ -374,14 +275,14 @@ class CellsDatastore(EmbeddedDatastore):
             self._former_cells, self._centers = None, {}
 
     def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
-        """Read the cell (a cluster of near keys) of each record of a segment from the segment's index file.
+        """Read the cell of each record of a segment from the segment's index file.
 
         The first time that a file is missing, an error is raised, so that the caller can look for a newer
         version of the segment. A file that is missing for the second time, or is damaged, is remembered as
         damaged and not read again; a warning is logged, and the result is None.
 
         Args:
-            segment: the segment, which is a set of files with records of one group.
+            segment: the segment.
             quietly: True logs no warning, and treats a missing file as damaged at the first time.
 
         Returns:

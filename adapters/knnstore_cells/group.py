@@ -1,10 +1,10 @@
-"""The search of one group (a numbered set of records, such as a domain) that is divided into cells.
+"""One group (a numbered set of records, such as a domain) that is divided into cells.
 
 A cell is a cluster of records whose keys are near each other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from knnstore.datastore import (
     IdRanges,
     Keys,
     Metric,
-    Neighbors,
     ProductCodec,
     Segment,
     StoredFile,
@@ -29,9 +28,7 @@ from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.partition import NearestCenter, assign_cells, fit_centers
 from knnstore_cells.policy import Policy
 from knnstore_cells.scanning import CodedCell, CodeScanner, can_scan
-from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit_cells
 
-_SMALL = 4096  # with at most so many matching records, a query is compared with all of them
 _MOST_GROWTH = 4  # new centers are fitted if the number of cells should change by more than this factor
 
 
@@ -54,8 +51,56 @@ class _SegmentInGroup(NamedTuple):
     """The segment's keys in the memory of the device; None if no device is used."""
 
 
+class Cells(NamedTuple):
+    """The cells (clusters of near keys) of a group that have a record that matches a filter."""
+
+    numbers: NDArray[np.int64]
+    """Numbers of these cells in the group, int64, ascending, shape (cells,)."""
+
+    centers: Tensor
+    """Centers of these cells, float32, shape (cells, dim), stored by columns."""
+
+    half_norms: Tensor
+    """|center|²/2 of each center, float32, shape (cells,)."""
+
+    numbers_on_device: Tensor
+    """`numbers` on the device of the centers."""
+
+    counts_on_device: Tensor
+    """Number of matching records of each cell, on the device of the centers, int64, shape (cells,)."""
+
+    descending_counts: NDArray[np.int64]
+    """Number of matching records of each cell, in descending order, shape (cells,)."""
+
+    @classmethod
+    def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
+        """Select the cells (clusters of near keys) of a group that have a matching record.
+
+        Args:
+            centers: centers of all cells of the group, float32, shape (n, dim).
+            counts: number of matching records of each cell, shape (n,).
+
+        Returns:
+            Numbers, centers and half squared norms of the cells whose count is not 0.
+        """
+        numbers = np.flatnonzero(counts)
+        occupied_centers = (
+            centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
+        )
+        half_norms = (occupied_centers * occupied_centers).sum(1) / 2
+        occupied = counts[numbers]
+        return cls(
+            numbers,
+            occupied_centers,
+            half_norms,
+            torch.from_numpy(numbers).to(centers.device),
+            torch.from_numpy(occupied).to(centers.device),
+            np.sort(occupied)[::-1],
+        )
+
+
 class CellGroup:
-    """Searches one group of records that is divided into cells (clusters of near keys).
+    """One group of records that is divided into cells (clusters of near keys). `CellSearch` searches it.
 
     A group is a numbered set of records, such as a domain. The records of a group are in segments; a segment
     is a set of records in files or in memory.
@@ -117,10 +162,7 @@ class CellGroup:
         """Number of records of each cell, shape (cells,); deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the same object that the last call of `update` received.
-
-        Returns False for another object with equal segments. Returns False also after `update` has failed.
-        """
+        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
@@ -360,57 +402,6 @@ class CellGroup:
             if order.largest:
                 selected.append((part.on_device, order))
         return selected
-
-    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find approximately the k nearest records of each query.
-
-        The result is exact if few records match: at most 4096, or at most 4 * k. Then every query is compared
-        with all matching records. Otherwise a query is compared with the records of its nearest cells
-        (clusters of near keys).
-
-        Args:
-            queries: query vectors, float32, shape (q, dim).
-            k: number of neighbors, >= 1.
-            ids: ids of the records that may be found; None allows all records of the group.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
-            missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
-        """
-        counts = self.count_matching(ids)
-        total, cells = int(counts.sum()), int((counts > 0).sum())
-        if total == 0 or not len(queries):
-            return Neighbors.nothing(len(queries), k)
-        probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
-        neighbors = self._search_cells(queries, k, ids, probes)
-        short = np.flatnonzero(neighbors.ids[:, min(k, total) - 1] < 0)
-        if len(short):  # the visited cells hold fewer than k matching records
-            neighbors.put(short, self._search_cells(queries[short], k, ids, cells))
-        return neighbors
-
-    def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
-        """Find the k nearest records of each query among the records of the query's nearest cells.
-
-        A cell is a cluster of records with near keys.
-
-        Args:
-            queries: query vectors, float32, shape (q, dim).
-            k: number of neighbors.
-            ids: ids of the records that may be found; None allows all records of the group.
-            probes: number of cells to search for each query.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If the nearest cells of a query
-            have fewer than k matching records, each missing neighbor has id -1 and distance +inf.
-        """
-        largest = np.sort(self.count_matching(ids))[-probes:].sum()
-        step = max(1, DISTANCES_AT_ONCE // int(largest))
-        parts = []
-        for start in range(0, len(queries), step):
-            batch = queries[start : start + step]
-            visits = visit_cells([self], batch, probes, ids)
-            parts.append(Neighbors.visited(visits, len(batch)).nearest(k))
-        return Neighbors.joined(parts, axis=0)
 
     def _choose_centers(
         self, segments: Sequence[Segment], found_cells: Sequence[SegmentCells | None]

@@ -1,4 +1,7 @@
-"""Comparison of queries with all records of their nearest cells, in several groups (`visit_cells`).
+"""Search of groups that are divided into cells.
+
+`CellSearch` finds the k nearest records of one group. `visit_cells` compares queries with all records of
+their nearest cells, in several groups, and `measure_on_device` does this for a few queries on a device.
 
 A cell is a cluster of records with near keys. A group is a numbered set of records, such as a domain, that
 has its own cells.
@@ -6,7 +9,6 @@ has its own cells.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -14,168 +16,59 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
+from knnstore.datastore import IdRanges, Keys, Metric, Neighbors, Visit, Visits
 from knnstore_cells.cell_cache import Cell
 from knnstore_cells.device import QueriesByCell
 from knnstore_cells.device_records import Found, Probed
 from knnstore_cells.device_search import DeviceVisits
-from knnstore_cells.scanning import CodedCell, CodeScanner
+from knnstore_cells.group import CellGroup, Cells
 
+_SMALL = 4096  # with at most so many matching records, a query is compared with all of them
 DISTANCES_AT_ONCE = 1 << 24
 """Largest number of distances (float32) that are in memory at the same time."""
 _FEW = 64  # more queries than this may share many of their cells
 _DECODING = 64  # decoding a key costs as much as computing its distance by tables so many times
 
 
-class Cells(NamedTuple):
-    """The cells (clusters of near keys) of a group that have a record that matches a filter."""
+class CellSearch(CellGroup):
+    """Searches one group for the nearest records of queries; the arguments are those of `CellGroup`."""
 
-    numbers: NDArray[np.int64]
-    """Numbers of these cells in the group, int64, ascending, shape (cells,)."""
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
+        """Find approximately the k nearest records of each query; see `GroupSearch.search`.
 
-    centers: Tensor
-    """Centers of these cells, float32, shape (cells, dim), stored by columns."""
-
-    half_norms: Tensor
-    """|center|²/2 of each center, float32, shape (cells,)."""
-
-    numbers_on_device: Tensor
-    """`numbers` on the device of the centers."""
-
-    counts_on_device: Tensor
-    """Number of matching records of each cell, on the device of the centers, int64, shape (cells,)."""
-
-    descending_counts: NDArray[np.int64]
-    """Number of matching records of each cell, in descending order, shape (cells,)."""
-
-    @classmethod
-    def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
-        """Select the cells (clusters of near keys) of a group that have a matching record.
-
-        Args:
-            centers: centers of all cells of the group, float32, shape (n, dim).
-            counts: number of matching records of each cell, shape (n,).
-
-        Returns:
-            Numbers, centers and half squared norms of the cells whose count is not 0.
+        The result is exact if few records match: at most 4096, or at most 4 * k. Then every query is compared
+        with all matching records. Otherwise a query is compared with the records of its nearest cells. If at
+        least k records match, no neighbor is missing.
         """
-        numbers = np.flatnonzero(counts)
-        occupied_centers = (
-            centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
-        )
-        half_norms = (occupied_centers * occupied_centers).sum(1) / 2
-        occupied = counts[numbers]
-        return cls(
-            numbers,
-            occupied_centers,
-            half_norms,
-            torch.from_numpy(numbers).to(centers.device),
-            torch.from_numpy(occupied).to(centers.device),
-            np.sort(occupied)[::-1],
-        )
+        counts = self.count_matching(ids)
+        total, cells = int(counts.sum()), int((counts > 0).sum())
+        if total == 0 or not len(queries):
+            return Neighbors.nothing(len(queries), k)
+        probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
+        neighbors = self._search_cells(queries, k, ids, probes)
+        short = np.flatnonzero(neighbors.ids[:, min(k, total) - 1] < 0)
+        if len(short):  # the visited cells hold fewer than k matching records
+            neighbors.put(short, self._search_cells(queries[short], k, ids, cells))
+        return neighbors
 
+    def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
+        """Find the k nearest records of each query among the records of its `probes` nearest cells.
 
-class Visitable(Protocol):
-    """A group of records that is divided into cells (clusters of near keys). `CellGroup` implements it.
-
-    Deleted and replaced records do not count as records.
-    """
-
-    metric: Metric
-    """Metric of the distances."""
-    device: torch.device | None
-    """Device (such as a GPU) that has all keys in its memory.
-
-    None if keys are read from files when needed.
-    """
-
-    middle: Tensor
-    """Vector that is subtracted from the rotated keys in a `Cell`, float32, shape (width,)."""
-
-    def find_cells(self, ids: IdRanges | None) -> Cells:
-        """Return the numbers and centers of the cells (clusters of near keys) that have a matching record.
-
-        Args:
-            ids: ids of the records that match; None lets all records match.
+        Arguments and result are those of `search`. If the nearest cells of a query have fewer than k matching
+        records, each missing neighbor has id -1 and distance +inf.
         """
-
-    def rotate(self, vectors: Tensor) -> Tensor:
-        """Rotate vectors to the space in which the group's keys are stored.
-
-        Distances between vectors stay the same. If keys are stored without rotation, the vectors are returned
-        unchanged.
-
-        Args:
-            vectors: float32, shape (n, dim).
-
-        Returns:
-            The rotated vectors, float32, shape (n, width).
-        """
-
-    def read_cell(self, number: int) -> Cell:
-        """Return the records of one cell (a cluster of near keys), with decoded keys.
-
-        Args:
-            number: number of the cell.
-        """
-
-    rows: int
-    """Number of records of the group."""
-
-    room: int
-    """Largest number of bytes of decoded keys in memory, for all groups together."""
-
-    def get_scanner(self) -> CodeScanner | None:
-        """Return the object that computes distances from codes (compressed keys) without decoding the codes.
-
-        Returns None if such an object cannot be used, for example because a key is not compressed.
-        """
-
-    def read_codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """Read the records of several cells (clusters of near keys) as codes (compressed keys).
-
-        Args:
-            numbers: numbers of the cells, without duplicates.
-
-        Returns:
-            For each cell the ids and codes of its records, in the order of `numbers`.
-        """
-
-    def visit_on_device(
-        self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
-    ) -> Iterator[Visits]:
-        """Compute on the device (such as a GPU) the distances between queries and the records of their cells.
-
-        A cell is a cluster of records with near keys. The keys must be in the memory of the device.
-
-        Args:
-            visitors: for each cell the queries that are compared with its records.
-            queries: query vectors, float32, shape (q, dim), on the device.
-            ids: ids of the records that the queries are compared with; None compares with all records.
-
-        Yields:
-            `Visits`: distances between some queries and some records, for several cells.
-        """
-
-    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
-        """Compute the distances of a few queries to the records of their cells; do not wait for the device.
-
-        A cell is a cluster of records with near keys. The keys must be in the memory of the device.
-
-        Args:
-            probed: the cells that each query probes.
-            queries: query vectors, float32, shape (q, dim), on the device.
-            ids: ids of the records that match; None lets all records match.
-            found: filled; a column without a record is not changed.
-        """
-
-    @property
-    def largest_token(self) -> int:
-        """Largest token of the records on the device; 0 without records."""
+        largest = np.sort(self.count_matching(ids))[-probes:].sum()
+        step = max(1, DISTANCES_AT_ONCE // int(largest))
+        parts = []
+        for start in range(0, len(queries), step):
+            batch = queries[start : start + step]
+            visits = visit_cells([self], batch, probes, ids)
+            parts.append(Neighbors.visited(visits, len(batch)).nearest(k))
+        return Neighbors.joined(parts, axis=0)
 
 
 def measure_on_device(
-    groups: Sequence[Visitable], queries: Tensor, probes: int, ids: IdRanges | None
+    groups: Sequence[CellGroup], queries: Tensor, probes: int, ids: IdRanges | None
 ) -> DeviceVisits | None:
     """Compute the distances of a few queries to all records of their nearest cells, without waiting.
 
@@ -222,7 +115,7 @@ def measure_on_device(
 
 
 def visit_cells(
-    groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None
+    groups: Sequence[CellGroup], queries: Keys, probes: int, ids: IdRanges | None
 ) -> list[Visits]:
     """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
 
@@ -311,7 +204,7 @@ def visit_cells(
     return visits
 
 
-def _is_scanning_faster(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
+def _is_scanning_faster(groups: Sequence[CellGroup], nearest: Tensor, cells: Sequence[Cells]) -> bool:
     """Estimate whether computing distances from codes (compressed keys) is faster than decoding the keys.
 
     Computing from codes is faster if two conditions are met: few queries search the same cell (a cluster of
@@ -361,7 +254,7 @@ def _split_by_group(
         first += len(group_numbers)
 
 
-def _visit_single_query(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
+def _visit_single_query(visited: Sequence[tuple[CellGroup, Tensor, int]], ids: IdRanges | None) -> Visit:
     """Compute the distances of a single query to all records of its cells (clusters of near keys).
 
     Args:

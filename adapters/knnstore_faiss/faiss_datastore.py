@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import faiss
 import numpy as np
@@ -32,7 +32,6 @@ from knnstore.datastore import (
     MappedColumns,
     MappedFile,
     Metric,
-    Mode,
     Neighbors,
     Segment,
     StoredFile,
@@ -410,36 +409,20 @@ class InvertedIndex:
         self.update(segment)
 
     def update(self, segment: Segment) -> None:
-        """Set a newer version of the segment, in which more records may be deleted or replaced.
-
-        No search may run during the call.
-        """
+        """Set a newer version of the segment. No search may run during the call."""
         self.segment = segment
         self._live = segment.live_rows()
         self._live_selector = _make_selector(self._live, segment.rows)
 
     def matching(self, ids: IdRanges | None) -> IdRanges:
-        """Select records for a search; deleted and replaced records are never selected.
-
-        Args:
-            ids: ids of the records to select; None selects all records.
-
-        Returns:
-            Row numbers of the records in the segment (an immutable set of records), as ranges.
-        """
+        """Select live records by id (None: all); returns their row numbers in the segment, as ranges."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
     def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
-        """Find the k nearest of the selected records for each query, approximately.
+        """Find approximately the k nearest of the selected records for each query; see `SegmentIndex`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim), q >= 1.
-            k: number of neighbors, >= 1.
-            matching: row numbers of the selected records, as `InvertedIndex.matching` returns them.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
-            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
+        If at least k records are selected, no neighbor is missing: a query that finds too few is repeated in
+        all lists.
         """
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
@@ -583,40 +566,18 @@ def _view_keys(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
 class FaissDatastore(EmbeddedDatastore):
     """A datastore in a local folder that is searched with FAISS, approximately in large groups of records.
 
-    Args:
-        segments: the open folder with the files of records.
-        dim: number of components of a vector.
-        metric: metric of the distances.
-        policy: parameters of the adapter; it chooses which indexes to build, and how much of them to search.
+    The parameters of `open` are those of `Policy`.
     """
 
+    _policy: Policy
+
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
-        super().__init__(segments, dim, metric, nearest_rows)
-        self._policy = policy
+        super().__init__(segments, dim, metric, policy, nearest=nearest_rows)
 
     @classmethod
-    def open(
-        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
-    ) -> Self:
-        """Open or create a datastore in a folder.
-
-        Args:
-            location: path of the folder, which only this datastore uses.
-            dim: number of components of a vector, >= 1.
-            metric: metric of the distances.
-            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
-            **params: `index`, `nprobe` and `rerank`; `Policy` explains them.
-
-        Raises:
-            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
-            DatastoreExistsError: mode ``"x"`` and a datastore exists.
-            DatastoreMismatchError: the datastore has another dim or metric.
-            LockedError: another process has the datastore open for writing.
-            ConfigError: a parameter is unknown or has a bad value.
-        """
-        metric = Metric(metric)
-        policy = Policy.from_params(params, dim, metric)
-        return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
+    def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Policy:
+        """Check the parameters that a user gave, and return the policy. Raises ConfigError for bad ones."""
+        return Policy.from_params(params, dim, metric)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -639,58 +600,22 @@ class FaissDatastore(EmbeddedDatastore):
         return replace(super().capabilities, exact_search=self._policy.index == "exact")
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether the records of a group (a numbered set of records) are searched with indexes.
-
-        Returns False for a group that is searched exactly: each query is compared with all records.
-
-        Args:
-            group_rows: number of records of the group, without deleted and replaced records.
-        """
+        """Return True if the policy searches a group with this number of records with inverted files."""
         return self._policy.is_group_indexed(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Choose the parameters of the index of a segment.
-
-        A group is a numbered set of records, such as a domain. A segment is a set of files with records of
-        one group.
-
-        Args:
-            rows: number of records of the segment, deleted records included.
-            group_rows: number of records of the segment's group, without deleted and replaced records.
-
-        Returns:
-            ``{"faiss": FACTORY_STRING}``; None if the segment needs no index, or is too small for one.
-        """
+        """Return ``{"faiss": FACTORY_STRING}``; None if it needs no index or is too small."""
         factory = self._policy.choose_factory(rows, group_rows, self._dim)
         if factory is None or not has_enough_rows(factory, rows, self._dim, self._metric):
             return None
         return {"faiss": factory}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Build the index of a segment with FAISS, and write the index to a file.
-
-        Args:
-            segment: the segment, which is a set of files with records of one group.
-            parameters: result of `_index_parameters`; it has the FAISS factory string.
-            path: file to create.
-        """
+        """Build the inverted file of a segment by its factory string, and write it to a file."""
         build_index(segment, parameters["faiss"], self._dim, self._metric, path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> InvertedIndex | None:
-        """Open the index file of a segment (a set of files with records).
-
-        Args:
-            segment: segment that has an index file.
-            parameters: parameters that were saved with the index.
-
-        Returns:
-            The object that searches the segment with the index; None if the index file was built by another
-            engine than FAISS.
-
-        Raises:
-            FileNotFoundError: the index file does not exist; a writer may have replaced it.
-            CorruptDatastoreError: the index file is damaged.
-        """
+        """Open the inverted file of a segment; None if another engine than FAISS built the index file."""
         if "faiss" not in parameters:
             return None
         return InvertedIndex(self._segments.root, segment, self._dim, self._metric, self._policy)

@@ -10,7 +10,7 @@ import errno
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import hnswlib
 import numpy as np
@@ -22,11 +22,9 @@ from knnstore.datastore import (
     EmbeddedDatastore,
     IdRanges,
     Keys,
-    KeySegments,
     MappedColumns,
     MappedFile,
     Metric,
-    Mode,
     Neighbors,
     Segment,
     StoredKeys,
@@ -100,41 +98,6 @@ class Policy:
         if policy.M > _LARGEST_M:
             raise ConfigError(f"hnswlib: M must be at most {_LARGEST_M}, got {policy.M}")
         return policy
-
-    @property
-    def graph_parameters(self) -> dict[str, Any]:
-        """Parameters with which a graph is built; they are saved with the graph.
-
-        The value is ``{"hnswlib": {"M": ..., "ef_construction": ...}}``.
-        """
-        return {"hnswlib": {"M": self.M, "ef_construction": self.ef_construction}}
-
-    def is_group_indexed(self, group_rows: int) -> bool:
-        """Check whether a group is so large that its records are searched with graphs.
-
-        A group is a numbered set of records, such as a domain. The records of a smaller group are all
-        compared with each query.
-
-        Args:
-            group_rows: number of records of the group, without deleted and replaced records.
-
-        Returns:
-            True if the number is more than `exact_up_to`, else False.
-        """
-        return group_rows > self.exact_up_to
-
-    def has_graph(self, rows: int, group_rows: int) -> bool:
-        """Check whether a segment (a set of files with records of one group) gets a graph.
-
-        Args:
-            rows: number of records of the segment, deleted records included.
-            group_rows: number of records of the segment's group, without deleted and replaced records.
-
-        Returns:
-            True if the group is searched with graphs and the segment has at least 1/8 of `exact_up_to`
-            records, else False.
-        """
-        return self.is_group_indexed(group_rows) and rows >= self.exact_up_to // _SMALL_SHARE
 
 
 def find_first_equal(keys: StoredKeys) -> NDArray[np.int64]:
@@ -335,10 +298,7 @@ class GraphIndex:
         self.update(segment)
 
     def update(self, segment: Segment) -> None:
-        """Set a newer version of the segment, in which more records may be deleted or replaced.
-
-        No search may run during the call.
-        """
+        """Set a newer version of the segment. No search may run during the call."""
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
         self._last_filter: tuple[IdRanges | None, Members] = None, self._live
@@ -348,15 +308,9 @@ class GraphIndex:
         self._deleted[dead] = True
 
     def matching(self, ids: IdRanges | None) -> Members:
-        """Select records for a search; deleted and replaced records are never selected.
+        """Select live records by id (None: all), and return them as a map from nodes to rows.
 
         The result for the last `ids` is cached.
-
-        Args:
-            ids: ids of the records to select; None selects all records.
-
-        Returns:
-            Map from each node of the graph to the selected records that have the node's key.
         """
         if ids is None:
             return self._live
@@ -367,16 +321,10 @@ class GraphIndex:
         return matching
 
     def search(self, queries: Keys, k: int, matching: Members) -> Neighbors:
-        """Find approximately the k nearest of the selected records for each query.
+        """Find approximately the k nearest of the selected records for each query; see `SegmentIndex.search`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim), q >= 1.
-            k: number of neighbors, >= 1.
-            matching: the selected records, a result of the method `matching`.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
-            selected, each missing neighbor has id -1 and distance +inf. Otherwise no neighbor is missing.
+        If at least k records are selected, no neighbor is missing: a query that finds too few is repeated
+        with more nodes.
         """
         available = min(k, matching.size)
         fetched = k
@@ -461,41 +409,16 @@ def _compute_squared_norms(keys: Keys) -> Distances:
 class HnswlibDatastore(EmbeddedDatastore):
     """A datastore in a local folder that is searched with hnswlib, approximately in large groups of records.
 
-    Args:
-        segments: the open folder with the files of records.
-        dim: number of components of a vector.
-        metric: metric of the distances.
-        policy: parameters of the adapter; it chooses which graphs to build, and how much of them to search.
+    The parameters of `open` are those of `Policy`.
     """
 
     merge_ratio = 2
-
-    def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
-        super().__init__(segments, dim, metric)
-        self._policy = policy
+    _policy: Policy
 
     @classmethod
-    def open(
-        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
-    ) -> Self:
-        """Open or create a datastore in a folder.
-
-        Args:
-            location: path of the folder, which only this datastore uses.
-            dim: number of components of a vector, >= 1.
-            metric: metric of the distances.
-            mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
-            **params: `M`, `ef_construction`, `ef` and `exact_up_to`; `Policy` explains them.
-
-        Raises:
-            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
-            DatastoreExistsError: mode ``"x"`` and a datastore exists.
-            DatastoreMismatchError: the datastore has another dim or metric.
-            LockedError: another process has the datastore open for writing.
-            ConfigError: a parameter is unknown or has a bad value.
-        """
-        metric, policy = Metric(metric), Policy.from_params(params)
-        return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
+    def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Policy:
+        """Check the parameters that a user gave, and return the policy. Raises ConfigError for bad ones."""
+        return Policy.from_params(params)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -508,54 +431,24 @@ class HnswlibDatastore(EmbeddedDatastore):
         return 2 * dim + 16 + 4 * (dim + 1) + 12 * Policy.from_params(params).M + 32
 
     def _is_indexed(self, group_rows: int) -> bool:
-        """Check whether a group is so large that its records are searched with graphs.
-
-        A group is a numbered set of records, such as a domain. Returns False for a smaller group, whose
-        records are all compared with each query.
-
-        Args:
-            group_rows: number of records of the group, without deleted and replaced records.
-        """
-        return self._policy.is_group_indexed(group_rows)
+        """Return True if a group has more records than `exact_up_to`."""
+        return group_rows > self._policy.exact_up_to
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """Choose the parameters of the graph of a segment (a set of files with records of one group).
+        """Return ``{"hnswlib": {"M": ..., "ef_construction": ...}}``; None if the segment needs no graph.
 
-        Args:
-            rows: number of records of the segment, deleted records included.
-            group_rows: number of records of the segment's group, without deleted and replaced records.
-
-        Returns:
-            ``{"hnswlib": {"M": ..., "ef_construction": ...}}``; None if the segment needs no graph.
+        A segment of a large group has a graph if it has at least 1/8 of `exact_up_to` records.
         """
-        return self._policy.graph_parameters if self._policy.has_graph(rows, group_rows) else None
+        if not self._is_indexed(group_rows) or rows < self._policy.exact_up_to // _SMALL_SHARE:
+            return None
+        return {"hnswlib": {"M": self._policy.M, "ef_construction": self._policy.ef_construction}}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Build the graph of a segment with hnswlib, and write the graph to a file.
-
-        Args:
-            segment: the segment, which is a set of files with records of one group.
-            parameters: ignored; the graph is built with the parameters of this adapter, which have the same
-                values.
-            path: file to create.
-        """
+        """Build the graph of a segment, and write it to a file. `parameters` equal those of the policy."""
         build_graph(segment, self._policy, self._dim, self._metric, path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> GraphIndex | None:
-        """Open the graph file of a segment (a set of files with records).
-
-        Args:
-            segment: segment that has an index file.
-            parameters: parameters that were saved with the index.
-
-        Returns:
-            The object that searches the segment with the graph; None if the index file was built by another
-            engine than hnswlib.
-
-        Raises:
-            FileNotFoundError: the graph file does not exist; a writer may have replaced it.
-            CorruptDatastoreError: the graph file is damaged.
-        """
+        """Open the graph file of a segment; None if another engine than hnswlib built the index file."""
         if "hnswlib" not in parameters:
             return None
         return GraphIndex(self._segments.root, segment, self._dim, self._metric, self._policy)

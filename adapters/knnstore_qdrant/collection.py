@@ -67,19 +67,10 @@ class Attempts:
         self._attempt = threading.local()
 
     def open(self, call: Callable[[], Result]) -> Result:
-        """Make the first call to a server, and return the result of the call.
+        """Make the first call to a server, as `read` does, and return the result of the call.
 
-        After an error that may be temporary, the call is repeated within the time limit, as `read` does. But
-        if the server cannot be connected to, the call is not repeated, and an error is raised at once.
-
-        Args:
-            call: function that calls the server; it may be called several times.
-
-        Raises:
-            StoreUnavailableError: the server cannot be connected to, or the call did not succeed within the
-                time limit.
-            DatastoreNotFoundError: the collection does not exist.
-            DatastoreError: the server refuses the call.
+        But if the server cannot be connected to, the call is not repeated, and StoreUnavailableError is
+        raised at once.
         """
         return self._repeat_call(call, self._timeout, retry_refused=False)
 
@@ -99,35 +90,20 @@ class Attempts:
         return self._repeat_call(call, self._timeout)
 
     def write(self, call: Callable[[], Result]) -> Result:
-        """Make a call that changes something on the server, and return the result of the call.
+        """Make a call that changes something on the server, as `read` does, and return its result.
 
-        After an error that may be temporary, the call is repeated until the time limit. The time limit is
-        three times the limit of `read`.
-
-        Args:
-            call: function that calls the server; it may be called several times.
-
-        Raises:
-            StoreUnavailableError: the call did not succeed within the time limit.
-            DatastoreNotFoundError: the collection does not exist.
-            DatastoreError: the server refuses the call.
+        The time limit is three times the limit of `read`.
         """
         return self._repeat_call(call, _WRITE_FACTOR * self._timeout)
 
     def change(self, call: Callable[[], str]) -> None:
-        """Repeat a call that changes points until it returns the status ``completed``.
+        """Repeat a call that changes points until it returns ``completed``, within the limit of `write`.
 
-        A point is a stored vector. Any other status means that the server may make the change later or never.
-        The time limit is that of `write`.
+        Any other status means that the server may make the change later or never. Errors are those of `read`.
 
         Args:
             call: function that calls the server and returns the status of the change; it may be called
                 several times.
-
-        Raises:
-            StoreUnavailableError: the call did not succeed within the time limit.
-            DatastoreNotFoundError: the collection does not exist.
-            DatastoreError: the server refuses the call.
         """
 
         def require_completed() -> None:
@@ -151,14 +127,7 @@ class Attempts:
     ) -> httpx.Response:
         """Send an HTTP request with the time that is left for the current call as its timeout.
 
-        The HTTP client calls this method for each request, as a middleware.
-
-        Args:
-            request: the request.
-            send: function that sends the request.
-
-        Returns:
-            The response.
+        The HTTP client calls this method for each request, as a middleware. Returns the response.
         """
         request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
         return send(request)
@@ -479,14 +448,7 @@ class Collection:
 
     @staticmethod
     def _is_complete(info: models.CollectionInfo) -> bool:
-        """Check whether the creation of a collection was completed.
-
-        Returns True if the server has the indexes of the values ``group`` and ``position``, which are created
-        last; else False.
-
-        Args:
-            info: the server's description of the collection.
-        """
+        """Return True if the indexes of ``group`` and ``position`` exist, which are created last."""
         return set(_INDEXES) <= set(info.payload_schema)
 
     def _create_collection(self, dim: int, metric: Metric, mark: str) -> None:
@@ -528,14 +490,7 @@ class Collection:
         self.attempts.write(create)
 
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
-        """Make the server create an index of a payload value, and wait until the index exists.
-
-        The payload is the set of named values of a point (a stored vector).
-
-        Args:
-            field: name of the value in the payload.
-            index: parameters of the index.
-        """
+        """Make the server create an index of a value of the payload, and wait until the index exists."""
         self.attempts.change(
             lambda: self.client.create_payload_index(self.name, field, index, wait=True).status.value
         )

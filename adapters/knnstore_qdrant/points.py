@@ -339,13 +339,7 @@ class ServerPoints:
             self._client.close()
 
     def _clip_to_half(self, queries: Keys) -> Keys:
-        """Clip the components of queries to the range of float16 if the vectors are stored as float16.
-
-        If the vectors are stored as float32, the queries are returned unchanged.
-
-        Args:
-            queries: query vectors, float32, shape (q, dim).
-        """
+        """Clip queries to the range of float16 if vectors are stored as float16; else return them."""
         return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
     def _make_search_params(self, k: int, exact: bool) -> models.SearchParams:
@@ -387,22 +381,14 @@ def answers_over_grpc(collection: Collection) -> bool:
 
 
 class GrpcPoints(ServerPoints):
-    """The points of an open collection, read and written over gRPC. All methods are those of `ServerPoints`.
+    """The points of an open collection, read and written over gRPC. The methods are those of `ServerPoints`.
 
     Messages are built from bytes, and answers are read without qdrant-client: with k=1024, creating its
     Python objects takes several times as long as the search.
     """
 
     def send(self, ids: Ids, keys: Keys, groups: Groups, upload: str | None) -> None:
-        """Add records with a single request over gRPC, and wait until the server has stored the records.
-
-        Args:
-            ids: record ids, int64, shape (n,).
-            keys: vectors, float32, shape (n, dim).
-            groups: group number of each record, int32, shape (n,).
-            upload: name of the upload, which is stored with each record; existing records then stay
-                unchanged. None replaces existing records.
-        """
+        """Add records with a single request over gRPC, and wait until the server has stored the records."""
         common = {} if upload is None else {UPLOAD: grpc.Value(string_value=upload)}
         rows = zip(
             ids.tolist(),
@@ -430,19 +416,7 @@ class GrpcPoints(ServerPoints):
         self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
-        """Find the k nearest points (stored vectors) of each query with a single request over gRPC.
-
-        Args:
-            queries: query vectors, float32, shape (q, dim), q >= 1.
-            k: number of neighbors, >= 1.
-            condition: points that may be found; None allows all points.
-            exact: True compares each query with all points that may be found; False searches the server's
-                graph, approximately.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k points are found,
-            each missing neighbor has id -1 and distance +inf.
-        """
+        """Find the k nearest points of each query with a single request over gRPC."""
         shared: dict[str, Any] = {
             "collection_name": self._name,
             "limit": k,
@@ -466,17 +440,13 @@ class GrpcPoints(ServerPoints):
         return _convert_hits(hits, k, self._metric, id_attribute="id.num")
 
     def delete(self, condition: Condition) -> None:
-        """Delete the selected points (stored vectors) over gRPC, and wait until the change is visible.
-
-        Args:
-            condition: the points to delete; it must select at least one.
-        """
+        """Delete the selected points over gRPC, and wait until the change is visible."""
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
         self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
 
     def count(self, condition: Condition | None = None) -> int:
-        """Return the exact number of points (stored vectors) that a condition selects; None for all."""
+        """Return the exact number of points that a condition selects; None for all."""
         selection = _to_grpc_filter(condition)
         request: Any = grpc.CountPoints(collection_name=self._name, filter=selection, exact=True)
         return int(self.attempts.read(lambda: self._send_request("Count", request)).result.count)
@@ -484,18 +454,7 @@ class GrpcPoints(ServerPoints):
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
-        """Read the next points (stored vectors) over gRPC, by ascending id, beginning at an id.
-
-        Args:
-            first: smallest id to return.
-            limit: number of points to return, >= 1. Fewer points are returned only if no more exist.
-            condition: points to return; None returns all points.
-            keys: True also returns vectors and group numbers; False returns empty arrays for the vectors and
-                the group numbers.
-
-        Returns:
-            Record ids int64 (n,), vectors float32 (n, dim), and group numbers int32 (n,).
-        """
+        """Read the next points over gRPC, by ascending id, beginning at an id."""
         request: Any = grpc.ScrollPoints(
             collection_name=self._name,
             offset=grpc.PointId(num=first),
@@ -515,13 +474,9 @@ class GrpcPoints(ServerPoints):
         return ids, vectors, np.array(groups, np.int32)
 
     def _send_request(self, method: str, request: Any) -> Any:
-        """Send a request over gRPC, and return the answer.
+        """Call a gRPC method of the server by its name, and return the answer.
 
         The timeout is the time that `Attempts` leaves for the current call.
-
-        Args:
-            method: name of the server's gRPC method.
-            request: gRPC message of the request.
         """
         return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
 

@@ -153,22 +153,12 @@ class QdrantDatastore:
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return an estimate of the bytes that a record takes on the server's disk.
-
-        Args:
-            dim: number of components of a vector.
-            **params: parameters of the adapter.
-        """
+        """Return an estimate of the bytes that a record takes on the server's disk."""
         return Options.from_params(params).point_size(dim)
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the name of the store to which the collection belongs; None if no name is saved.
-
-        Args:
-            location: address of the server.
-            **params: parameters of the adapter; `collection` is the name of the collection.
-        """
+        """Return the name of the store to which the collection belongs; None if no name is saved."""
         with _connect_collection(location, Options.from_params(params)) as collection:
             owner = collection.owner()
             collection.client.close()
@@ -176,13 +166,7 @@ class QdrantDatastore:
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Save on the server the name of the store to which the collection belongs.
-
-        Args:
-            location: address of the server.
-            owner: name of the store, one line of text.
-            **params: parameters of the adapter; `collection` is the name of the collection.
-        """
+        """Save on the server the name of the store to which the collection belongs."""
         with _connect_collection(location, Options.from_params(params)) as collection:
             collection.claim(owner)
             collection.client.close()
@@ -234,19 +218,10 @@ class QdrantDatastore:
         )
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records. A new record replaces an older record with the same id.
+        """Store records; see `Datastore.add`. The change is durable when the call returns.
 
-        The change is durable when the call returns. After an error, some of the records may be stored. The
-        same call can then be repeated, and stores all records.
-
-        Args:
-            ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
-            keys: vectors, shape (n, dim), finite.
-            groups: group number of each record, integers, shape (n,), >= 0.
-
-        Raises:
-            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
-            ReadOnlyError: the store was opened with mode ``"r"``.
+        After an error, some of the records may be stored. The same call can then be repeated, and stores all
+        records.
         """
         points = self._get_writable_points()
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
@@ -259,21 +234,10 @@ class QdrantDatastore:
         return self._points.takes_uploads
 
     def upload(self, ids: Ids, keys: Keys, groups: Groups, name: str) -> None:
-        """Store the records whose ids are new; a record that exists already stays unchanged.
+        """Store the records whose ids are new; see `SupportsUploads.upload`.
 
-        The name of the upload is saved with each new record. The change is durable when the call returns.
-        After an error, some of the records may be stored; the same call can then be repeated.
-
-        Args:
-            ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
-            keys: vectors, shape (n, dim), finite.
-            groups: group number of each record, integers, shape (n,), >= 0.
-            name: name of the upload.
-
-        Raises:
-            ConfigError: the server has a version before 1.16.
-            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
-            ReadOnlyError: the store was opened with mode ``"r"``.
+        The change is durable when the call returns. After an error, some of the records may be stored; the
+        same call can then be repeated. Raises ConfigError if the server has a version before 1.16.
         """
         points = self._get_writable_points()
         if not points.takes_uploads:
@@ -283,27 +247,14 @@ class QdrantDatastore:
             points.upsert(ids, keys, groups, name)
 
     def count_uploaded(self, ids: IdRanges, name: str, group: int) -> int:
-        """Return the exact number of records of a group that an upload has stored; see `upload`.
-
-        Args:
-            ids: ids of the records to count.
-            name: name of the upload.
-            group: group number of the records to count.
-        """
+        """Return the exact number of records of a group that an upload has stored; see `upload`."""
         points, condition = self._get_open_points(), condition_from_ranges(ids, self._read_ids)
         return points.count(replace(condition, upload=name, groups=(group,))) if condition else 0
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query, approximately unless the parameter `exact` is True.
 
-        Args:
-            queries: query vectors, shape (q, dim), finite; q may be 0.
-            k: number of neighbors, >= 1.
-            where: records that may be found; None allows all records.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
-            missing neighbor has id -1 and distance +inf.
+        Arguments and result are those of `Datastore.search`.
         """
         points, k = self._get_open_points(), checked_k(k)
         queries = checked_keys(queries, self._dim, what="queries")
@@ -334,14 +285,9 @@ class QdrantDatastore:
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every record once, by ascending id, as batches (ids, keys, groups).
+        """Yield every record once, by ascending id, as batches (ids, keys, groups); see `Datastore.iterate`.
 
-        Args:
-            ids: ids of the records to yield; None yields all records.
-            batch_size: largest number of records in a batch, >= 1; a batch may have fewer.
-
-        Yields:
-            Record ids int64 (n,), keys float32 (n, dim), and group numbers int32 (n,) of n records, n >= 1.
+        A batch may have fewer than `batch_size` records, but has at least one.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")

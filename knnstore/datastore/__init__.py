@@ -47,7 +47,10 @@ if TYPE_CHECKING:
     from knnstore.datastore.keyless import KeylessDatastore
     from knnstore.datastore.memory import MemoryDatastore
     from knnstore.datastore.neighbors import Neighbors
-    from knnstore.datastore.optional import (
+    from knnstore.datastore.protocol import (
+        BATCH_SIZE,
+        Datastore,
+        Mode,
         SupportsBeside,
         SupportsCells,
         SupportsDamage,
@@ -62,7 +65,6 @@ if TYPE_CHECKING:
         SupportsVerify,
         read_keys,
     )
-    from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
     from knnstore.datastore.ranges import IdRanges
     from knnstore.datastore.records import (
         ID_LIMIT,

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
-from knnstore.datastore.optional import read_keys
-from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode, read_keys
 from knnstore.datastore.ranges import IdRanges
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
 

@@ -7,10 +7,9 @@ Readers do not see the documents before that.
 """
 
 from knnstore.distributed.committing import Committed, commit_plan, drop_plan
-from knnstore.distributed.encoding import Encoding, ShardEncoder, encode_shards
+from knnstore.distributed.encoding import Encoding, ShardEncoder, ShardUploader, encode_shards
 from knnstore.distributed.plan_folder import Plan, PlanFolder, Shard
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
-from knnstore.distributed.uploading import ShardUploader
 from knnstore.distributed.worker_processes import encode_shards_in_processes
 
 __all__ = [

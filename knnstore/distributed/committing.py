@@ -78,8 +78,10 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         for shard in plan.shards:
             documents = folder.read_documents(shard)
             versions = store.versions(plan.domain, [planned.document.id for planned in documents])
+            starts = {id: version.start for id, version in versions.items()}
+            # A document is left out if its stored version has changed since the plan was made.
             is_current = [
-                _is_addable(planned, versions.get(planned.document.id))
+                planned.replaces == starts.get(planned.document.id)
                 and planned.document.id not in withdrawn_ids
                 for planned in documents
             ]
@@ -118,13 +120,7 @@ def _finish(store: KNNStore, folder: PlanFolder) -> None:
 
 
 def _keep_tags(document: NewDocument, versions: Mapping[str, StoredVersion]) -> NewDocument:
-    """Return a planned document with its own tags and the tags of the stored document that it replaces.
-
-    Args:
-        document: the planned document, with the tags that the plan gives it.
-        versions: the documents that are stored now, by id. A document without a stored version is returned
-            unchanged.
-    """
+    """Return a planned document with its own tags and those of the stored version that it replaces."""
     version = versions.get(document.id)
     return document if version is None else replace(document, tags=document.tags | version.tags)
 
@@ -157,18 +153,6 @@ def drop_plan(store: KNNStore, folder: PlanFolder) -> None:
             store.release(lease.id)
     failpoint("plan.released")
     folder.remove()
-
-
-def _is_addable(planned: PlannedDocument, version: StoredVersion | None) -> bool:
-    """Check that the stored version of a document has not changed since the plan was made.
-
-    The result is also True if no version was stored then, and none is stored now.
-
-    Args:
-        planned: the planned document.
-        version: the version that is stored now; None if no document with this id is stored.
-    """
-    return planned.replaces == (None if version is None else version.start)
 
 
 def _find_lease(store: KNNStore, plan: Plan, folder: PlanFolder) -> Lease:

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from transformers.utils import logging
 
 from knnstore.distributed.committing import Committed, commit_plan, drop_plan
-from knnstore.distributed.encoding import ShardEncoder
+from knnstore.distributed.encoding import ShardEncoder, ShardUploader
 from knnstore.distributed.plan_folder import PlanFolder
 from knnstore.distributed.planning import SHARD_TOKENS, make_plan
-from knnstore.distributed.uploading import ShardUploader
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, KnnstoreError, PlanError
 from knnstore.lm import BATCH_TOKENS, load_text_parts

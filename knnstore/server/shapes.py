@@ -94,16 +94,9 @@ class Texts:
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the JSON object of a whole text for the field ``choices``, without the reason of its end.
+        """Return the text, its index, and its log-probabilities (None if the answer has none).
 
-        It has the text, its index, and, if the answer has log-probabilities, lists with one item for each
-        token.
-
-        Args:
-            index: index of the text in the answer.
-            text: the text, which begins with `get_prefix(index)`.
-            prompt: scores of the prompt's tokens; empty if they are not shown.
-            generated: scores of the generated tokens.
+        The text begins with `get_prefix(index)`.
         """
         shift = len(self.get_prefix(index))
         offsets = [*(score.offset for score in prompt), *(score.offset + shift for score in generated)]
@@ -122,17 +115,7 @@ class Texts:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the JSON object of new text for the field ``choices`` of an event, without finish reason.
-
-        It has the same fields as the object of a whole text (`make_choice`).
-
-        Args:
-            index: index of the text in the answer.
-            text: the new text.
-            prompt: scores of the prompt's tokens in this event; empty if there are none.
-            generated: scores of the generated tokens in this event.
-            first: True for the first event of the text; it changes nothing here.
-        """
+        """Return new text with the fields of a whole text (`make_choice`); `first` changes nothing."""
         return self.make_choice(index, text, prompt, generated)
 
     def _make_logprobs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
@@ -185,14 +168,7 @@ class Messages:
     def make_choice(
         self, index: int, text: str, prompt: Sequence[TokenScore], generated: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the JSON object of the assistant's message for the field ``choices``, without finish reason.
-
-        Args:
-            index: index of the message in the answer.
-            text: the text of the message.
-            prompt: not used, because an answer does not show its conversation.
-            generated: scores of the generated tokens, shown only if the answer has log-probabilities.
-        """
+        """Return the assistant's message with its index. `prompt` is not used."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": self._make_logprobs(generated)}
 
@@ -205,16 +181,7 @@ class Messages:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Return the JSON object of new text for the field ``choices`` of an event, without finish reason.
-
-        Args:
-            index: index of the message in the answer.
-            text: the new text of the message.
-            prompt: not used, because an answer does not show its conversation.
-            generated: scores of the generated tokens in this event, shown only if the answer has
-                log-probabilities.
-            first: True for the first event of the message; only this event names the role.
-        """
+        """Return the new text of a message with its index. Only the first event names the role."""
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": self._make_logprobs(generated)}
 

@@ -85,11 +85,8 @@ class StoreChanges:
     def take_over(self) -> None:
         """Make a copied store the owner of the keys of its original, and delete half added documents.
 
-        A copied store is a store whose folder was copied from another store, its original. Does nothing if
-        this store owns its keys already.
-
-        Raises:
-            NotOwnerError: if the keys are inside another store's folder.
+        Does nothing if this store owns its keys already. Raises NotOwnerError if the keys are inside another
+        store's folder.
         """
         if not self.current.owned:
             self.current.take_over()
@@ -99,10 +96,8 @@ class StoreChanges:
     def finish_copying_keys(self) -> Iterator[None]:
         """Delete superfluous records after the ``with`` block, in which the store's keys are moved.
 
-        A copied store is a store whose folder was copied from another store, its original. If the keys belong
-        to the original, the move copies all its records, also records that the original has added since.
-        These records belong to no document of this store, and are deleted. A store that owns its keys has no
-        superfluous records, so nothing is deleted.
+        If the keys belong to the original of this copied store, the move also copies the records that the
+        original has added since. They belong to no document of this store, and are deleted.
         """
         is_copy = not self.current.owned
         yield
@@ -113,16 +108,9 @@ class StoreChanges:
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
-        """Add documents in a ``with`` block, in which the caller passes the key of every token.
+        """Add documents in a ``with`` block, all or none; see `KNNStore.ingest`.
 
-        The block receives an `Ingest`. At the end of the block, all documents become visible to readers.
-        After an error in the block, no document is added.
-
-        Args:
-            documents: the documents. Each pair of domain and id may occur only once.
-
-        Raises:
-            DiskFullError: if the disk has no room for the documents.
+        Raises DiskFullError if the disk has no room for the documents.
         """
         self._check_space(sum(len(document.tokens) for document in documents))
         group = Ingest(self.writer, self.current.datastore, documents)
@@ -137,17 +125,10 @@ class StoreChanges:
 
     @contextmanager
     def ingest_leased(self, lease: Lease) -> Iterator[LeasedIngest]:
-        """Add documents with leased positions, part by part, in a ``with`` block.
+        """Add documents with leased positions, all or none; see `KNNStore.ingest_leased`.
 
-        At the end of the block, all documents become visible to readers in one transaction, and the lease is
-        committed. After an error in the block, no document is added, and the lease stays open.
-
-        Args:
-            lease: the lease.
-
-        Raises:
-            DiskFullError: if the disk has no room for the documents, or for removing what an earlier attempt
-                has left.
+        Raises DiskFullError if the disk has no room for the documents, or for removing what an earlier
+        attempt has left.
         """
         self._check_space(lease.stop - lease.start)
         # An earlier attempt may have left documents at the same positions. Removing them later would remove
@@ -172,14 +153,7 @@ class StoreChanges:
         self.writer.release(lease.id for lease in leases)
 
     def prepare_uploads(self, domain: str) -> UploadTarget | None:
-        """Return the engine to which workers may upload records, and the domain's group number there.
-
-        The domain is created if it does not exist. Returns None if the engine accepts no uploads, or if its
-        location may contain a secret.
-
-        Args:
-            domain: name of the domain.
-        """
+        """Return the engine to which workers may upload records; see `KNNStore.prepare_uploads`."""
         engine = self.current.engine
         if not takes_uploads(engine.location, self.current.datastore):
             return None
@@ -203,41 +177,24 @@ class StoreChanges:
             datastore.flush()
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Replace the metadata and tags of documents in one transaction.
-
-        Args:
-            domain: name of the documents' domain.
-            changes: pair (new metadata, new tags) of each document, by id of the document.
-
-        Raises:
-            DocumentNotFoundError: if an id is unknown.
-        """
+        """Replace the metadata and tags of documents in one transaction; see `KNNStore.describe`."""
         rows = self._find_rows(domain, changes)
         self.writer.describe({rows[id]: change for id, change in changes.items()})
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
-        """Change the ids of documents in one transaction.
-
-        Args:
-            domain: name of the documents' domain.
-            ids: new id of each document, by its old id.
-
-        Raises:
-            DocumentNotFoundError: if an old id is unknown.
-        """
+        """Change the ids of documents in one transaction; see `KNNStore.rename`."""
         rows = self._find_rows(domain, ids)
         self.writer.rename({rows[old]: new for old, new in ids.items()})
 
     def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
         """Add tags to documents, and remove tags from them, in one transaction.
 
+        A tag in both `add` and `remove` is removed. Returns the number of documents.
+
         Args:
             rows: primary keys of the documents.
             add: tags to add.
-            remove: tags to remove. A tag in both `add` and `remove` is removed.
-
-        Returns:
-            The number of documents.
+            remove: tags to remove.
         """
         documents = self.writer.catalog.documents_of(rows)
         added_tags, removed_tags = distinct_names(add, "tag"), distinct_names(remove, "tag")
@@ -267,13 +224,9 @@ class StoreChanges:
             self._home.reserve.keep()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
-        """Save retrieval settings for a set of domains, in place of settings that were saved for this set.
+        """Save retrieval settings for a set of domains; see `KNNStore.save_settings`.
 
         Also deletes damaged settings, and files of weights that no saved settings refer to.
-
-        Args:
-            saved: the settings.
-            domains: names of the domains; empty means the whole store.
         """
         drop_damaged_settings(self.writer)
         self.writer.save_settings(domains, saved.payload())

@@ -87,19 +87,10 @@ class View:
         )
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
-        """Find the k nearest records of each query among the records of the selected documents.
+        """Find the k nearest records of each query among the selected documents; see `KNNStore.search`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim).
-            k: number of neighbors, >= 1.
-            selection: documents whose records are searched.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. Missing neighbors have id -1 and
-            distance +inf.
-
-        Raises:
-            CorruptDatastoreError: if a query has no neighbor, although the selected documents have records.
+        Records that are not live are left out. Raises CorruptDatastoreError if a query has no neighbor,
+        although the selected documents have records.
         """
         live, where, records = self.scope(selection)
         neighbors = self.datastore.search(queries, k, where=where)
@@ -115,19 +106,10 @@ class View:
         return neighbors
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
-        """Compute the distances of each query to all records of its nearest cells (clusters of near keys).
+        """Compare each query with all records of its nearest cells; see `KNNStore.visit`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim).
-            probes: number of cells to search for each query, >= 1.
-            selection: documents whose records are compared.
-
-        Returns:
-            A list of `Visits`: arrays with queries, record ids and distances. Records of other documents are
-            replaced by padding (id -1, distance +inf).
-
-        Raises:
-            CorruptDatastoreError: if a query has no record, although the selected documents have records.
+        Records of other documents are replaced by padding (id -1, distance +inf). Raises
+        CorruptDatastoreError if a query has no record, although the selected documents have records.
         """
         live, where, records = self.scope(selection)
         visits = self._visit_cells(queries, probes, live, where)
@@ -140,16 +122,9 @@ class View:
         return visits
 
     def visit_on_device(self, queries: Any, probes: int, selection: Selection) -> DeviceVisits | None:
-        """Compute what `visit` computes, and leave the results on the device of the engine's keys.
+        """Compute what `visit` computes, and leave the results on the device; see `KNNStore.visit_on_device`.
 
-        Args:
-            queries: query vectors, a tensor of torch, float32, shape (q, dim), on any device.
-            probes: number of cells to search for each query, >= 1.
-            selection: documents whose records are compared.
-
-        Returns:
-            Distances and tokens of the records, without waiting for the device. None if `visit` has to be
-            called.
+        Returns None if `visit` has to be called.
         """
         if not self._has_device_visits:
             return None
@@ -176,12 +151,7 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
-
-        Args:
-            hashes: SHA-256 hashes of texts.
-            selection: documents whose texts are compared.
-        """
+        """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())
@@ -190,16 +160,9 @@ class View:
     def overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Measure for each text how much of it selected documents contain word for word, at any place.
+        """Measure how much of each text selected documents contain word for word; see `KNNStore.overlaps`.
 
-        Args:
-            texts: token ids of each text, uint32, shapes (n_i,).
-            selection: documents to compare with; each document is read once.
-            letters: converter of tokens to letters, so that letters are compared; None compares tokens.
-
-        Returns:
-            For each text an `Overlap`: the share of the text that the documents contain, from 0 to 1, and the
-            SHA-256 of each document that counts as the same text.
+        Each selected document is read once.
         """
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
@@ -275,10 +238,7 @@ class View:
     def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
         """Yield the records (ids and keys) of the selected documents in batches, by ascending id.
 
-        Args:
-            selection: documents whose records are yielded.
-            without: primary keys of documents whose records are left out.
-            batch_size: largest number of records in a batch, >= 1.
+        The records of the documents `without` (primary keys) are left out.
         """
         mask = self.mask_documents(selection) & ~self._mask_rows(without)
         live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])

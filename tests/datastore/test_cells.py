@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from knnstore_cells import CellsDatastore, group, partition, visiting
+from knnstore_cells import CellsDatastore, partition, visiting
 from knnstore_cells.scanning import CodeScanner
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
@@ -41,7 +41,7 @@ class TestCells(DatastoreTests):
 
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(group, "_SMALL", 0)
+        monkeypatch.setattr(visiting, "_SMALL", 0)
 
 
 def clustered(n: int, seed: int = 0) -> np.ndarray:

@@ -7,17 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
+from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import nearest_rows
+from knnstore.datastore.embedded.codecs import Coding
 from knnstore.datastore.embedded.directory import erase_segments, read_owner, write_owner
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, GroupSearch, GroupSearches, SegmentIndex
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge_many
-from knnstore.datastore.optional import read_keys
-from knnstore.datastore.protocol import BATCH_SIZE, Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Mode, read_keys
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import ConfigError, CorruptDatastoreError, DiskFullError
@@ -37,6 +37,7 @@ class EmbeddedDatastore(ABC):
         segments: the open directory with the segments.
         dim: number of components of a vector.
         metric: metric of the distances.
+        policy: the engine's parameters, the result of `_make_policy`.
         nearest: function that finds the nearest rows of a matrix, as `nearest_rows` does. It searches the
             records that have no index.
     """
@@ -49,17 +50,23 @@ class EmbeddedDatastore(ABC):
     """
 
     def __init__(
-        self, segments: KeySegments, dim: int, metric: Metric, nearest: NearestRows = nearest_rows
+        self,
+        segments: KeySegments,
+        dim: int,
+        metric: Metric,
+        policy: Any = None,
+        *,
+        nearest: NearestRows = nearest_rows,
     ) -> None:
         self._segments = segments
         self._nearest = nearest
         self._dim = dim
         self._metric = metric
+        self._policy = policy
         self._damaged: set[StoredFile] = set()
         self._searches = GroupSearches(segments)
 
     @classmethod
-    @abstractmethod
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
@@ -70,7 +77,7 @@ class EmbeddedDatastore(ABC):
             dim: number of components of a vector, >= 1.
             metric: metric of the distances.
             mode: ``"r"`` reads an existing datastore, ``"a"`` opens for writing or creates, ``"x"`` creates.
-            **params: parameters of the engine.
+            **params: parameters of the engine; the adapter documents them.
 
         Raises:
             DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
@@ -79,41 +86,28 @@ class EmbeddedDatastore(ABC):
             LockedError: another process has the datastore open for writing.
             ConfigError: a parameter is unknown or has a bad value.
         """
+        metric = Metric(metric)
+        policy = cls._make_policy(params, dim, metric)
+        segments = KeySegments(Path(location), dim, metric, mode, cls._choose_coding(policy, dim))
+        return cls(segments, dim, metric, policy)
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove all files of the datastore in a directory, and the directory if it is empty afterwards.
 
-        Does nothing if the directory does not exist.
-
-        Args:
-            location: path of the directory.
-            **params: ignored.
-
-        Raises:
-            LockedError: another process writes to the datastore.
+        Does nothing if the directory does not exist. Raises LockedError if another process writes to the
+        datastore.
         """
         erase_segments(Path(location))
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Return an estimate of the bytes that one record takes on disk, including its part of an index.
-
-        Args:
-            dim: number of components of a vector.
-            **params: ignored.
-        """
+        """Return an estimate of the bytes that one record takes on disk, including its part of an index."""
         return 6 * dim + 64
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Return the name of the store to which the datastore in a directory belongs.
-
-        Returns None if no name is saved.
-
-        Args:
-            location: path of the directory.
-            **params: ignored.
+        """Return the name of the store that owns the datastore in a directory; None if no name is saved.
 
         Raises:
             ConfigError: the location is the URL of a server.
@@ -128,13 +122,7 @@ class EmbeddedDatastore(ABC):
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Save the name of the store to which the datastore in a directory belongs, durably.
-
-        Args:
-            location: path of the directory, which the caller has open for writing.
-            owner: name of the store, one line of text.
-            **params: ignored.
-        """
+        """Save the name of the store to which the datastore in a directory belongs, durably."""
         write_owner(Path(location), owner)
 
     @property
@@ -143,6 +131,32 @@ class EmbeddedDatastore(ABC):
         return Capabilities(
             exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
         )
+
+    @classmethod
+    def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Any:
+        """Check the engine's parameters, and return them in the form in which the subclass uses `_policy`.
+
+        The base class accepts no parameters.
+
+        Args:
+            params: the parameters that the user gave, by name.
+            dim: number of components of a vector.
+            metric: metric of the distances.
+
+        Raises:
+            ConfigError: a parameter is unknown or has a bad value.
+        """
+        return checked_params(cls.__name__, params, accepted={})
+
+    @classmethod
+    def _choose_coding(cls, policy: Any, dim: int) -> Coding | None:
+        """Return how the keys of large groups are compressed to codes; None keeps all in half precision.
+
+        Args:
+            policy: the engine's parameters, a result of `_make_policy`.
+            dim: number of components of a vector.
+        """
+        return None
 
     @abstractmethod
     def _is_indexed(self, group_rows: int) -> bool:
@@ -205,35 +219,17 @@ class EmbeddedDatastore(ABC):
         return self._metric
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records. A new record replaces an older record with the same id.
+        """Store records; see `Datastore.add`.
 
         Searches of this handle find the records at once; `flush` makes them durable.
-
-        Args:
-            ids: record ids, integers, shape (n,), >= 0, without duplicates; n may be 0.
-            keys: vectors, shape (n, dim), finite.
-            groups: group number of each record, integers, shape (n,), >= 0.
-
-        Raises:
-            ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
-            ReadOnlyError: the handle was opened with mode ``"r"``.
         """
         self._segments.append(*checked_records(ids, keys, groups, self._dim))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query. Records in damaged files are left out.
+        """Find the k nearest records of each query; see `Datastore.search`.
 
-        Args:
-            queries: query vectors, shape (q, dim), finite.
-            k: number of neighbors, >= 1.
-            where: records that may be found; None allows all records.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records match, each
-            missing neighbor has id -1 and distance +inf.
-
-        Raises:
-            CorruptDatastoreError: no query has a neighbor, and records that `where` selects are damaged.
+        Records in damaged files are left out. Raises CorruptDatastoreError if no query has a neighbor, and
+        records that `where` selects are damaged.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         ids = where.ids if where and where.groups is None else None
@@ -266,17 +262,10 @@ class EmbeddedDatastore(ABC):
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every record once, by ascending id, as batches (ids, keys, groups).
+        """Yield every record once, by ascending id, as batches (ids, keys, groups); see `Datastore.iterate`.
 
-        Deleted, replaced, and damaged records are left out.
-
-        Args:
-            ids: ids of the records to yield; None yields all records.
-            batch_size: largest number of records in a batch, >= 1.
-
-        Raises:
-            CorruptDatastoreError: a file turns out to be damaged. The next call leaves the records of the
-                file out.
+        Damaged records are left out. Raises CorruptDatastoreError if a file turns out to be damaged; the next
+        call leaves the records of the file out.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -301,13 +290,7 @@ class EmbeddedDatastore(ABC):
         return self._segments.damaged()
 
     def abandon(self, part: DamagedPart) -> None:
-        """Remove a damaged segment (a set of files with records) and all its records, durably.
-
-        The records are lost. Other changes that were not flushed become durable too.
-
-        Args:
-            part: the damaged segment, one of the results of `damaged`.
-        """
+        """Remove a damaged segment and its records, durably. Other changes become durable too."""
         self._segments.abandon(part)
 
     def optimize(self) -> None:
@@ -359,11 +342,7 @@ class EmbeddedDatastore(ABC):
         self.close()
 
     def _create_group_search(self) -> GroupSearch:
-        """Create and return an object that can search the records of one group.
-
-        A group is a numbered set of records, such as a domain. The object has no records until its method
-        `update` is called with the segments (immutable sets of records) of the group.
-        """
+        """Create and return an object that searches one group; it has no records until its first `update`."""
         exact = ExactIndex(self._dim, self._metric, self._nearest)
         return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
 
@@ -412,12 +391,5 @@ class EmbeddedDatastore(ABC):
             self._segments.write_index(segment, build, parameters)
 
     def _is_intact(self, file: StoredFile) -> bool:
-        """Check whether an index file is undamaged.
-
-        Returns True if the file matches its saved size and SHA-256. Returns False if the file is missing,
-        does not match, or is known to be damaged.
-
-        Args:
-            file: name, size and hash of the file, as they were saved.
-        """
+        """Check whether an index file exists, has its saved size and SHA-256, and is not known as damaged."""
         return file not in self._damaged and self._segments.is_intact(file)

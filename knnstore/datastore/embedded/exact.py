@@ -140,20 +140,6 @@ class ExactIndex:
             for segment in new_segments.values():
                 self._append_segment(segment)
 
-    def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
-        """Find for each query the k nearest among the given rows of the matrix.
-
-        Args:
-            queries: query vectors minus the center, shape (q, dim).
-            rows: rows of the matrix to search, as a slice or as an array of row numbers.
-            k: number of neighbors.
-
-        Returns:
-            Neighbors, nearest first, shape (q, k). Their ids are indices into `rows`: 0 stands for the first
-            row in `rows`. If there are fewer than k rows, each missing neighbor has id -1 and distance +inf.
-        """
-        return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
-
     def _search_slices(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
         """Find for each query the k nearest among the rows of the matrix in the given ranges.
 
@@ -168,7 +154,7 @@ class ExactIndex:
         """
         parts: list[Neighbors] = []
         for rows in self._split_slices(slices):
-            nearest_in_piece = self._search_rows(queries, rows, k)
+            nearest_in_piece = self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
             if isinstance(rows, slice):
                 nearest_in_piece.ids[nearest_in_piece.ids >= 0] += rows.start
             else:

@@ -138,24 +138,14 @@ class GroupIndex:
         """Number of records of the group; deleted and replaced records do not count."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the same object that the last call of `update` received.
-
-        Returns False for another object with equal segments.
-        """
+        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Set the segments to search, and open their indexes. No search may run during the call.
+        """Set the segments to search, and open their indexes; see `GroupSearch.update`.
 
         A segment whose index is damaged or missing is searched exactly until `optimize` builds the index
         again. If the group is not large enough for indexes, no index is opened.
-
-        Args:
-            segments: all segments of the group.
-
-        Raises:
-            FileNotFoundError: an index file is missing for the first time; a writer may have replaced it. A
-                second call treats the missing file as damaged, and raises no error.
         """
         self._segments = ()
         known_indexes = {index.file: index for index in self._indexes}
@@ -170,16 +160,9 @@ class GroupIndex:
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query. Segments with an index are searched approximately.
+        """Find the k nearest records of each query; see `GroupSearch.search`.
 
-        Args:
-            queries: query vectors, float32, shape (q, dim).
-            k: number of neighbors, >= 1.
-            ids: ids of the records that may be found; None allows all records of the group.
-
-        Returns:
-            Record ids and distances, each of shape (q, k), nearest first. If fewer than k records may be
-            found, each missing neighbor has id -1 and distance +inf.
+        Segments with an index are searched approximately, all other records exactly.
         """
         indexes_with_rows = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
         if not indexes_with_rows or len(queries) == 0:
@@ -306,16 +289,7 @@ class GroupSearches:
         search: Callable[[Sequence[GroupSearch]], Found],
         create: Callable[[], GroupSearch],
     ) -> Found:
-        """Update the `GroupSearch` objects if needed, call `search` with them, and return its result.
-
-        Args:
-            groups: numbers of the groups to search; None for all groups. A group without records is left out.
-            search: function that is called with a list of `GroupSearch`, one for each group.
-            create: function that creates an empty `GroupSearch`.
-
-        Raises:
-            CorruptDatastoreError: `search` or the update found a damaged file.
-        """
+        """Update the `GroupSearch` objects if needed, call `search` with them, and return its result."""
         was_updated = False
         while True:
             with self._lock.reading():

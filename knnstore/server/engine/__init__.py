@@ -11,7 +11,6 @@ has the counts of one turn of the engine, for the metrics.
 """
 
 from knnstore.server.engine.engine import Engine, SettingsOf
-from knnstore.server.engine.jobs import Turns
 from knnstore.server.engine.rows import (
     Finish,
     Piece,
@@ -31,6 +30,7 @@ from knnstore.server.engine.tickets import (
     EngineStoppedError,
     Observed,
     Ticket,
+    Turns,
 )
 
 __all__ = [

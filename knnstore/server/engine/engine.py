@@ -16,11 +16,10 @@ from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLM, KNNSettings, Purpose, TokenTexts
 from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count_neighbors
 from knnstore.server.engine.batch import Batch, Step
-from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.pairs import PairBatch, make_generation_rules
 from knnstore.server.engine.prompts import PromptState, has_attention_only, has_first_position_zero
 from knnstore.server.engine.rows import Piece, Row, TokenScore, build_prompt_scores, find_end_tokens
-from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
+from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Job, Observed, Ticket, Turns
 
 _logger = logging.getLogger(__name__)
 

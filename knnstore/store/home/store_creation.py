@@ -32,8 +32,7 @@ from knnstore.errors import ConfigError, LockedError, StoreExistsError, StoreNot
 from knnstore.space import medium_errors
 from knnstore.store.fitted import Weights, save_weights
 from knnstore.store.home.home import Home
-from knnstore.store.home.key_owners import KeyOwner, Owner
-from knnstore.store.home.key_places import Place, exists_and_is_not_empty
+from knnstore.store.home.key_places import KeyOwner, Owner, Place, exists_and_is_not_empty
 from knnstore.store.home.path_safety import DESCRIPTION
 
 LOCK = "creation.lock"
