@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ def fine_tune(
     *,
     batch_tokens: int = BATCH_TOKENS,
     in_bfloat16: bool = False,
+    after_epoch: Callable[[], None] | None = None,
 ) -> float:
     """Train all weights that are not frozen on some documents with AdamW.
 
@@ -41,9 +42,10 @@ def fine_tune(
         rate: the highest learning rate.
         batch_tokens: number of tokens in a step, padding included.
         in_bfloat16: True to multiply matrices in bfloat16; weights and optimizer stay in single precision.
+        after_epoch: called at the end of each epoch, with the model in evaluation mode.
 
     Returns:
-        Seconds of training.
+        Seconds of training, with those of `after_epoch`.
 
     Raises:
         RuntimeError: it diverged.
@@ -67,8 +69,8 @@ def fine_tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / max(1.0, WARMUP * steps), 1 - step / steps)
     )
-    lm.train()
     for _ in range(epochs):
+        lm.train()
         for at in order.permutation(len(batches)).tolist():
             with torch.autocast(lm.device.type, torch.bfloat16, enabled=in_bfloat16):
                 loss = cross_entropy(*_predicted(lm, batches[at]))
@@ -79,7 +81,9 @@ def fine_tune(
             schedule.step()
         if not math.isfinite(loss.item()):
             raise RuntimeError(f"fine-tuning diverged at a learning rate of {rate}")
-    lm.eval()
+        lm.eval()
+        if after_epoch is not None:
+            after_epoch()
     return time.perf_counter() - started
 
 

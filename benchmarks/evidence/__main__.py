@@ -8,12 +8,13 @@ DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``te
 document. Everything is chosen and fitted on dev and judged on test. The sides are the model alone and with a
 continuous cache; n-grams of parts of the store and of everything; keys of parts, with n-grams of the same
 part and of everything; chunks of the stored text before the document, found with BM25 again every 200
-tokens; models trained by LoRA, or with all weights, for one epoch on the text that is stored as keys; and
-n-grams together with chunks and with trained models. The measures are perplexity and accuracy of the most
-probable token: of whole documents, from a document's 200th token on, and of rare terms there (`selecting`
-says which). The phase ``lines`` completes lines of whole documents greedily and measures how many are equal
-to the document's and how similar they are; it is meant for code. Intervals are of 95 % over documents. Costs
-are bytes and seconds of the processor, so that other programs on the machine change them little.
+tokens; models trained by LoRA, or with all weights, on the text that is stored as keys; n-grams together with
+chunks, with trained models and with both; and n-grams that were calibrated on stored text. The measures are
+perplexity and accuracy of the most probable token: of whole documents, from a document's 200th token on, and
+of rare terms there (`selecting` says which). The phase ``lines`` completes lines of whole documents greedily
+and measures how many are equal to the document's and how similar they are; it is meant for code. Intervals
+are of 95 % over documents. Costs are bytes and seconds of the processor, so that other programs on the
+machine change them little.
 
 The phases are run in the order in which they are given, each for all domains. Each step's log-probabilities
 are kept in OUT as .npz, and a run that was stopped goes on after the last step; the model's own passes are
@@ -51,6 +52,8 @@ PHASES: dict[str, Callable[[Sides], None]] = {
     "keys": Sides.measure_keys,
     "lora": Sides.measure_lora,
     "full": Sides.measure_full,
+    "together": Sides.measure_together,
+    "stored": Sides.measure_stored,
     "lines": Sides.measure_lines,
 }
 
@@ -98,7 +101,8 @@ def run(options: argparse.Namespace) -> None:
     tokens = {"dev": options.dev, "test": options.test}
     plan = Plan(
         options.model, options.ngram_tokens, options.key_tokens, options.chunks, options.prompt_tokens,
-        options.lora_rates, options.full_rates, options.chunk_dev, options.line_rounds,
+        options.lora_rates, options.full_rates, options.epochs, options.chunk_dev, options.line_rounds,
+        options.stored_tokens,
     )  # fmt: skip
     domains = {}
     for name in options.domain or names:
@@ -119,7 +123,7 @@ def smoke(options: argparse.Namespace) -> None:
     long = [TextDocument(name, text) for name, text in sorted(topics.items()) if 900 < len(text) < 6000]
     held_out = [TextDocument(one.id, one.text[:900]) for one in long[:18]]
     texts = Texts(long[20:40], long[18], held_out[:9], held_out[9:], long[9:18])
-    plan = Plan(str(TINY_LM), [2_000], [2_000], [32, 64], 64, [1e-3], [1e-3], 2, 2)
+    plan = Plan(str(TINY_LM), [2_000], [2_000], [32, 64], 64, [1e-3], [1e-3], 2, 2, 2, 20_000)
     measure(options, plan, {"help": prepare(options, plan, "help", texts, {"class", "object"})})
 
 
@@ -151,7 +155,9 @@ def main() -> None:
     parser.add_argument("--chunk-dev", type=int, default=5, help="documents of dev to choose the size on")
     parser.add_argument("--lora-rates", type=float, nargs="+", default=[5e-4, 2e-3])
     parser.add_argument("--full-rates", type=float, nargs="+", default=[5e-5, 2e-4])
+    parser.add_argument("--epochs", type=int, default=1, help="of training; the best on dev counts")
     parser.add_argument("--line-rounds", type=int, default=7, help="lines of each document of test")
+    parser.add_argument("--stored-tokens", type=int, default=64_000, help="of stored text to calibrate on")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:

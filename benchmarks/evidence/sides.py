@@ -51,10 +51,14 @@ class Plan:
     """Tokens of all chunks in a prompt."""
     lora_rates: Sequence[float]
     full_rates: Sequence[float]
+    epochs: int
+    """Epochs of training, of which the best on dev counts."""
     chunk_dev: int
     """Documents of dev on which the size of chunks is chosen."""
     line_rounds: int
     """Lines of each document of test that are completed."""
+    stored_tokens: int
+    """Tokens of stored text to calibrate on."""
 
 
 class Sides:
@@ -103,6 +107,17 @@ class Sides:
     def measure_full(self) -> None:
         """Measure a model all of whose weights were trained, without and with n-grams of everything."""
         self._measure_adapted(FULL, self._plan.full_rates)
+
+    def measure_together(self) -> None:
+        """Measure a model that was trained by LoRA, with chunks in the prompt, without and with n-grams."""
+        run = self._measure_adapted(LORA, self._plan.lora_rates)
+        size = self._choose_size()
+        self._step(f"{self._name(LORA)} + bm25", lambda: self._judge_together(run, size))
+
+    def measure_stored(self) -> None:
+        """Measure n-grams of everything that were calibrated on stored text, without and with dev."""
+        for on, texts in (("stored text", []), ("dev and stored text", self._texts.dev)):
+            self._step(f"ngrams-by-{on}", lambda on=on, texts=texts: self._judge_by_stored(on, texts))
 
     def measure_lines(self) -> None:
         """Measure greedy lines of whole documents, and number the lines of the documents that are judged."""
@@ -170,23 +185,49 @@ class Sides:
             tried[size] = float(judged[MODEL].mean())
             self._say(f"chunks of {size}: {np.exp(-tried[size]):.3f} on dev")
         size = max(tried, key=lambda each: tried[each])
-        index = self._index(lm, size)
-        lm.key_encoder = self._prompt(encoder, index, size, lm)
-        before = lm.key_encoder.count_seconds()
-        _, judged = judge(lm, {BM25: ALONE}, self._texts.test)
-        test_seconds = lm.key_encoder.count_seconds() - before
-        found, seconds = self._calibrate(lm)
-        sides = {f"{BM25} + {NGRAMS}{CACHED}": chosen(found, lm)}
-        _, together = judge(lm, sides, self._texts.test)
+        lm.key_encoder = self._prompt(encoder, self._index(lm, size), size, lm)
+        found = self._judge_prompted(lm, BM25)
         values = {
             "size": size,
             "dev": {each: float(np.exp(-value)) for each, value in tried.items()},
             **costs[size],
-            "test_seconds": test_seconds,
-            **describe(lm, found, seconds, sides, with_bytes=False),
         }
+        return Step(values | found.values, found.log_probs)
+
+    def _choose_size(self) -> int:
+        """Return the size of chunks that is best on dev."""
+        size: int = self._step("bm25", self._judge_chunks).values["size"]
+        return size
+
+    def _judge_together(self, run: Mapping[str, Any], size: int) -> Step:
+        """Judge a trained model with chunks of this size in the prompt, alone and with n-grams."""
+        lm = self._open_adapted(LORA, run)
+        name = self._name(LORA)
+        passes = f"{name}-{run['rate']:g}-bm25"
+        lm.key_encoder = self._prompt(lm.key_encoder, self._index(lm, size), size, lm, passes)
+        return self._judge_prompted(lm, f"{name} + {BM25}")
+
+    def _judge_prompted(self, lm: KNNLMForCausalLM, name: str) -> Step:
+        """Judge a model with chunks in the prompt, alone and with n-grams and the cache; close its store."""
+        before = lm.key_encoder.count_seconds()
+        _, judged = judge(lm, {name: ALONE}, self._texts.test)
+        test_seconds = lm.key_encoder.count_seconds() - before
+        found, seconds = self._calibrate(lm)
+        sides = {f"{name} + {NGRAMS}{CACHED}": chosen(found, lm)}
+        _, together = judge(lm, sides, self._texts.test)
+        values = {"test_seconds": test_seconds, **describe(lm, found, seconds, sides, with_bytes=False)}
         lm.store.close()
         return Step(values, judged | together)
+
+    def _judge_by_stored(self, on: str, texts: Sequence[TextDocument]) -> Step:
+        """Judge n-grams of everything, calibrated on held-out and stored text."""
+        lm = self._create(f"by-{on}", self._plan.model, _BASE, key=None, texts=self._texts.store)
+        found, seconds = self._calibrate(lm, texts, stored_tokens=self._plan.stored_tokens)
+        name = f"{NGRAMS} of {ALL}, by {on}"
+        sides = {name: best_without(found, "cache"), name + CACHED: chosen(found, lm)}
+        _, judged = judge(lm, sides, self._texts.test)
+        lm.store.close()
+        return Step(describe(lm, found, seconds, sides, with_bytes=False), judged)
 
     def _judge_keys(self, tokens: int) -> Step:
         """Judge a store with keys of so many tokens, with its own n-grams and with those of everything."""
@@ -248,7 +289,7 @@ class Sides:
 
         The settings are the best ones without the continuous cache, which does not count in generation.
         """
-        size = self._step("bm25", self._judge_chunks).values["size"]
+        size = self._choose_size()
         lm = self._open_everything()
         encoder, index = lm.key_encoder, self._index(lm, size)
         settings = []
@@ -260,27 +301,39 @@ class Sides:
         plain = {f"{NGRAMS} of {ALL}": settings[0], MODEL: ALONE}
         return LineWriter(lm, index, plain, {f"{BM25} + {NGRAMS}": settings[1], BM25: ALONE})
 
-    def _measure_adapted(self, kind: str, rates: Sequence[float]) -> None:
-        """Train a model with each learning rate, and judge the one that is best on dev."""
-        documents = take_tokens(self._texts.store, self._base_reader, self._plan.key_tokens[-1])
+    def _measure_adapted(self, kind: str, rates: Sequence[float]) -> Mapping[str, Any]:
+        """Train a model with each learning rate, and judge the one that is best on dev; return its values."""
+        plan, dev = self._plan, self._texts.dev
+        documents = take_tokens(self._texts.store, self._base_reader, plan.key_tokens[-1])
         runs = []
         for rate in rates:
-            folder = self._work / f"{kind}-{rate:g}"
-            train = lambda rate=rate, folder=folder: Step(  # noqa: E731
-                adapt(kind, self._plan.model, documents, self._texts.dev, rate, folder), {}
+            name = f"{self._name(kind)}-{rate:g}"
+            train = lambda rate=rate, name=name: Step(  # noqa: E731
+                adapt(kind, plan.model, documents, dev, rate, plan.epochs, self._work / name), {}
             )
-            runs.append(self._step(f"{kind}-{rate:g}", train).values)
+            runs.append(self._step(name, train).values)
         best = min(runs, key=lambda run: run["dev"])
-        self._step(kind, lambda: self._judge_adapted(kind, best))
+        return self._step(self._name(kind), lambda: self._judge_adapted(kind, best)).values
+
+    def _name(self, kind: str) -> str:
+        """Return the name of a trained model: its kind, and its epochs if there may be several."""
+        return kind if self._plan.epochs == 1 else f"{kind}, up to {self._plan.epochs} epochs"
+
+    def _open_adapted(self, kind: str, run: Mapping[str, Any]) -> KNNLMForCausalLM:
+        """Return the store of the n-grams of everything for a trained model; it is made once."""
+        name = f"{self._name(kind)}-{run['rate']:g}"
+        model = str(self._work / name)
+        return self._create(f"{name}-ngrams", model, name, key=None, texts=self._texts.store)
 
     def _judge_adapted(self, kind: str, run: Mapping[str, Any]) -> Step:
         """Judge a trained model, alone and with n-grams of everything and the cache."""
-        model = str(self._work / f"{kind}-{run['rate']:g}")
-        lm = self._create(f"{kind}-ngrams", model, kind, key=None)
-        lm.add(self._texts.store, domain=_DOMAIN)
+        lm, name = self._open_adapted(kind, run), self._name(kind)
         found, seconds = self._calibrate(lm)
-        both = f"{kind} + {NGRAMS}"
-        sides = {kind: ALONE, kind + CACHED: cache_alone(found), both + CACHED: chosen(found, lm)}
+        sides = {
+            name: ALONE,
+            name + CACHED: cache_alone(found),
+            f"{name} + {NGRAMS}{CACHED}": chosen(found, lm),
+        }
         _, judged = judge(lm, sides, self._texts.test)
         lm.store.close()
         return Step({**run, **describe(lm, found, seconds, sides, with_bytes=False)}, judged)
@@ -346,17 +399,29 @@ class Sides:
         return ChunkIndex(lm.reader, self._texts.store, size, self._plan.prompt_tokens)
 
     def _prompt(
-        self, encoder: KeptPasses, index: ChunkIndex, size: int, lm: KNNLMForCausalLM
+        self, encoder: KeptPasses, index: ChunkIndex, size: int, lm: KNNLMForCausalLM, passes: str = "bm25"
     ) -> PromptedPasses:
         """Return the encoder that puts chunks of this size before the text."""
-        folder = self._work / "passes" / f"bm25-{size}"
+        folder = self._work / "passes" / f"{passes}-{size}"
         return PromptedPasses(encoder, folder, index, lm.reader.text, lm.reader.prefix)
 
-    def _calibrate(self, lm: KNNLMForCausalLM) -> tuple[Calibration, float]:
-        """Calibrate a store on dev; return the result and processor seconds without the model's passes."""
+    def _calibrate(
+        self,
+        lm: KNNLMForCausalLM,
+        texts: Sequence[TextDocument] | None = None,
+        *,
+        stored_tokens: int = 0,
+    ) -> tuple[Calibration, float]:
+        """Calibrate a store; return the result and processor seconds without the model's passes.
+
+        Args:
+            lm: the model with its store.
+            texts: held-out text to calibrate on; None is dev.
+            stored_tokens: number of tokens of stored text to calibrate on too.
+        """
         before = lm.key_encoder.count_seconds()
         with processor_time() as calibrating:
-            found = lm.calibrate(self._texts.dev)
+            found = lm.calibrate(self._texts.dev if texts is None else texts, stored_tokens=stored_tokens)
         return found, calibrating[0] - (lm.key_encoder.count_seconds() - before)
 
     @cached_property

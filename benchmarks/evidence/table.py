@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from adapting import FULL, LORA
 from judging import right_of
 from next_lines import NO_LINE
 from numpy.typing import NDArray
 from selecting import FROM
-from sides import ALL, BM25, CACHED, LINES, MIXED, MODEL, NGRAMS
+from sides import ALL, CACHED, LINES, MIXED, MODEL, NGRAMS
 from steps import Step, read_step
 
 from knnstore.lm.scoring import Interval, assign_blocks, compute_interval
@@ -228,11 +227,11 @@ def list_pairs(found: Found) -> list[tuple[str, str]]:
     """Return the pairs of measured sides that are compared with each other."""
     cheap = f"{NGRAMS} of {ALL}{CACHED}"
     mixed = [side for side in list_sides(found) if side.startswith(MIXED) and side.endswith(CACHED)]
-    alone = [BM25, LORA, FULL]
-    together = [f"{side} + {NGRAMS}{CACHED}" for side in alone]
+    sides = list_sides(found)
+    together = [side for side in sides if side.endswith(f" + {NGRAMS}{CACHED}")]
+    alone = [side.removesuffix(f" + {NGRAMS}{CACHED}") for side in together]
     pairs = [(side, cheap) for side in (*mixed, *alone, *together)]
     pairs += zip(together, alone, strict=True)
-    sides = list_sides(found)
     return [(one, other) for one, other in pairs if one in sides and other in sides]
 
 
