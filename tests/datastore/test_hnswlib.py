@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import hnswlib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from knnstore_hnswlib import HnswlibDatastore, hnswlib_datastore
 from knnstore_hnswlib.hnswlib_datastore import Members, find_first_equal
@@ -344,7 +344,6 @@ def test_parameters(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_members(data: st.DataObject) -> None:
     """Rows of the nodes found, in order, against a loop over them."""
     values = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=30))

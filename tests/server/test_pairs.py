@@ -137,7 +137,7 @@ def test_texts_that_are_decoded_side_by_side_are_what_each_is_alone(lm):
         )
         sampling = Sampling(temperature=float(number % 3), seed=number)
         knn = (KNNSettings(lam=0.0), SETTINGS, EVERY_COMPONENT)[number % 4 % 3]
-        tasks.append(Task(prompts, knn, max_tokens=30, copies=1 + number % 3 // 2, sampling=sampling))
+        tasks.append(Task(prompts, knn, max_tokens=15, copies=1 + number % 3 // 2, sampling=sampling))
     engine = Engine(
         lm, lambda scope: scope, max_waiting=100, observe=lambda _: counts.add(len(engine._heavy))
     )
