@@ -175,7 +175,7 @@ def test_beams_and_guidance_of_the_generation_configuration_are_left_out_of_the_
 
 
 def test_requests_of_many_clients_are_answered_as_each_alone(server, lm):
-    expected = {(source, new): generate(lm, [source], new)[0] for source in SOURCES for new in (4, 30)}
+    expected = {(source, new): generate(lm, [source], new)[0] for source in SOURCES[:4] for new in (4, 30)}
     asked = [*expected] * 3
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda one: complete(server, prompt=one[0], max_tokens=one[1]), asked)
