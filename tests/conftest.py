@@ -3,6 +3,7 @@
 import gc
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="knnstore-tests-", dir=MEMORY)
     config.option.basetemp = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files whose tests are all slow out of the quick run: they import Ray, schemathesis and others."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    is_slow = re.search(r"^pytestmark = .*pytest\.mark\.slow\b", collection_path.read_text(), re.MULTILINE)
+    return True if is_slow else None
 
 
 @pytest.hookimpl(tryfirst=True)

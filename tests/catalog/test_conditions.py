@@ -51,7 +51,7 @@ conditions = st.recursive(
     max_leaves=4,
 )
 some = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    suppress_health_check=[HealthCheck.function_scoped_fixture]
 )  # fmt: skip
 
 

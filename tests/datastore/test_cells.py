@@ -9,20 +9,12 @@ import torch
 from knnstore_cells import CellsDatastore, partition, visiting
 from knnstore_cells.scanning import CodeScanner
 
-from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
+from knnstore.datastore import Filter, IdRanges, Metric, Neighbors, Visits, apart
 from knnstore.testing import DatastoreTests
 from knnstore.testing.searching import VisitTests
+from tests.datastore.optimizing import OptimizingCells
 
 DIM = 16
-
-
-class Optimizing(CellsDatastore):
-    """Arranges its records in cells before each search, however few they are."""
-
-    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        if self._segments._lock is not None and not self._segments._closed:
-            self.optimize()
-        return super().search(queries, k, where=where)
 
 
 @pytest.mark.slow
@@ -36,7 +28,7 @@ class TestOnDevice(VisitTests):
 
 
 class TestCells(DatastoreTests):
-    datastore_class = Optimizing
+    datastore_class = OptimizingCells
     params: ClassVar[dict[str, Any]] = {"cells": 4}
 
     @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from knnstore_cells import CellsDatastore
 from knnstore_cells.policy import Policy
@@ -96,7 +96,6 @@ def test_extreme_keys_stay_finite(kind: str) -> None:
         assert np.isfinite(codec.decode(codec.encode(keys.astype(np.float32)))).all()
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=20),
     largest=st.sampled_from([1, 1 << 16, 1 << 20]),

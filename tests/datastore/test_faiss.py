@@ -10,20 +10,12 @@ import pytest
 from knnstore_faiss import FaissDatastore, faiss_datastore
 from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, new_index
 
-from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
+from knnstore.datastore import Filter, IdRanges, Metric
 from knnstore.errors import ConfigError
 from knnstore.testing import DatastoreTests
+from tests.datastore.optimizing import OptimizingFaiss
 
 DIM = 16
-
-
-class Optimizing(FaissDatastore):
-    """Searches through inverted files whenever it can, however few the records."""
-
-    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        if self._segments._lock is not None and not self._segments._closed:
-            self.optimize()
-        return super().search(queries, k, where=where)
 
 
 class TestAuto(DatastoreTests):  # which is exact search as long as sets are small
@@ -32,7 +24,7 @@ class TestAuto(DatastoreTests):  # which is exact search as long as sets are sma
 
 @pytest.mark.slow
 class TestInvertedFile(DatastoreTests):
-    datastore_class = Optimizing
+    datastore_class = OptimizingFaiss
     params: ClassVar[dict[str, Any]] = {"index": "IVF4,SQ8"}
 
     @pytest.fixture(autouse=True)

@@ -12,27 +12,19 @@ from typing import Any, ClassVar
 import hnswlib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from knnstore_hnswlib import HnswlibDatastore, hnswlib_datastore
 from knnstore_hnswlib.hnswlib_datastore import Members, find_first_equal
 
-from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
+from knnstore.datastore import Filter, IdRanges, Metric
 from knnstore.errors import ConfigError, DatastoreError
 from knnstore.testing import DatastoreTests
 from knnstore.testing.searching import FilterTests, SearchTests
+from tests.datastore.optimizing import OptimizingHnswlib
 
 DIM = 16
 GRAPHS: dict[str, Any] = {"exact_up_to": 0, "M": 16, "ef_construction": 100, "ef": 100}
-
-
-class Optimizing(HnswlibDatastore):
-    """Searches through graphs whenever it can, however few the records."""
-
-    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        if self._segments._lock is not None and not self._segments._closed:
-            self.optimize()
-        return super().search(queries, k, where=where)
 
 
 @pytest.mark.slow
@@ -41,7 +33,7 @@ class TestDefaults(SearchTests, FilterTests):  # what it shares with the FAISS a
 
 
 class TestGraphs(DatastoreTests):
-    datastore_class = Optimizing
+    datastore_class = OptimizingHnswlib
     params: ClassVar[dict[str, Any]] = GRAPHS
 
     @pytest.fixture(autouse=True)
@@ -352,7 +344,6 @@ def test_parameters(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_members(data: st.DataObject) -> None:
     """Rows of the nodes found, in order, against a loop over them."""
     values = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=30))

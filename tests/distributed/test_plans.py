@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,9 +92,18 @@ class Workshop:
             return store.verify()
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A workshop that each test copies."""
+    return Workshop(tmp_path_factory.mktemp("empty"))
+
+
 @pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return Workshop(tmp_path)
+def workshop(empty: Workshop, tmp_path: Path) -> Workshop:
+    made = copy(empty)
+    made.home, made.folder = tmp_path / "home", PlanFolder(tmp_path / "plan")
+    shutil.copytree(empty.home, made.home)
+    return made
 
 
 def read_store(home: Path) -> tuple[Any, ...]:
@@ -542,9 +552,8 @@ HALF_ADDED = ["commit.shard", "commit.before", "ingest.flushed", "catalog.publis
     ],
 )
 def test_every_step_may_be_killed_and_is_then_repeated(
-    tmp_path: Path, killed_at: Callable[[str, Callable[[], None]], bool], place: str
+    workshop: Workshop, killed_at: Callable[[str, Callable[[], None]], bool], place: str
 ) -> None:
-    workshop = Workshop(tmp_path)
     workshop.add(DOCUMENTS[:1])
 
     def write_keys() -> None:

@@ -15,6 +15,8 @@ latter has no dimension.
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
 NAME = "meta"
 """Name of the simulated device. torch has a device of this name in every build, which holds no values."""
@@ -128,8 +129,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        on_device = [value for value in tensors if isinstance(value, _OnDevice)]
+        on_device = [one for one in _list_tensors((args, *kwargs.values())) if isinstance(one, _OnDevice)]
         target = kwargs.get("device")
         to_device = target is not None and torch.device(target).type == NAME
         if not on_device and not to_device:
@@ -160,13 +160,13 @@ class SimulatedDevice(TorchDispatchMode):
         leaves = target is not None and not to_device
         if packet is _ATEN._to_copy and target is not None:
             kwargs.pop("non_blocking", None)
-        inner = tree_map(_unwrap, args), tree_map(_unwrap, kwargs)
-        found = function(*inner[0], **inner[1])
+        inner = _map_tensors(_unwrap, args)
+        found = function(*inner, **{name: _map_tensors(_unwrap, value) for name, value in kwargs.items()})
         if leaves:
             return found
-        if on_device and found is inner[0][0] and not isinstance(found, list | tuple):
+        if on_device and found is inner[0] and not isinstance(found, list | tuple):
             return args[0]  # an operation in place
-        return tree_map(_wrap, found)
+        return _map_tensors(_wrap, found)
 
     def _record(self, what: str) -> None:
         """Record a wait with the place in the repository from which it comes."""
@@ -197,28 +197,53 @@ def _check_devices(function: Any, args: Any, kwargs: Any) -> None:
         _ATEN.index_put_,
         _ATEN._index_put_impl_,
     )
-    checked = (args[:1], args[2:]) if indexes else (args, kwargs)
-    for value in tree_iter(checked):
-        if isinstance(value, Tensor) and not isinstance(value, _OnDevice) and value.dim():
+    checked = (args[:1], args[2:]) if indexes else (args, *kwargs.values())
+    for tensor in _list_tensors(checked):
+        if not isinstance(tensor, _OnDevice) and tensor.dim():
             raise RuntimeError(f"{function}: tensors are on the simulated device and in main memory")
 
 
-def _unwrap(value: Any) -> Any:
-    """Return the values of a tensor of the device; anything else unchanged."""
+def _list_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument, which may be in lists and tuples. torch's own trees are slower."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _list_tensors(part)
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return an argument or a result with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(change, part) for part in value)
+    return value
+
+
+def _unwrap(value: Tensor) -> Tensor:
+    """Return the values of a tensor of the device; any other tensor unchanged."""
     return value.values if isinstance(value, _OnDevice) else value
 
 
-def _wrap(value: Any) -> Any:
-    """Return a tensor as a tensor of the device; anything else unchanged."""
-    return _OnDevice(value) if isinstance(value, Tensor) and not isinstance(value, _OnDevice) else value
+def _wrap(value: Tensor) -> Tensor:
+    """Return a tensor as a tensor of the device."""
+    return value if isinstance(value, _OnDevice) else _OnDevice(value)
 
 
 def _find_caller() -> str:
     """Return file, line and function of the innermost frame in this repository outside this module."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_ROOT) and path != Path(__file__):
-            return f"{path.relative_to(_ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        file = _name_file(frame.f_code.co_filename)
+        if file is not None:
+            return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "outside"
+
+
+@cache
+def _name_file(name: str) -> Path | None:
+    """Return the path of a file of this repository relative to it; None for this module and other files."""
+    path = Path(name)
+    return path.relative_to(_ROOT) if path.is_relative_to(_ROOT) and path != Path(__file__) else None

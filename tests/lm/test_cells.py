@@ -65,7 +65,7 @@ def test_all_cells_are_all_neighbors(lm, mixer) -> None:
     one, other = lm.evaluate(HELD_OUT, by_k), lm.evaluate(HELD_OUT, by_cells)
     assert other.knn_ppl == pytest.approx(one.knn_ppl, rel=1e-5)
     assert (other.lam, other.helped) == (pytest.approx(one.lam, rel=1e-5), one.helped)
-    text = HELD_OUT[0].text
+    text = " ".join(HELD_OUT[0].text.split()[:25])
     for expected, found in zip(lm.explain(text, by_k), lm.explain(text, by_cells), strict=True):
         assert (found.p, found.p_knn) == (
             pytest.approx(expected.p, rel=1e-4),
@@ -74,7 +74,7 @@ def test_all_cells_are_all_neighbors(lm, mixer) -> None:
         shares = [[source.share for source in one.neighbors] for one in (expected, found)]
         if mixer != "domains":  # in which equally near records weigh differently
             assert shares[0] == pytest.approx(shares[1], rel=1e-3, abs=1e-7)
-    ids = torch.tensor([lm.reader.tokens(text)[:20].tolist()])
+    ids = torch.tensor([lm.reader.tokens(text).tolist()])
     with torch.no_grad():
         logits = [lm(ids, knn=settings).logits for settings in (by_k, by_cells)]
     assert torch.allclose(*logits, atol=1e-4)

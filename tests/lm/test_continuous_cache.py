@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from knnstore.datastore import tokens_of
@@ -93,7 +93,6 @@ def test_every_row_of_a_forward_pass_is_a_text_of_its_own(knn_gpt2, knn):
     assert knn_gpt2.store.searched - searched == (0 if knn is ALONE else MASK.sum() + 5)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.lists(st.integers(3, 12), min_size=2, max_size=24),
     size=st.integers(1, 30),
@@ -109,7 +108,6 @@ def test_a_later_token_changes_no_earlier_probability(knn_gpt2, tokens, size, da
     torch.testing.assert_close(one[: changed + 1], two[: changed + 1], atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     size=st.integers(1, 700),

@@ -37,7 +37,7 @@ TEXTS = documents(RNG, PHRASES, "t", 24, of=5)
 FACTORS = (0.5, 1.0, 2.0)
 NGRAMS, CACHE = NGramSettings(5, 0.3), CacheSettings(20, 8.0, 0.4, NGramSettings(5, 0.3))
 PROBED = KNNSettings(temperature=4.0, lam=0.2, probes=4)
-STEPS = 6
+STEPS = 5
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from knnstore.datastore import Neighbors
@@ -29,7 +29,6 @@ def loss(probs: np.ndarray, weights: np.ndarray) -> float:
     return float(-np.log(probs @ weights).mean())
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.5, 2.0]))
 def test_no_weights_of_a_fine_grid_are_likelier(seed, peakedness):
     probs = np.random.default_rng(seed).beta(peakedness, 2, (120, 3)) + 1e-6

@@ -67,7 +67,7 @@ def shares(sources):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("after", [pytest.param("", marks=pytest.mark.slow), "first"])
 def test_is_what_is_explained_at_once(lm, stored, name, after):
-    text = " ".join(one.text for one in stored["news"][:4])
+    text = " ".join(one.text for one in stored["news"][:2])
     after = stored["mail"][0].text + " " if after else ""
     settings = SETTINGS[name]
     expected = lm.explain(text, settings, neighbors=3, after=after)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from knnstore.lm.scoring.confidence_intervals import Interval, assign_blocks, compute_interval
@@ -50,7 +50,6 @@ def test_one_document_says_nothing_of_others():
     assert alike.ppl == math.inf
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(0, 9))
 def test_what_counts_as_a_document(lengths, seed):
     documents = np.repeat(np.arange(len(lengths)), lengths)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import knnstore
@@ -50,7 +50,6 @@ def joined(states, discounts):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     window=st.tuples(st.integers(2, 20), st.integers(1, 19)).filter(lambda pair: pair[1] < pair[0]),

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -48,7 +48,6 @@ MIXER = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     MIXER,
     st.floats(0.01, 1e4),
@@ -68,7 +67,6 @@ def test_every_mixture_is_a_distribution(mixer, temperature, distances, confiden
     assert mixed.exp().sum(1).numpy() == pytest.approx(np.ones(5), abs=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
 @given(MIXER, st.integers(1, 2000), st.floats(0.01, 1e4))
 def test_settings_with_any_mixer_survive_json(mixer, k, temperature):
     saved = KNNSettings(k=k, temperature=temperature, mixer=mixer)

@@ -4,8 +4,8 @@ import pytest
 
 from knnstore.distributed import PlanFolder
 from knnstore.errors import DiskFullError, PlanError
+from tests.cli.conftest import call
 from tests.distributed.test_plans import DOCUMENTS, Workshop
-from tests.forked import run_forked
 from tests.record.behaviour import MODEL
 
 
@@ -26,10 +26,9 @@ def test_a_worker_says_so_in_one_line_and_leaves_no_half_shard(shards, disk, tmp
     assert str(refused.value) == (
         f"{workshop.folder.key_files} cannot be written, the disk is full: free some space"
     )
-    status, said = run_forked("encode", str(workshop.folder.path))
-    assert status == 1
-    assert said.count("\n") == 1
-    assert "the disk is full" in said
+    done = call("encode", workshop.folder.path)
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert "the disk is full" in done.err
     assert workshop.folder.find_complete_shards(plan.shards) == set(range(int(shards)))
     assert not list(workshop.folder.path.rglob("*.tmp"))
     with pytest.raises(PlanError, match=rf"^shard {int(shards)} of \d+ is not encoded"):

@@ -53,3 +53,9 @@ def test_metadata_that_is_deep_is_refused_and_the_rest_is_read(server):
     answer = server.call("POST", "/v1/documents", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert server.call("GET", "/v1/documents").status_code == 200
+
+
+def test_an_error_is_one_line_whatever_was_sent(server):
+    answer = server.call("POST", "/tokenize", json={"prompt": "a", "two\nlines\u202e": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "two\\nlines\\u202e: this server does not know this field"

@@ -137,7 +137,7 @@ def test_texts_that_are_decoded_side_by_side_are_what_each_is_alone(lm):
         )
         sampling = Sampling(temperature=float(number % 3), seed=number)
         knn = (KNNSettings(lam=0.0), SETTINGS, EVERY_COMPONENT)[number % 4 % 3]
-        tasks.append(Task(prompts, knn, max_tokens=30, copies=1 + number % 3 // 2, sampling=sampling))
+        tasks.append(Task(prompts, knn, max_tokens=15, copies=1 + number % 3 // 2, sampling=sampling))
     engine = Engine(
         lm, lambda scope: scope, max_waiting=100, observe=lambda _: counts.add(len(engine._heavy))
     )
@@ -175,7 +175,7 @@ def test_beams_and_guidance_of_the_generation_configuration_are_left_out_of_the_
 
 
 def test_requests_of_many_clients_are_answered_as_each_alone(server, lm):
-    expected = {(source, new): generate(lm, [source], new)[0] for source in SOURCES for new in (4, 30)}
+    expected = {(source, new): generate(lm, [source], new)[0] for source in SOURCES[:4] for new in (4, 30)}
     asked = [*expected] * 3
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda one: complete(server, prompt=one[0], max_tokens=one[1]), asked)

@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from knnstore.catalog import NewDocument
@@ -37,7 +37,6 @@ def dense(counts, matches, at, order):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
 @given(
     texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), bits=st.sampled_from([3, 14, 20]), data=st.data()
 )
@@ -78,7 +77,6 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
                 assert sum(one.matched >= length for one in few) == listed
 
 
-@settings(max_examples=50, deadline=None)
 @given(texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), data=st.data())
 def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order, data):
     """Steps of several texts in any order, as where texts are generated, drafted and taken back."""
@@ -112,7 +110,6 @@ def test_the_end_of_a_text_is_extended_by_its_last_token(order, monkeypatch) -> 
     assert len(looked_up) <= (order - 1) + 19
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), kept=st.sampled_from([3, 1 << 14]), data=st.data()
 )
@@ -145,14 +142,13 @@ def test_kept_probabilities_count_as_memory_of_the_counts():
     counts = NGramCounts(SortedText.of([tokens.astype(np.uint32)], np.zeros(1, np.int64), 5001), 5000)
     before = counts.nbytes
     tracemalloc.start()
-    for stop in range(7, 2007):
+    for stop in range(7, 307):
         compute_last_probs(counts, [tuple((tokens[stop - 7 : stop] + 1).tolist())], 7)
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert 0.5 * taken < counts.nbytes - before < 1.5 * taken
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     texts=TEXTS,
     asked=st.lists(st.integers(0, 4), max_size=12),
@@ -184,7 +180,6 @@ def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, 
         assert (found.lengths[at], found.counts[at], found.successors[at]) == longest
 
 
-@settings(max_examples=50, deadline=None)
 @given(bits=st.lists(st.booleans(), max_size=300), data=st.data())
 def test_bits_are_counted_and_found_in_ranges(bits, data):
     ranked = RankedBits.join_rows([RankedBits(np.array(of, bool)) for of in (bits[::-1], bits)])

@@ -1,7 +1,7 @@
 """Text that is recognized by its tokens, against sets of tuples."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from knnstore.store.ngrams import RUN, Runs
@@ -9,7 +9,6 @@ from knnstore.store.ngrams import RUN, Runs
 TEXTS = st.lists(st.integers(0, 3), max_size=150)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.lists(TEXTS, max_size=4), st.data())
 def test_shares_and_documents_are_those_of_all_runs(texts, stored, data):
     for one in stored[:2]:  # parts of the texts, in others
