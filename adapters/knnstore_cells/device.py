@@ -7,7 +7,7 @@ compared with all records of these cells.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -41,17 +41,16 @@ _ROWS_AT_ONCE = 1 << 18
 _SHARE_OF_MEMORY = 0.7  # the rest is for distances and for the model
 
 
-@contextmanager
-def disable_autocast() -> Iterator[None]:
-    """Switch off torch's autocast (automatic half precision) during the ``with`` block.
+def disable_autocast() -> ExitStack:
+    """Return a context manager that switches off torch's autocast (automatic half precision).
 
     Autocast would round distances, and mix dtypes that cannot be added.
     """
-    with ExitStack() as switched_off:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                switched_off.enter_context(torch.autocast(device, enabled=False))
-        yield
+    switched_off = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            switched_off.enter_context(torch.autocast(device, enabled=False))
+    return switched_off
 
 
 class RowsByCell(NamedTuple):

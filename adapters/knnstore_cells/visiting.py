@@ -139,7 +139,7 @@ def visit_cells(
     if not len(numbers_of_all):
         return []
     # torch warns about read-only arrays, so a read-only array is copied.
-    query_tensor = torch.from_numpy(np.require(queries, requirements="W"))
+    query_tensor = torch.from_numpy(queries if queries.flags.writeable else queries.copy())
     query_tensor = query_tensor.to(cells_of_groups[0].centers.device)
     metric = groups[0].metric
     is_small_batch = len(queries) <= _FEW

@@ -94,7 +94,7 @@ class Visits(NamedTuple):
             True if visit i has only query i, for all queries. False otherwise, and also if the visits have no
             records or the distances are not in a numpy array.
         """
-        in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
+        in_order = self.queries.tolist() == [[query] for query in range(queries)]
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
 
     def only(self, records: NDArray[np.bool_]) -> "Visits":

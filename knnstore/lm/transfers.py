@@ -1,6 +1,6 @@
 """Copying numbers from main memory to a device such as a GPU, without waiting for the copy (`upload`)."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting (see `upload`); return float32, shape (len(values),)."""
-    return upload(torch.tensor(values, dtype=torch.float32), device)
+@lru_cache(maxsize=256)
+def upload_floats(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting (see `upload`).
+
+    The result is cached, because settings have the same numbers in each decoding step.
+
+    Returns:
+        float32, shape (len(values),), on the device; read only.
+    """
+    with torch.inference_mode(False):  # the tensor may be used again to train
+        return upload(torch.tensor(values, dtype=torch.float32), device)

@@ -498,8 +498,8 @@ class StoreReader:
                 if self._catalog.revision() == view.snapshot.revision:
                     raise
             else:
-                # A commit may have removed what the view still counts on.
-                if self._catalog.revision() == view.snapshot.revision:
+                # A commit may have removed what the view still counts on. None has no record.
+                if result is None or self._catalog.revision() == view.snapshot.revision:
                     return result
             view = self.view()
         raise StoreUnavailableError(

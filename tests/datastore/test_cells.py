@@ -512,12 +512,19 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
 
 
-@pytest.mark.parametrize("count", [1, 6, 100])
-def test_queries_may_probe_more_cells_than_one_group_has(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("metric", list(Metric))
+@pytest.mark.parametrize(
+    ("count", "codes"),
+    [(1, "pq4"), (6, "pq4"), (20, "pq4"), (100, "pq4"), (1, "pq3"), (6, "pq1")],
+    ids="one few more-than-FAISS-takes-together many padded-codebooks long-codebooks".split(),
+)
+def test_queries_may_probe_more_cells_than_one_group_has(
+    tmp_path: Path, metric: Metric, count: int, codes: str
+) -> None:
     """Two groups with codes, of 8 cells each: a query meets all records, at the distances of their keys."""
     keys, queries = clustered(2400), clustered(count, seed=1)
-    params: dict[str, Any] = {"cells": 8, "codes": "pq4", "coded_from": 1000}
-    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=Metric.L2, **params) as store:
+    params: dict[str, Any] = {"cells": 8, "codes": codes, "coded_from": 1000}
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, **params) as store:
         put(store, np.arange(1200), keys)
         put(store, np.arange(1200, 2400), keys, group=1)
         store.optimize()
@@ -532,7 +539,7 @@ def test_queries_may_probe_more_cells_than_one_group_has(tmp_path: Path, count: 
             assert probes < 16 or all(distances.keys() == decoded.keys() for distances in found)
             for query, distances in zip(queries, found, strict=True):
                 rows = np.stack([decoded[id] for id in distances]).astype(np.float64)
-                expected = np.square(rows - query).sum(1)
+                expected = np.square(rows - query).sum(1) if metric is Metric.L2 else -(rows @ query)
                 np.testing.assert_allclose(list(distances.values()), expected, rtol=1e-4, atol=1e-3)
 
 

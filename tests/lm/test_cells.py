@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from knnstore.catalog import Catalog
 from knnstore.datastore import apart, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm import BinnedLambda, CacheSettings, DomainWeights, KNNSettings
 from knnstore.lm.scoring.token_scores import score_documents
+from knnstore.lm.transfers import upload_floats
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -100,6 +102,27 @@ def test_p_knn_is_the_sum_over_the_cells_visited(lm, probes) -> None:
     assert math.exp(-np.log(found).mean()) == pytest.approx(expected, rel=1e-5)
     fewer = lm.evaluate(HELD_OUT, replace(settings, probes=ALL)).knn_ppl
     assert fewer != pytest.approx(expected, rel=1e-5), "the cells do not differ"
+
+
+@pytest.mark.parametrize("filled", ["l2"], indirect=True)
+def test_a_step_on_the_cpu_asks_twice_for_the_revision(lm, monkeypatch) -> None:
+    """Before the search and after it; to learn that no keys are on the device takes no question."""
+    settings, ids = KNNSettings(temperature=temperature(lm), lam=0.4, probes=2), torch.tensor([[3, 5, 7]])
+    with torch.no_grad():
+        lm(ids, knn=settings)
+        asked, ask = list[int](), Catalog.revision
+        monkeypatch.setattr(Catalog, "revision", lambda self: asked.append(1) or ask(self))
+        lm(ids, knn=settings)
+    assert len(asked) == 2
+
+
+def test_numbers_of_settings_are_uploaded_once_and_may_be_used_to_train() -> None:
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        numbers = upload_floats((0.25, 0.7), device)
+    assert upload_floats((0.25, 0.7), device) is numbers
+    assert not numbers.is_inference()
+    assert torch.equal(numbers, torch.tensor([0.25, 0.7]))
 
 
 @pytest.mark.parametrize("filled", ["l2"], indirect=True)

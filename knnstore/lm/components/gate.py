@@ -287,6 +287,6 @@ def _stack_columns(values: Sequence[PerQuery], like: Tensor) -> Tensor:
         like: a tensor of shape (n,).
     """
     if not any(isinstance(value, Tensor) for value in values):
-        return upload_floats([float(value) for value in values], like.device)
+        return upload_floats(tuple(float(value) for value in values), like.device)
     columns = [torch.as_tensor(value, device=like.device).expand(len(like)) for value in values]
     return torch.stack(columns, 1)

@@ -1,7 +1,6 @@
 """The mixer with bins: λ and T by the nearest distance and the model's confidence."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,7 +73,7 @@ class BinnedLambda(SimpleMixer):
 
 
 def find_bins(
-    evidence: Evidence, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
+    evidence: Evidence, distance_edges: tuple[float, ...], confidence_edges: tuple[float, ...] = ()
 ) -> Tensor:
     """Return the number of each query's bin, int64, shape (n,); it is an index into `BinnedLambda.lambdas`.
 
@@ -89,7 +88,7 @@ def find_bins(
     return bins * (len(confidence_edges) + 1) + _assign_bins(evidence.lm_max, confidence_edges)
 
 
-def _assign_bins(values: Tensor, edges: Sequence[float]) -> Tensor:
+def _assign_bins(values: Tensor, edges: tuple[float, ...]) -> Tensor:
     """For each value count the edges at or below it, which is the number of its bin; int64, shape (n,)."""
     limits = upload_floats(edges, values.device)
     return torch.bucketize(values.contiguous(), limits, right=True)

@@ -57,7 +57,7 @@ class DeviceSums:
     def prepare(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, in one pass over the records."""
         if not self._weights.keys() >= set(temperatures):
-            at = upload_floats(temperatures, self._visits.distances.device)
+            at = upload_floats(tuple(temperatures), self._visits.distances.device)
             weights = self._compute_weights(at.expand(len(self._visits.distances), -1))
             self._weights.update(zip(temperatures, weights.unbind(1), strict=True))
 
