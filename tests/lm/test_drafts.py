@@ -1,6 +1,7 @@
 """Drafts: what is written with them is what is written without."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -198,12 +199,12 @@ def test_texts_of_a_batch_are_each_what_they_are_without_drafts(lm, made, settin
 
 
 def test_no_draft_spoils_a_text_of_a_batch(lm, monkeypatch) -> None:
-    """Drafts are right up to a random token, so the texts have gaps in the cache."""
+    """Drafts are right up to a random token, so the texts have gaps in the cache, which are closed."""
     first = [lm.reader.tokens(STORED[number].text)[:9].astype(np.int64) for number in range(4)]
     prompts = torch.from_numpy(np.stack(first))
     options = {"max_new_tokens": 40, "pad_token_id": 2, "do_sample": False, "knn": SETTINGS["cache"]}
     plain = lm.generate(prompts, **options)
-    rng, lengths, read = np.random.default_rng(1), set(), []
+    rng, lengths, read, free = np.random.default_rng(1), set(), [], []
 
     def propose(each, texts, most):
         drafts = []
@@ -214,13 +215,19 @@ def test_no_draft_spoils_a_text_of_a_batch(lm, monkeypatch) -> None:
         lengths.add(tuple(map(len, drafts)))
         return drafts
 
+    def note(_module, _args, given) -> None:
+        read.append(given["input_ids"].shape)
+        longest = int(given["position_ids"][:, 0].max())
+        free.append(given["attention_mask"].shape[1] - read[-1][1] - longest)
+
     monkeypatch.setattr(drafting, "propose_together", propose)
-    handle = lm.base.register_forward_pre_hook(
-        lambda _, args, given: read.append(given["input_ids"].shape), with_kwargs=True
-    )
+    monkeypatch.setattr(drafting, "_MAX_FREE_COLUMNS", 8)
+    handle = lm.base.register_forward_pre_hook(note, with_kwargs=True)
     drafted = lm.generate(prompts, draft=True, **options)
     handle.remove()
     assert torch.equal(drafted, plain)
+    assert 0 < max(free) < 8
+    assert any(later < earlier for earlier, later in pairwise(free))  # gaps were closed
     assert any(len(set(one)) > 2 for one in lengths)
     assert len(read) < 30
     assert read[-1][0] < 4  # texts that had ended were not read on

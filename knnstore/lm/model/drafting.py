@@ -7,7 +7,8 @@ position are valid. So greedy text is the same as without drafts, and sampled te
 The sampled text of a single prompt also uses the same random numbers.
 
 In a batch, more draft tokens of one text may be accepted than of another. The columns that a text does not
-use stay in the model's cache, and the attention mask hides them. A text that has ended leaves the cache.
+use are gaps in the model's cache, which the attention mask hides, until there are many and they are closed.
+A text that has ended leaves the cache.
 
 Rejected tokens are removed from the model's cache, as in assisted decoding of transformers. If a cache does
 not support this (static, quantized, or the state of a recurrent model), text is generated without drafts.
@@ -23,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
 from knnstore.lm.model.text_layer import get_cached_texts
-from knnstore.lm.reading import CACHE_NAMES, allows_gaps, find_cache
+from knnstore.lm.reading import CACHE_NAMES, allows_gaps, copy_without_gaps, find_cache
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import KNNStore
 
@@ -62,6 +63,9 @@ _SUPPORTED_VALUES_IN_BATCHES: dict[str, tuple[Any, ...]] = {
 }
 """Options of `generate` whose logits processors hold a tensor with a row for each text, so that they cannot
 process one text of a batch; each with the values that switch the processor off."""
+_MAX_FREE_COLUMNS = 64
+"""Number of columns (token positions) that the cache of a batch may have in excess of the longest text. With
+more, all gaps are closed."""
 _NOT_CROPPABLE = "the model's cache cannot remove tokens"
 
 
@@ -243,6 +247,8 @@ def generate_with_drafts(
             left = [row for row, is_ended in enumerate(ended) if not is_ended]
             running = [running[row] for row in left]
             model_kwargs = _select_rows(model_kwargs, cache, left, len(ended))
+        if len(texts) > 1:
+            model_kwargs = _close_gaps(model_kwargs, cache)
         # 4) Run the model on the last chosen token and a new draft of each text.
         drafts = [[] for _ in running]
         if is_drafting:
@@ -308,6 +314,35 @@ def _select_rows(
         name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
         for name, value in model_kwargs.items()
     }
+
+
+def _close_gaps(model_kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+    """Remove columns from a cache if it has at least `_MAX_FREE_COLUMNS` more than the longest text needs.
+
+    Changes the cache, and returns a copy of the model's arguments.
+
+    Args:
+        model_kwargs: the arguments of the model. Their mask ends with the column of the next token, which is
+            not read yet.
+        cache: their cache; its layers of attention are all of the class `DynamicLayer`, see `allows_gaps`.
+    """
+    mask = model_kwargs["attention_mask"]
+    is_token = mask[:, :-1].cpu().numpy() != 0
+    lengths = is_token.sum(1)
+    rows, columns, end = *is_token.shape, int(lengths.max())
+    if columns - end < _MAX_FREE_COLUMNS:
+        return dict(model_kwargs)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            layer.keys = copy_without_gaps(layer.keys, is_token, (rows, end), end)
+            layer.values = copy_without_gaps(layer.values, is_token, (rows, end), end)
+    given = {
+        name: value[:, columns - end :] if isinstance(value, Tensor) and value.shape == mask.shape else value
+        for name, value in model_kwargs.items()
+    }
+    is_kept = torch.arange(end + 1) >= end - torch.from_numpy(lengths)[:, None]
+    given["attention_mask"] = is_kept.to(mask)
+    return given
 
 
 def _may_remove_tokens(cache: Any) -> bool:

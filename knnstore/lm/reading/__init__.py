@@ -16,6 +16,7 @@ from knnstore.lm.reading.model_cache import (
     DummyLayer,
     allows_gaps,
     as_cache_argument,
+    copy_without_gaps,
     find_cache,
     get_cache_argument_name,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "check_tokenizer",
     "check_tokens",
     "choose_window",
+    "copy_without_gaps",
     "create_not_finite_error",
     "decode_tokens",
     "decoder_prefix_of",

@@ -2,7 +2,8 @@
 
 The name of the cache argument differs between models of transformers. Since transformers 5.24 the name is
 ``cache``; before, it was ``past_key_values``, and ``cache_params`` for state space models. The module also
-has `DummyLayer`, the layer of a cache that holds nothing, for versions of transformers without this class.
+has `DummyLayer`, the layer of a cache that holds nothing, for versions of transformers without this class;
+and `copy_without_gaps`, which closes the gaps that drafts leave in the cache of a batch.
 """
 
 import inspect
@@ -10,6 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers import cache_utils
 
 from knnstore.errors import ConfigError
@@ -117,3 +122,27 @@ def allows_gaps(model: Any) -> bool:
         and not hasattr(config, "attention_layers")
         and "position_ids" in inspect.signature(model.forward).parameters
     )
+
+
+def copy_without_gaps(
+    values: Tensor, is_token: NDArray[np.bool_], shape: tuple[int, int], end: int
+) -> Tensor:
+    """Copy the keys or the values of a batch of texts into new columns, where no text has gaps.
+
+    Args:
+        values: keys or values of one layer, shape (b, heads, t, width).
+        is_token: True where a column holds a token of a text, shape (texts, t), with at most b texts. The
+            other columns of a text are padding or gaps.
+        shape: numbers of rows and columns of the result, with at least as many rows as texts.
+        end: index of the new column after the last token of each text; at least the length of the longest.
+
+    Returns:
+        Tensor of shape (rows, heads, columns, width). It is 0 outside of the texts, because a NaN there would
+        spread through the attention.
+    """
+    rows, columns = shape
+    copied = values.new_zeros((rows, values.shape[1], columns, values.shape[3]))
+    for row, is_used in enumerate(is_token):
+        used = torch.from_numpy(np.flatnonzero(is_used)).to(values.device)
+        copied[row, :, end - len(used) : end] = values[row, :, used]
+    return copied

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from knnstore.lm import TextState, TextStateLayer
+from knnstore.lm import TextState, TextStateLayer, copy_without_gaps
 from knnstore.server.engine.prompts import Layers
 
 _FREE_COLUMNS = 64
@@ -134,29 +134,19 @@ class BatchCache:
         Args:
             rows: number of rows (texts) to allocate.
             length: number of tokens of a text that will be added next; 0 if none will be added.
-            like: layers whose number of heads, width, dtype and device the new layers get.
+            like: layers whose number of heads, width, dtype and device the new layers get, if there are none.
         """
         end = max([length, *self.lengths])
-        # 1) Find the columns of each text, before and after.
-        is_token = np.zeros((rows, end + _FREE_COLUMNS), np.bool_)
-        moves = []
+        shape = rows, end + _FREE_COLUMNS
+        was_token = self._is_token[: len(self.lengths), : self._end]
+        self._layers = [
+            (copy_without_gaps(keys, was_token, shape, end), copy_without_gaps(values, was_token, shape, end))
+            for keys, values in self._layers or like
+        ]
+        self._is_token = np.zeros(shape, np.bool_)
         for row, old_length in enumerate(self.lengths):
-            old_columns = torch.from_numpy(np.flatnonzero(self._is_token[row, : self._end]))
-            moves.append((old_columns, slice(end - old_length, end)))
-            is_token[row, end - old_length : end] = True
-        # 2) Copy the texts.
-        layers = []
-        for number, pair in enumerate(like):
-            new_pair = [
-                tensor.new_zeros((rows, tensor.shape[1], end + _FREE_COLUMNS, tensor.shape[3]))
-                for tensor in pair
-            ]
-            for new_values, values in zip(new_pair, self._layers[number], strict=True) if moves else ():
-                for row, (old_columns, new_columns) in enumerate(moves):
-                    new_values[row, :, new_columns] = values[row, :, old_columns.to(values.device)]
-            layers.append((new_pair[0], new_pair[1]))
-        self._layers, self._rows, self._columns, self._end = layers, rows, end + _FREE_COLUMNS, end
-        self._is_token = is_token
+            self._is_token[row, end - old_length : end] = True
+        self._rows, self._columns, self._end = *shape, end
 
 
 class _InPlaceLayer(DynamicLayer):
