@@ -516,7 +516,7 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
 @pytest.mark.parametrize(
     ("count", "codes"),
     [(1, "pq4"), (6, "pq4"), (20, "pq4"), (100, "pq4"), (1, "pq3"), (6, "pq1")],
-    ids="one few more-than-FAISS-takes-together many padded-codebooks long-codebooks".split(),
+    ids=["one", "few", "more-than-FAISS-takes-together", "many", "padded-codebooks", "long-codebooks"],
 )
 def test_queries_may_probe_more_cells_than_one_group_has(
     tmp_path: Path, metric: Metric, count: int, codes: str
