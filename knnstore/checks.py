@@ -56,6 +56,21 @@ def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
     return unique_names
 
 
+def convert_scalars(settings: object, *names: str) -> None:
+    """Replace the fields of a frozen dataclass that are scalars of numpy or torch by numbers of Python.
+
+    Numbers of Python can be compared, and saved as JSON. Other values stay.
+
+    Args:
+        settings: the dataclass, which calls this function in its ``__post_init__``.
+        *names: names of the fields.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if getattr(value, "ndim", None) == 0:
+            object.__setattr__(settings, name, value.item())
+
+
 def check_json(value: Mapping[str, Any], what: str) -> None:
     """Check that a mapping can be stored as JSON.
 

@@ -8,19 +8,20 @@ good and the file must be written again.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import socket
 import stat
 import sys
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from knnstore.errors import DatastoreError, LockedError
@@ -245,9 +246,9 @@ class WriterLock:
 
     The constructor takes the lock without waiting.
 
-    The kernel releases the lock when the holding process ends. The lock file is never removed, because then
-    two processes could lock two different files with the same name. The file ``writer.json`` describes the
-    holder, only for error messages.
+    The kernel releases the lock when the holding process ends. A forked child process shares the lock, but
+    cannot release it. The lock file is removed only together with the whole datastore. The file
+    ``writer.json`` describes the holder, only for error messages.
 
     Args:
         root: the datastore's directory, which exists.
@@ -259,19 +260,11 @@ class WriterLock:
     """
 
     def __init__(self, root: Path) -> None:
-        self._lock = FileLock(
-            root / "writer.lock",
-            timeout=0,
-            mode=_OWNER_ONLY,
-            thread_local=False,
-            fallback_to_soft=False,
-            preserve_lock_file=True,
-        )
         holder_path = root / "writer.json"
         try:
             with medium_errors(root):
-                self._lock.acquire()
-        except Timeout:
+                self._descriptor = _open_and_lock(root / "writer.lock")
+        except BlockingIOError:
             holder = _describe_holder(holder_path)
             raise LockedError(
                 f"{root} is being written by {holder}: stop that process, or open the store with mode "
@@ -279,6 +272,8 @@ class WriterLock:
             ) from None
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error
+        self._process = os.getpid()
+        self._close = weakref.finalize(self, os.close, self._descriptor)
         # Not the whole command line, which may hold a password.
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
         this_process = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}
@@ -287,8 +282,32 @@ class WriterLock:
             holder_path.write_text(json.dumps(this_process))
 
     def release(self) -> None:
-        """Release the lock, so that the next writer can take it."""
-        self._lock.release()
+        """Release the lock, so that the next writer can take it. A second call does nothing.
+
+        In a forked child process, this only closes the child's copy of the file.
+        """
+        if self._close.alive and self._process == os.getpid():
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._close()
+
+
+def _open_and_lock(path: Path) -> int:
+    """Open a lock file, which is created if it is missing, and lock it. Returns the file's descriptor.
+
+    Raises:
+        BlockingIOError: another descriptor has the lock.
+        OSError: the file cannot be opened, or the file system does not support locks.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _OWNER_ONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the file was removed before it was locked
 
 
 def _describe_holder(holder: Path) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         explain_in_turns,
         explain_tokens,
     )
-    from knnstore.lm.hosts import RequestOptions
+    from knnstore.lm.hosts import FELL_BACK, RequestOptions
     from knnstore.lm.mixing import (
         BinnedLambda,
         Chosen,
@@ -123,6 +123,7 @@ else:
 
 __all__ = [
     "BATCH_TOKENS",
+    "FELL_BACK",
     "KNNLM",
     "Added",
     "Audit",

@@ -20,8 +20,7 @@ import httpx
 from anyio import to_thread
 
 from knnstore.errors import ConfigError
-from knnstore.lm import RequestOptions, TokenTexts
-from knnstore.lm.hosts import FELL_BACK
+from knnstore.lm import FELL_BACK, RequestOptions, TokenTexts
 from knnstore.server.engine import (
     EngineBusyError,
     EngineStoppedError,

@@ -163,9 +163,14 @@ class KNNStore(StoreReader):
         return cls(opened_home, Catalog.open(opened_home.catalog_url), mode, params, copied=copied)
 
     def close(self) -> None:
-        """Close the datastore, the catalog and the writer's lock. A second call does nothing."""
-        self._counting.stop_background()
-        self._opened.close()
+        """Close the datastore, the catalog and the writer's lock. A second call does nothing.
+
+        Does nothing in a forked child process: the store's connections and lock belong to the process that
+        opened the store.
+        """
+        if self._process == os.getpid():
+            self._counting.stop_background()
+            self._opened.close()
 
     def __repr__(self) -> str:
         return f"KNNStore({str(self.home.path)!r}, mode={self.mode!r})"
@@ -530,14 +535,9 @@ class _FolderState:
 
 @atexit.register
 def _close_open_stores() -> None:
-    """Close the stores that a script has not closed, when Python exits.
-
-    A store is closed only in the process that opened it. A forked child process has the same connections, and
-    must not close them.
-    """
+    """Close the stores that a script has not closed, when Python exits."""
     for store in list(_OPEN_STORES):
-        if store._process == os.getpid():
-            store.close()
+        store.close()
 
 
 def _remove_home(home: Home, before: _FolderState | None) -> None:

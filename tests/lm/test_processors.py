@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    CLIPConfig,
     LogitsProcessorList,
     T5Config,
     Wav2Vec2BertConfig,
@@ -127,7 +128,7 @@ WHISPER = WhisperConfig(
     ids=["t5", "whisper"],
 )
 def test_other_kinds_of_models_follow_the_text_of_a_store_of_their_own(
-    config, auto_class, reason, tokenizer, tmp_path
+    config, auto_class, reason, tokenizer, tmp_path, caplog
 ) -> None:
     torch.manual_seed(0)
     model = auto_class.from_config(config).eval()
@@ -146,7 +147,26 @@ def test_other_kinds_of_models_follow_the_text_of_a_store_of_their_own(
         found = model.generate(source, logits_processor=LogitsProcessorList([processor]), **options)
         assert found.tolist()[0][-6:] == text[4:10]
         assert model.generate(source, **options).tolist()[0][-6:] != text[4:10]
+    assert "generates no text" not in caplog.text
     with pytest.raises(ConfigError, match=reason):
+        knnstore.load(tmp_path / "home")
+
+
+def test_a_store_of_ngrams_for_a_model_without_text_is_made_with_a_warning(
+    tokenizer, tmp_path, caplog
+) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(text_config={**small, "vocab_size": 101}, vision_config=small)
+    for part in (config, tokenizer):
+        part.save_pretrained(tmp_path / "clip")
+    model = str(tmp_path / "clip")
+    with caplog.at_level("WARNING", "knnstore"):
+        KeylessText.create(tmp_path / "home", model).store.close()
+    assert [line for line in caplog.messages if "generates no text" in line] == [
+        f"the model {model!r} (clip) generates no text, so only its tokenizer is used: no n-grams can be "
+        "added to its predictions"
+    ]
+    with pytest.raises(ConfigError, match="cannot run it: choose a model that generates text"):
         knnstore.load(tmp_path / "home")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from knnstore.lm import (
     DomainWeights,
     FixedLambda,
     KNNSettings,
+    NGramSettings,
     SimpleMixer,
     register_mixer,
     settings_from_dict,
@@ -31,6 +33,22 @@ SETTINGS = [
     KNNSettings(lam=0.25, selection=PHRASES),
     KNNSettings(cache=CacheSettings(), scoring_only=("cache", "keys")),
 ]
+
+
+@pytest.mark.parametrize("scalar", [np.array, torch.tensor])
+def test_scalars_of_numpy_and_torch_are_numbers(scalar):
+    def make(number):
+        ngrams = NGramSettings(number(3), number(0.25), by_length=[number(0.5)])
+        cache = CacheSettings(number(6), number(15.0), number(0.5))
+        kept = {"temperature": number(3.5), "lam": number(0.125), "ngrams": ngrams, "cache": cache}
+        return [KNNSettings(k=number(7), **kept), KNNSettings(probes=number(7), **kept)]
+
+    made = make(scalar)
+    assert made == make(lambda number: number)
+    assert [settings_from_dict(json.loads(json.dumps(settings_to_dict(one)))) for one in made] == made
+    for wrong in scalar(2.0), scalar(0), scalar([7, 8]):
+        with pytest.raises(ConfigError, match="k must be an integer of at least 1"):
+            KNNSettings(k=wrong)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from knnstore.checks import convert_scalars
 from knnstore.datastore import Metric, pairwise
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Place, Question
@@ -66,6 +67,7 @@ class CacheSettings:
     def __post_init__(self) -> None:
         if isinstance(self.ngrams, dict):  # as it is saved
             object.__setattr__(self, "ngrams", NGramSettings(**self.ngrams))
+        convert_scalars(self, "size", "temperature", "lam")
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
         if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):

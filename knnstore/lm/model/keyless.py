@@ -15,6 +15,7 @@ from knnstore.lm.reading import (
     identify_text,
     load_text_parts,
     sync,
+    warn_if_no_text,
     warn_of_unknown_tokens,
 )
 from knnstore.lm.settings import save_default_settings
@@ -74,6 +75,7 @@ class KeylessText:
         check_new(home, KEYLESS)
         config, tokenizer = load_text_parts(model, tokenizer)
         identity = identify_text(config, tokenizer, name=get_model_name(model))
+        warn_if_no_text(config, identity.model)
         warn_of_unknown_tokens(identity.vocab_size, tokenizer)
         return cls(KNNStore.create(home, identity, store=KEYLESS, catalog=catalog), tokenizer)
 

@@ -35,6 +35,7 @@ from knnstore.lm.reading.models import (
     load_model,
     load_text_parts,
     loaded,
+    warn_if_no_text,
     warn_of_unknown_tokens,
 )
 from knnstore.lm.reading.new_documents import NewDocuments
@@ -123,5 +124,6 @@ __all__ = [
     "tokenized",
     "usable_documents",
     "vocabulary_size",
+    "warn_if_no_text",
     "warn_of_unknown_tokens",
 ]

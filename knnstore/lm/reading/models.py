@@ -12,7 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -82,6 +85,15 @@ _DEFAULT_WINDOW = 2_048
 """Number of tokens in a window if an encoder-decoder model names no limit, as T5 does.
 
 A store without keys for an encoder-decoder model has the same number, but never uses it."""
+
+_GENERATING_CLASSES = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+"""Classes of transformers that generate text, each mapping by the class of the configuration."""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that choose a model's files."""
@@ -269,6 +281,27 @@ def is_seq2seq(config: PreTrainedConfig) -> bool:
     return config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
+def generates_text(config: PreTrainedConfig) -> bool:
+    """Check whether transformers has a class that generates text, from any input, for a configuration."""
+    return any(type(config) in classes for classes in _GENERATING_CLASSES)
+
+
+def warn_if_no_text(config: PreTrainedConfig, name: str) -> None:
+    """Log a warning if a model generates no text, because a store of n-grams is of no use to it.
+
+    Args:
+        config: the model's configuration.
+        name: name of the model.
+    """
+    if not generates_text(config):
+        _logger.warning(
+            "the model %r (%s) generates no text, so only its tokenizer is used: no n-grams can be added to "
+            "its predictions",
+            name,
+            config.model_type,
+        )
+
+
 def _choose_auto_class(name: str, config: PreTrainedConfig, wanted: Kind | None) -> Any:
     """Return the `Auto` class of transformers that loads a model.
 
@@ -296,9 +329,13 @@ def _choose_auto_class(name: str, config: PreTrainedConfig, wanted: Kind | None)
             "needed"
         )
     kind = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
+    advice = (
+        "; with a store of `knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
+        if generates_text(config)
+        else ": choose a model that generates text"
+    )
     raise ConfigError(
-        f"the model {name!r} ({config.model_type}) is {kind}, so knnstore cannot run it; with a store of "
-        "`knnstore init --key none`, NGramLogitsProcessor adds n-grams to such a model"
+        f"the model {name!r} ({config.model_type}) is {kind}, so knnstore cannot run it{advice}"
     )
 
 

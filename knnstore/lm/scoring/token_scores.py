@@ -199,9 +199,9 @@ class HeldOut(NamedTuple):
         if self.stored:
             first = next(document for document in self.documents if document.content_hash in self.stored)
             raise InputError(
-                f"{len(self.stored):,} of the held-out documents (for example {first.id!r}) are in the store, "
-                "whole or with at least half of their text, so a document would retrieve from itself. Give "
-                "other documents, or leave each document out of its search (leave_out, --leave-out)"
+                f"{len(self.stored):,} of the held-out documents (for example {first.id!r}) are in the "
+                "store, whole or with at least half of their text, so a document would retrieve from itself. "
+                "Give other documents, or leave each document out of its search (leave_out, --leave-out)"
             )
 
 
