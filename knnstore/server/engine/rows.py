@@ -2,8 +2,8 @@
 
 `Task`, `Prompt` and `Sampling` describe a request; `Piece`, `TokenScore` and `TopToken` are its results.
 `Row` decodes one text, which is one continuation of a prompt. `StopStrings` finds where a text must end, and
-`Constraint` restricts its tokens.
-`make_token_score` makes the score of a token, `build_prompt_scores` makes the scores of a prompt.
+`Constraint` restricts its tokens. `make_token_score` makes the score of a token, `build_prompt_scores` makes
+the scores of a prompt.
 """
 
 import math
