@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from knnstore.datastore.distances import nearest_rows, paired, pairwise
     from knnstore.datastore.embedded import (
-        OWNER_FILES,
         Codec,
         CodecFile,
         Coding,
@@ -77,20 +76,9 @@ if TYPE_CHECKING:
         whole_positions,
     )
     from knnstore.datastore.visits import DeviceVisits, Visit, Visits, apart
-    from knnstore.durable import (
-        BLOCK,
-        NoFileError,
-        StoredFile,
-        WriterLock,
-        open_file,
-        publish,
-        read_file,
-        remove,
-        remove_folder,
-        sync_directory,
-    )
+    from knnstore.durable import BLOCK, StoredFile
     from knnstore.secret_files import read_secret
-    from knnstore.space import allocate, check_space, free_space, medium_errors
+    from knnstore.space import free_space
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
@@ -98,7 +86,6 @@ __all__ = [
     "BATCH_SIZE",
     "BLOCK",
     "ID_LIMIT",
-    "OWNER_FILES",
     "POSITION_LIMIT",
     "TOKEN_LIMIT",
     "Capabilities",
@@ -124,7 +111,6 @@ __all__ = [
     "Metric",
     "Mode",
     "Neighbors",
-    "NoFileError",
     "ProductCodec",
     "RoundedCodec",
     "Segment",
@@ -144,10 +130,7 @@ __all__ = [
     "SupportsVerify",
     "Visit",
     "Visits",
-    "WriterLock",
-    "allocate",
     "apart",
-    "check_space",
     "checked_k",
     "checked_keys",
     "checked_kind",
@@ -156,25 +139,18 @@ __all__ = [
     "code_size",
     "compare_rows",
     "free_space",
-    "medium_errors",
     "nearest_rows",
-    "open_file",
     "paired",
     "pairwise",
     "positions_of",
-    "publish",
     "ranges_of",
-    "read_file",
     "read_keys",
     "read_owner",
     "read_secret",
     "record_ids",
     "registry",
-    "remove",
-    "remove_folder",
     "sample_size",
     "stored_keys",
-    "sync_directory",
     "tokens_of",
     "whole_positions",
     "write_owner",

@@ -31,10 +31,13 @@ from knnstore.datastore import (
 )
 from knnstore.errors import CorruptDatastoreError
 
+_PRECISIONS = ("float16", "float32")
+_MAX_NAMED = 5  # documents named in one message
+T = TypeVar("T")
+
 Sums = NDArray[np.uint32]
 """CRC-32 of the key of each token of a document, uint32, shape (n,); 0 for a token without a record."""
 
-_PRECISIONS = ("float16", "float32")
 _NO_CRCS: Sums = np.zeros(0, np.uint32)
 
 
@@ -183,11 +186,6 @@ def _parse_precision(stored: str) -> str:
     """
     precision = str(stored).partition(":")[0]
     return precision if precision in _PRECISIONS else _PRECISIONS[0]
-
-
-_MAX_NAMED = 5  # documents named in one message
-
-T = TypeVar("T")
 
 
 def list_damaged_parts(datastore: Datastore) -> list[DamagedPart]:

@@ -40,6 +40,13 @@ from knnstore.documents import FIELDS, size_of
 from knnstore.errors import ConfigError, InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
+DomainOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Domain of the documents; created if it does not exist.")
+]
+TagsOption = Annotated[
+    list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
+]
+
 _NO_KEYS = "none"
 _STATES = 3
 
@@ -232,13 +239,9 @@ _MAX_LISTED_IDS = 10
 
 
 def add(
-    domain: Annotated[
-        str, typer.Option(metavar="NAME", help="Domain of the documents; created if it does not exist.")
-    ],
+    domain: DomainOption,
     *,
-    tags: Annotated[
-        list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
-    ] = None,
+    tags: TagsOption = None,
     documents: Documents,
     plan: Annotated[
         Path | None,
@@ -398,13 +401,9 @@ def _add_planned(
 
 
 def sync(
-    domain: Annotated[
-        str, typer.Option(metavar="NAME", help="Domain of the documents; created if it does not exist.")
-    ],
+    domain: DomainOption,
     *,
-    tags: Annotated[
-        list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
-    ] = None,
+    tags: TagsOption = None,
     documents: SyncDocuments,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print the changes, without making them.")

@@ -32,6 +32,13 @@ _NEIGHBORS_CREDITED = 32  # neighbors of each token that get credit; further one
 _SOURCES_SHOWN = 5
 _MIN_TEMPERATURE = 1e-6  # smallest temperature; smaller ones would overflow the logits
 
+BeamsOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Number of beams of beam search; 1 is no beam search.")
+]
+TextArgument = Annotated[
+    str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")
+]
+
 
 def generate(
     prompt: Annotated[
@@ -63,9 +70,7 @@ def generate(
     seed: Annotated[
         int | None, seed_option("Seed of the random numbers, so that sampling can be repeated.")
     ] = None,
-    beams: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of beams of beam search; 1 is no beam search.")
-    ] = 1,
+    beams: BeamsOption = 1,
     draft: Annotated[
         bool | None,
         typer.Option(
@@ -190,9 +195,7 @@ def translate(
     ],
     *,
     selected: SelectionOptions,
-    beams: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of beams of beam search; 1 is no beam search.")
-    ] = 1,
+    beams: BeamsOption = 1,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -229,7 +232,7 @@ def translate(
 
 
 def explain(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
+    text: TextArgument,
     *,
     neighbors: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of neighbors to list for each token.")
@@ -270,7 +273,7 @@ def explain(
 
 
 def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
+    text: TextArgument,
     *,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of passages to show.")] = 5,
     selected: SelectionOptions,

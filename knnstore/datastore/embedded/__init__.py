@@ -11,7 +11,7 @@ from knnstore.datastore.embedded.codecs import (
     code_size,
     sample_size,
 )
-from knnstore.datastore.embedded.directory import OWNER_FILES, read_owner, write_owner
+from knnstore.datastore.embedded.directory import read_owner, write_owner
 from knnstore.datastore.embedded.exact import compare_rows
 from knnstore.datastore.embedded.group import GroupSearch
 from knnstore.datastore.embedded.log import KeySegments
@@ -20,7 +20,6 @@ from knnstore.datastore.embedded.merging import stored_keys
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "OWNER_FILES",
     "Codec",
     "CodecFile",
     "Coding",

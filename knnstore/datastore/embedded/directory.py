@@ -15,7 +15,6 @@ from knnstore.durable import WriterLock, publish, read_file, remove, remove_fold
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore.space import choose_write_error
 
-OWNER_FILES = ("owner.tmp", "owner")
 FOLDERS = ("segments", "indexes")
 _OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|codec|index|part)")
 
@@ -85,7 +84,7 @@ def erase_segments(root: Path) -> None:
         for folder in FOLDERS:  # while these exist, a missing manifest is an error
             remove_folder(root / folder)
         sync_directory(root)  # the owner stays known as long as a file exists
-        for name in (f"{NAME}.tmp", "writer.json", "writer.lock", *OWNER_FILES):
+        for name in (f"{NAME}.tmp", "writer.json", "writer.lock", "owner.tmp", "owner"):
             remove(root / name)
         remove_folder(root)
         sync_directory(root.parent)

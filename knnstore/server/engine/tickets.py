@@ -13,6 +13,15 @@ from typing import Generic, TypeAlias, TypeVar
 
 from knnstore.server.engine.rows import Piece, Task
 
+MOST_BEHIND = 1024
+"""Largest backlog of a task, in pieces. While a client has more pieces (parts of the result) left to take,
+the engine starts no further text of its task."""
+MOST_UNREAD = 16_384
+"""Largest number of pieces of a task that its client has not taken yet. With more pieces the task fails."""
+Found = TypeVar("Found")
+Turns: TypeAlias = Generator[None, None, Found]
+"""Generator that does long work: it yields at the end of each turn, and its return value is the result."""
+
 
 class EngineBusyError(Exception):
     """Raised if the engine refuses new work, because too many tasks (requests) and other jobs are waiting."""
@@ -47,13 +56,6 @@ class Observed:
     """Number of parts of jobs that were run since the previous step."""
 
 
-MOST_BEHIND = 1024
-"""Largest backlog of a task, in pieces. While a client has more pieces (parts of the result) left to take,
-the engine starts no further text of its task."""
-MOST_UNREAD = 16_384
-"""Largest number of pieces of a task that its client has not taken yet. With more pieces the task fails."""
-
-
 class Ticket:
     """A task for `Engine.submit`, with the callback that gets its results.
 
@@ -80,12 +82,6 @@ class Ticket:
         The engine then starts no further text of the task.
         """
         return self.told - self.taken > MOST_BEHIND
-
-
-Found = TypeVar("Found")
-
-Turns: TypeAlias = Generator[None, None, Found]
-"""Generator that does long work: it yields at the end of each turn, and its return value is the result."""
 
 
 class Job(Generic[Found]):

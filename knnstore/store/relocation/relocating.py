@@ -48,7 +48,9 @@ from knnstore.store.soundness import (
     name_damaged_documents,
 )
 
+_logger = logging.getLogger(__name__)
 _FILE_NAME = "move.json"
+_UNCHANGED = "the store stays as it is"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +173,6 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
     stem = engine.location.rstrip("0123456789").removesuffix("-") or "keys"
     free = (f"{stem}-{number}" for number in count(2))
     return replace(engine, location=next(name for name in free if not (home.path / name).exists()))
-
-
-_logger = logging.getLogger(__name__)
-
-_UNCHANGED = "the store stays as it is"
 
 
 class Relocation:
