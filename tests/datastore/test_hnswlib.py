@@ -35,7 +35,7 @@ class TestDefaults(SearchTests, FilterTests):  # what it shares with the FAISS a
 
 class TestGraphs(DatastoreTests):
     datastore_class = OptimizingHnswlib
-    params: ClassVar[dict[str, Any]] = GRAPHS
+    params: ClassVar[dict[str, Any]] = {**GRAPHS, "ef_construction": 40}
 
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
