@@ -380,6 +380,7 @@ def test_a_worker_that_comes_too_late_writes_nothing(workshop: Workshop) -> None
 
 IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
     "path": lambda plan: plan["shards"][0].update(number="../../evil/x"),
+    "number": lambda plan: plan["shards"][0].update(number=1),
     "start": lambda plan: plan["shards"][1].update(start=0),
     "tokens": lambda plan: plan["shards"][0].update(tokens="x"),
     "batch": lambda plan: plan.update(batch_tokens="x"),
