@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from knnstore.cli import app
 from knnstore.lm.calibration import scoring_only
+from tests.small_gpt2 import save_gpt2
 
 scoring_only.PROMPTS = 16  # enough for texts as short as these, and quick
 
-WINDOW = 96
 LETTERS = {
     "first.txt": "The harbour was quiet when the last boat came in, and the harbour lights were lit.",
     "second.txt": "In the morning the boat went out again past the quiet harbour wall.",
@@ -74,26 +71,8 @@ Knnstore = Callable[..., Outcome]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random GPT-2 with a tokenizer of its own, saved to a folder."""
-    folder = tmp_path_factory.mktemp("model")
-    bpe = ByteLevelBPETokenizer()
     texts = [*LETTERS.values(), *NEWS.values()]
-    bpe.train_from_iterator(texts, vocab_size=300, special_tokens=["<|end|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token="<|end|>", eos_token="<|end|>", model_max_length=WINDOW
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=WINDOW,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    return save_gpt2(tmp_path_factory.mktemp("model"), texts, vocabulary=300, width=16, heads=2)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from knnstore_cells.scanning import CodeScanner
 from knnstore.datastore import Filter, IdRanges, Metric, Neighbors, Visits, apart
 from knnstore.testing import DatastoreTests
 from knnstore.testing.searching import VisitTests
+from tests.datastore.clusters import clustered
 from tests.datastore.optimizing import OptimizingCells
 
 DIM = 16
@@ -34,13 +35,6 @@ class TestCells(DatastoreTests):
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(visiting, "_SMALL", 0)
-
-
-def clustered(n: int, seed: int = 0) -> np.ndarray:
-    """Keys around 50 centers, as float32 that half precision holds exactly."""
-    rng = np.random.default_rng(seed)
-    centers = np.random.default_rng(99).normal(size=(50, DIM)) * 3
-    return (centers[rng.integers(0, 50, n)] + rng.normal(size=(n, DIM))).astype(np.float16).astype(np.float32)
 
 
 def put(store: CellsDatastore, rows: np.ndarray, keys: np.ndarray, group: int = 0) -> None:

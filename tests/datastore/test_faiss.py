@@ -13,6 +13,7 @@ from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, ne
 from knnstore.datastore import Filter, IdRanges, Metric
 from knnstore.errors import ConfigError
 from knnstore.testing import DatastoreTests
+from tests.datastore.clusters import clustered
 from tests.datastore.optimizing import OptimizingFaiss
 
 DIM = 16
@@ -30,14 +31,6 @@ class TestInvertedFile(DatastoreTests):
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(faiss_datastore, "_FEW_ROWS", 0)
-
-
-def clustered(n: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
-    """Keys around 50 centers, as float32 that half precision holds exactly."""
-    rng = np.random.default_rng(seed)
-    centers = np.random.default_rng(99).normal(size=(50, dim)) * 3
-    keys = centers[rng.integers(0, 50, n)] + rng.normal(size=(n, dim))
-    return keys.astype(np.float16).astype(np.float32)
 
 
 def filled(path: Path, keys: np.ndarray, *, metric: Metric = Metric.L2, **params: Any) -> FaissDatastore:

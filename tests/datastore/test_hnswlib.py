@@ -21,6 +21,7 @@ from knnstore.datastore import Filter, IdRanges, Metric
 from knnstore.errors import ConfigError, DatastoreError
 from knnstore.testing import DatastoreTests
 from knnstore.testing.searching import FilterTests, SearchTests
+from tests.datastore.clusters import clustered
 from tests.datastore.optimizing import OptimizingHnswlib
 
 DIM = 16
@@ -34,19 +35,11 @@ class TestDefaults(SearchTests, FilterTests):  # what it shares with the FAISS a
 
 class TestGraphs(DatastoreTests):
     datastore_class = OptimizingHnswlib
-    params: ClassVar[dict[str, Any]] = GRAPHS
+    params: ClassVar[dict[str, Any]] = {**GRAPHS, "ef_construction": 40}
 
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hnswlib_datastore, "_ROWS_PER_CANDIDATE", 0)
-
-
-def clustered(n: int, seed: int = 0) -> np.ndarray:
-    """Keys around 50 centers, as float32 that half precision holds exactly."""
-    rng = np.random.default_rng(seed)
-    centers = np.random.default_rng(99).normal(size=(50, DIM)) * 3
-    keys = centers[rng.integers(0, 50, n)] + rng.normal(size=(n, DIM))
-    return keys.astype(np.float16).astype(np.float32)
 
 
 def opened(path: Path, *, mode: Any = "a", **params: Any) -> HnswlibDatastore:

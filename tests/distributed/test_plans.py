@@ -378,35 +378,34 @@ def test_a_worker_that_comes_too_late_writes_nothing(workshop: Workshop) -> None
     assert not workshop.folder.path.exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda plan: plan["shards"][0].update(number="../../evil/x"),
-        lambda plan: plan["shards"][1].update(start=0),
-        lambda plan: plan["shards"][0].update(tokens="x"),
-        lambda plan: plan.update(batch_tokens="x"),
-        lambda plan: plan.update(dtype="object"),
-        lambda plan: plan.update(shards=[]),
-        lambda plan: plan["identity"].update(other=1),
-        lambda plan: plan.pop("domain"),
-    ],
-    ids=["path", "start", "tokens", "batch", "dtype", "shards", "identity", "domain"],
-)
-def test_a_plan_with_impossible_values_is_refused(
-    workshop: Workshop, change: Callable[[dict[str, Any]], object]
-) -> None:
+IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "path": lambda plan: plan["shards"][0].update(number="../../evil/x"),
+    "number": lambda plan: plan["shards"][0].update(number=1),
+    "start": lambda plan: plan["shards"][1].update(start=0),
+    "tokens": lambda plan: plan["shards"][0].update(tokens="x"),
+    "batch": lambda plan: plan.update(batch_tokens="x"),
+    "dtype": lambda plan: plan.update(dtype="object"),
+    "shards": lambda plan: plan.update(shards=[]),
+    "identity": lambda plan: plan["identity"].update(other=1),
+    "domain": lambda plan: plan.pop("domain"),
+}
+
+
+def test_a_plan_with_impossible_values_is_refused(workshop: Workshop) -> None:
     """Also with a right hash, as a stranger can compute it."""
     workshop.plan()
     file = workshop.folder.plan_files / "plan.json"
     content = json.loads(file.read_text())
-    values = json.loads(content["plan"])
-    change(values)
-    text = json.dumps(values)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    file.write_text(json.dumps({**content, "plan": text, "sha256": digest}))
-    for call in (workshop.encode, workshop.commit):
-        with pytest.raises(PlanError, match=r"plan\.json is damaged"):
-            call()
+    for name, change in IMPOSSIBLE.items():
+        values = json.loads(content["plan"])
+        change(values)
+        text = json.dumps(values)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        file.write_text(json.dumps({**content, "plan": text, "sha256": digest}))
+        for call in (workshop.encode, workshop.commit):
+            with pytest.raises(PlanError) as refused:
+                call()
+            assert "plan.json is damaged" in str(refused.value), name
 
 
 def test_positions_of_other_documents_are_refused(workshop: Workshop) -> None:

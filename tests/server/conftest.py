@@ -21,8 +21,6 @@ import pytest
 import torch
 import uvicorn
 from playwright.sync_api import Browser, sync_playwright
-from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import knnstore
@@ -39,8 +37,8 @@ from knnstore.store import Home
 from tests.forked import ForkedCommand
 from tests.media.conftest import disk as disk
 from tests.server.browsing import Opened
+from tests.small_gpt2 import save_gpt2
 
-WINDOW = 96
 LETTERS = {
     "first": "The harbour was quiet when the last boat came in, and the harbour lights were lit.",
     "second": "In the morning the boat went out again past the quiet harbour wall. Déjà vu – naïve café 🙂!",
@@ -68,25 +66,8 @@ def make_model(folder: Path, heads: int = 4) -> Path:
 
     The model's predictions depend on the context.
     """
-    bpe = ByteLevelBPETokenizer()
     texts = [LETTERS["first"], *NEWS.values()]
-    bpe.train_from_iterator(texts, vocab_size=310, special_tokens=["<|end|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token="<|end|>", eos_token="<|end|>", model_max_length=WINDOW
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=WINDOW, n_embd=32, n_layer=2, n_head=heads,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(folder)
-    return folder
+    return save_gpt2(folder, texts, vocabulary=310, width=32, heads=heads, deviation=0.2)
 
 
 @pytest.fixture(scope="session")

@@ -250,7 +250,7 @@ def test_answers_are_those_of_a_store_without_the_rest(pairs):
         for path in PLAIN:
             difference = pair.differ("GET", path, {})
             assert not difference, difference
-    assert ask(pairs, 0, 120) >= {200, 400, 403, 404}
+    assert ask(pairs, 0, 80) >= {200, 400, 403, 404}
 
 
 @pytest.mark.slow

@@ -180,8 +180,10 @@ def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, 
         assert (found.lengths[at], found.counts[at], found.successors[at]) == longest
 
 
-@given(bits=st.lists(st.booleans(), max_size=300), data=st.data())
-def test_bits_are_counted_and_found_in_ranges(bits, data):
+@given(size=st.integers(0, 900), seed=st.integers(0, 99), data=st.data())
+def test_bits_are_counted_and_found_in_ranges(size, seed, data):
+    """In several blocks of 256 bits too."""
+    bits = np.random.default_rng(seed).integers(0, 2, size).astype(bool).tolist()
     ranked = RankedBits.join_rows([RankedBits(np.array(of, bool)) for of in (bits[::-1], bits)])
     ends = st.lists(st.integers(0, len(bits)), min_size=2, max_size=2)
     pairs = np.array(data.draw(st.lists(ends.map(sorted), max_size=9)), np.int64).reshape(-1, 2)
