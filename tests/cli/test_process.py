@@ -14,7 +14,7 @@ import pytest
 
 import knnstore as library
 
-KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
+KNNSTORE = [sys.executable, "-m", "knnstore"]
 ROW = b'{"id": "p-1", "text": "The boat came in."}\n'
 
 
