@@ -20,6 +20,8 @@ _MAX_COMPARED = 16
 _LEARNING, _FORGETTING = 0.4, 0.99
 """Step size with which the caution of a source follows its errors; and the factor by which each pass brings
 the logarithm of the caution back towards 0."""
+_RISK_OF_AGREED = 0.5
+"""Factor of the risk of the first tokens of a draft, as long as both sources propose the same tokens."""
 _ALLOWED_LOSS, _ALLOWANCE = 0.005, 3.0
 """Drafts pause while the passes of the texts have taken longer than passes without drafts would have taken,
 by more than this fraction and this number of passes."""
@@ -45,7 +47,7 @@ def estimate_pass_costs(rows: int) -> NDArray[np.float64]:
     costs: NDArray[np.float64] = np.where(positions > 3, 1.27 + 0.058 * positions, 0)
     costs += np.select([positions == 1, positions == 2, positions == 3], [1.0, 1.7, 2.05])
     if rows > 1:
-        costs[1:] += 0.12 * rows
+        costs[1:] += 0.09 * rows
     relative_costs: NDArray[np.float64] = costs / costs[0]
     return relative_costs
 
@@ -57,13 +59,13 @@ class Drafts:
     copied from one of two sources, the text itself or the store, where the same last tokens occurred.
 
     Each drafted token has a *risk*, the negative logarithm of the probability that it is accepted. The risk
-    is lower if more tokens match, and if more places of the store agree. The probability that the first n
-    tokens of a draft are all accepted is exp(-caution × (sum of their risks)). The caution of a source begins
-    at 1. It is learned while the text is generated: it grows if fewer drafted tokens are accepted than
-    expected. The length of a draft maximizes the expected number of tokens divided by the duration of the
-    pass. If no length is better than a pass without a draft, the draft is empty. Drafts also pause while they
-    have cost more time than they saved, so text that cannot be guessed takes hardly longer than without. In a
-    pause, only long matches are drafted.
+    is lower if more tokens match, if more places of the store agree, and if both sources propose the same
+    tokens. The probability that the first n tokens of a draft are all accepted is exp(-caution × (sum of
+    their risks)). The caution of a source begins at 1. It is learned while the text is generated: it grows if
+    fewer drafted tokens are accepted than expected. The length of a draft minimizes the expected duration per
+    token. If no length is better than a pass without a draft, the draft is empty. Drafts also pause while
+    they have cost more time than they saved, so text that cannot be guessed takes hardly longer than without.
+    In a pause, only long matches are drafted.
 
     Args:
         store: the store whose text is copied.
@@ -115,11 +117,14 @@ class Drafts:
         if most < 1:
             return []
         repeated, stored = _draft_repetition(text, most), draft_from(self._counts.text, text, most)
+        shorter = min(len(repeated.tokens), len(stored.tokens))
+        agreed = int((repeated.tokens[:shorter] == stored.tokens[:shorter]).cumprod().sum())
         candidates = []
         sources = ((repeated, _estimate_repetition_risks), (stored, _estimate_stored_risks))
         for source, (draft, estimate_risks) in enumerate(sources):
             if len(draft.tokens) and (not is_paused or draft.matched >= _LEAST_IN_PAUSE):
                 risks = estimate_risks(draft)
+                risks[:agreed] *= _RISK_OF_AGREED
                 gains = np.zeros(1 + _MAX_DRAFT)
                 gains[1 : 1 + len(risks)] = self._accept_probs(source, risks.cumsum())
                 candidates.append(_Candidate(source, draft.tokens, risks, gains.cumsum()))
@@ -149,9 +154,12 @@ def propose_together(
 ) -> list[NDArray[np.int64]]:
     """Draft the next tokens of b texts that one forward pass checks together.
 
-    The pass is as long as the longest draft, for every text. So one length is chosen for all: the length that
-    maximizes the expected number of tokens of all texts divided by the duration of the pass. `Drafts.learn`
-    must be called for each text before the next call.
+    The pass is as long as the longest draft, for every text. So one length is chosen for all. A length gives
+    each text an expected duration per token: the duration of the pass divided by the number of tokens that
+    the text is expected to get. The chosen length minimizes the sum of the squares of these durations. So the
+    slow texts count most, because a batch is complete when its slowest text is, and a pass over the few texts
+    that are left takes hardly less time than a pass over all. `Drafts.learn` must be called for each text
+    before the next call.
 
     Args:
         each: the drafts of each text; None for a text that is never drafted.
@@ -170,9 +178,11 @@ def propose_together(
         for one, text, limit in zip(each, texts, most, strict=True)
     ]
     # 1) Choose the length of all drafts.
-    gains = [np.max([one.gains for one in found], axis=0) for found in candidates if found]
-    speeds = (len(each) + sum(gains, np.zeros(1 + _MAX_DRAFT))) / estimate_pass_costs(len(each))
-    length = int(speeds.argmax())
+    squares = np.zeros(1 + _MAX_DRAFT)
+    for found in candidates:
+        gains = np.max([one.gains for one in found], axis=0) if found else 0.0
+        squares += (estimate_pass_costs(len(each)) / (1 + gains)) ** 2
+    length = int(squares.argmin())
     # 2) Give each text the source that is better at this length.
     proposed = []
     for one, text, found in zip(each, texts, candidates, strict=True):

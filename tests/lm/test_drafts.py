@@ -20,7 +20,7 @@ from knnstore.lm import (
 )
 from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
 from knnstore.lm.model import drafting
-from knnstore.store import Selection
+from knnstore.store import Selection, draft_from
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(8)
@@ -262,6 +262,17 @@ def test_the_first_wrong_token_counts_and_none_after_it(lm) -> None:
     assert lengths[0] == lengths[1] > 0
 
 
+def test_a_draft_is_longer_where_text_and_store_agree(lm) -> None:
+    start = lm.reader.tokens(STORED[3].text)[:3].astype(np.int64)
+    stored = draft_from(lm.store.ngrams().text, start, 10).tokens
+    agreed, differing = (
+        Drafts(lm.store, PLAIN).propose(np.concatenate([start, after, [61], start]), 16)
+        for after in (stored, np.arange(70, 80))
+    )
+    assert len(agreed) > len(differing) > 0
+    assert np.array_equal(agreed[: len(stored)], stored[: len(agreed)])
+
+
 def test_what_repeats_is_drafted_again_and_again(lm) -> None:
     loop = [61, 7, 61, 9, 8]
     draft = Drafts(lm.store, PLAIN).propose(np.array(loop * 4), 40).tolist()
@@ -334,12 +345,22 @@ def test_texts_together_are_drafted_if_the_pass_is_worth_it_for_all(lm) -> None:
     assert lengths[0] >= lengths[1] >= lengths[2] > lengths[3] == 0
 
 
+def test_texts_together_are_drafted_by_what_the_slow_texts_gain(lm) -> None:
+    """One of four texts repeats itself: drafts would give more tokens a second and slow three texts down."""
+    loop, new = np.array([61, 7, 62, 9, 8] * 4), np.arange(70, 90)
+    each = [Drafts(lm.store, PLAIN) for _ in range(4)]
+    length = len(each[0].propose(loop, 16))
+    assert (4 + 0.8 * length) / estimate_pass_costs(4)[length] > 4.5
+    assert not any(map(len, propose_together(each, [loop, new, new, new], [16] * 4)))
+
+
 def test_texts_together_each_have_their_own_limit_and_some_are_not_drafted(lm) -> None:
     loop = np.array([61, 7, 62, 9, 8] * 4)
-    each = [Drafts(lm.store, PLAIN), None, Drafts(lm.store, PLAIN), Drafts(lm.store, PLAIN)]
-    drafts = propose_together(each, [loop] * 4, [40, 40, 2, 0])
-    assert [len(draft) for draft in drafts[1:]] == [0, 2, 0]
-    assert len(drafts[0]) > 2
+    for is_drafted, limit in ((True, 2), (True, 0), (False, 40)):
+        each = [Drafts(lm.store, PLAIN), Drafts(lm.store, PLAIN) if is_drafted else None]
+        long, other = propose_together(each, [loop] * 2, [40, limit])
+        assert len(long) > 0
+        assert len(other) == (limit if is_drafted else 0)
 
 
 def test_drafts_of_several_texts_that_always_fail_cost_little(lm) -> None:
