@@ -329,11 +329,11 @@ def _close_gaps(model_kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     mask = model_kwargs["attention_mask"]
     is_token = mask[:, :-1].cpu().numpy() != 0
     lengths = is_token.sum(1)
-    rows, columns, end = *is_token.shape, int(lengths.max())
+    (rows, columns), end = is_token.shape, int(lengths.max())
     if columns - end < _MAX_FREE_COLUMNS:
         return dict(model_kwargs)
     for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
             layer.keys = copy_without_gaps(layer.keys, is_token, (rows, end), end)
             layer.values = copy_without_gaps(layer.values, is_token, (rows, end), end)
     given = {
