@@ -55,7 +55,7 @@ def gated(settings: KNNSettings) -> KNNSettings:
     widths = {"model": 2, "query": 32, "keys": 10, "n-grams": 6}
     if settings.cache is not None:
         experts |= {"cache": FACTORS, "own n-grams": (1.0,)}
-        widths |= {"cache": 2, "own n-grams": 4}
+        widths |= {"cache": 2, "own n-grams": 3}
     torch.manual_seed(0)
     width = sum(widths.values())
     outputs = 1 + sum(len(factors) for factors in experts.values())

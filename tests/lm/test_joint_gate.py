@@ -48,9 +48,9 @@ def scored(lm):
 
 
 WIDTHS = {
-    "gate": {"n-grams": 6, "own n-grams": 4},
-    "gate without top tokens": {"n-grams": 5, "own n-grams": 3},
-    "gate without history": {"n-grams": 3, "own n-grams": 3},
+    "gate": {"n-grams": 6, "own n-grams": 3},
+    "gate without the top token": {"n-grams": 5, "own n-grams": 3},
+    "gate without the history": {"n-grams": 3},
 }
 """Numbers of features of gates of this version and of earlier versions. The earliest do not name them."""
 
@@ -70,7 +70,7 @@ def gated(scored, request) -> KNNSettings:
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(of)] for name, of in factors.items()]
     purpose = {**scored.fitted_for, "unit": 2.0, "experts": listed}
-    if request.param != "gate without history":
+    if request.param != "gate without the history":
         purpose["widths"] = widths
     return replace(ALL, gate=JointGate(network.weights(purpose)))
 

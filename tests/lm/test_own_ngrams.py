@@ -35,14 +35,13 @@ OWN = KNNSettings(lam=0.0, cache=CacheSettings(20, 15.0, 0.0, NGRAMS))
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
 
 
-def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[int, int, int, int]]:
-    """p of what may come next; and the longest end: its length, how often it stood here, its successors, and
-    how often the most frequent of them followed."""
+def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[int, int, int]]:
+    """p of what may come next; and the longest end: its length, how often it stood here, its successors."""
     counts = defaultdict(Counter)
     for at in range(len(before)):
         for length in range(1, min(order - 1, at) + 1):
             counts[tuple(before[at - length : at])][before[at]] += 1
-    probs, left, suffix = dict.fromkeys(before, 0.0), 1.0, (0, 0, 0, 0)
+    probs, left, suffix = dict.fromkeys(before, 0.0), 1.0, (0, 0, 0)
     for length in reversed(range(1, min(order - 1, len(before)) + 1)):
         seen = counts.get(tuple(before[-length:]))
         if seen:
@@ -50,7 +49,7 @@ def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[i
             for token, count in seen.items():
                 probs[token] += left * (count - DISCOUNT) / total
             left *= DISCOUNT * len(seen) / total
-            suffix = max(suffix, (length, total, len(seen), max(seen.values())))
+            suffix = max(suffix, (length, total, len(seen)))
     return {token: p / (1 - left) for token, p in probs.items()} if suffix[0] else {}, suffix
 
 
@@ -65,7 +64,7 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
         found, best = (OwnNGrams().cite(question, None, weights, most).causes for most in (len(every), 2))
     for number, text in enumerate(texts):
         at = whole.at_positions(np.full(len(text), number), np.arange(len(text)))
-        _, probs, suffixes, *_ = OwnNGrams().look_up_targets(at, order)
+        _, probs, suffixes, _ = OwnNGrams().look_up_targets(at, order)
         for at, token in enumerate(text):
             expected, suffix = definition(text[:at], order)
             assert tuple(suffixes[at].tolist()) == suffix
@@ -109,7 +108,7 @@ def test_written_text_has_the_distributions_of_the_definition(texts, order, new,
         text = ids[row, : width - new + column + 1].tolist()
         is_text = text[-1] >= 0
         text = [token for token in text if token >= 0 and token not in prefix]
-        expected, suffix = definition(text, order) if is_text else ({}, (0, 0, 0, 0))
+        expected, suffix = definition(text, order) if is_text else ({}, (0, 0, 0))
         probs = torch.zeros(10).index_add_(0, said.tokens[at], said.weights[at])
         np.testing.assert_allclose(probs, [expected.get(token, 0.0) for token in range(10)], atol=1e-6)
         assert tuple(said.suffixes[at].tolist()) == suffix

@@ -100,8 +100,8 @@ def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order
 
 
 @settings(max_examples=50, deadline=None)
-@given(texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH))
-def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, order):
+@given(texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), listed=st.sampled_from([1, 5, 1 << 18]))
+def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, order, listed):
     """For whole texts and for ends of texts, with the probability that the whole distribution gives."""
     counts = NGramCounts(
         SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
@@ -130,7 +130,9 @@ def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, o
     last = Matches.of_ends(counts, ends, [begins[row] and stop < order - 1 for row, stop in steps])
     for matches, at in ((whole, whole.firsts[rows] + stops - 1), (last, last.firsts)):
         found = matches.distribution(at, order)
-        tops = matches.top_tokens(at, found.suffixes)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("knnstore.store.ngrams.matches._LISTED_AT_ONCE", listed)
+            tops = matches.top_tokens(at, found.suffixes)
         assert tops.tolist() == tokens
         np.testing.assert_allclose(matches.token_probs(at, tops, order), probs, atol=1e-6)
         np.testing.assert_allclose(found.token_probs(tops, counts.unigrams), probs, atol=1e-6)

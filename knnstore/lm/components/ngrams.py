@@ -180,18 +180,17 @@ class TargetContinuation(NamedTuple):
     suffix occurs. None for n-grams of the text itself."""
 
     @classmethod
-    def empty(cls, order: int, count: int, width: int = 3) -> "TargetContinuation":
+    def empty(cls, order: int, count: int) -> "TargetContinuation":
         """Return an object for `count` contexts (texts before a token) that have no prediction.
 
-        A store without text gives such an object. `probs` is NaN for each context. `suffixes` is 0 for each
-        context, which means that no end of the context was found in the counted text.
+        A store without text gives such an object. `probs` is NaN for each context. `suffixes` has three zeros
+        for each context, which means that no end of the context was found in the counted text.
 
         Args:
             order: number of tokens of the longest n-grams; only kept in the field `order`.
             count: number of contexts.
-            width: number of columns of `suffixes`.
         """
-        suffixes = torch.zeros((count, width), dtype=torch.int64)
+        suffixes = torch.zeros((count, 3), dtype=torch.int64)
         return cls(order, torch.full((count,), torch.nan), suffixes)
 
     @property

@@ -44,12 +44,10 @@ Texts = Sequence[NDArray[np.integer[Any]]]
 class OwnNGrams(CountedNGrams):
     """The component that predicts the next token by n-grams of the current text itself.
 
-    Its settings are `CacheSettings.ngrams`. The `suffixes` of its results have a fourth column: the count of
-    the most frequent next token.
+    Its settings are `CacheSettings.ngrams`.
     """
 
     name = "own n-grams"
-    width = CountedNGrams.width + 1
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
         """Predict the next token: find the last tokens earlier in the same text, and count what followed.
@@ -70,7 +68,7 @@ class OwnNGrams(CountedNGrams):
         weights, tokens = arrange_by_row(
             rows[seen.rows], seen.probs, texts.symbols[seen.places] - 1, len(contexts)
         )
-        suffixes = torch.zeros((len(contexts), self.width), dtype=torch.int64)
+        suffixes = torch.zeros((len(contexts), 3), dtype=torch.int64)
         suffixes[rows] = torch.from_numpy(seen.suffixes)
         return Continuation(weights, tokens, suffixes)
 
@@ -89,8 +87,7 @@ class OwnNGrams(CountedNGrams):
             texts = _ConcatenatedTexts.concatenate(contexts.texts)
             contexts.known[key] = texts.firsts, *_compute_target_probs(texts, order)
         firsts, probs, suffixes = contexts.known[key]
-        rows = np.flatnonzero(contexts.owners >= 0)
-        found = TargetContinuation.empty(order, len(contexts), self.width)
+        found, rows = TargetContinuation.empty(order, len(contexts)), np.flatnonzero(contexts.owners >= 0)
         at = firsts[contexts.owners[rows]] + contexts.lengths[rows] - 1
         found.probs[rows], found.suffixes[rows] = torch.from_numpy(probs[at]), torch.from_numpy(suffixes[at])
         return found
@@ -187,8 +184,8 @@ class _Continuations(NamedTuple):
     probs: NDArray[np.float32]
     """Probability of the place, shape (e,); the probabilities of one context sum to 1."""
     suffixes: Places
-    """The longest suffix (end) of each context that occurs earlier: its length in tokens, its count, the
-    number of different next tokens, and the count of the most frequent one. Shape (q, 4)."""
+    """The longest suffix (end) of each context that occurs earlier: its length in tokens, its count, and the
+    number of different next tokens. Shape (q, 3)."""
 
 
 def _find_continuations(texts: _ConcatenatedTexts, at: Places, order: int) -> _Continuations:
@@ -218,7 +215,7 @@ def _find_continuations(texts: _ConcatenatedTexts, at: Places, order: int) -> _C
         matching = matching[symbols[ends[matching] - back] == symbols[at[rows[matching]] - back]]
         matched[matching] += 1
     # 3) Compute the probabilities, from the longest n-grams to the shortest.
-    probs, left, suffixes = np.zeros(len(rows)), np.ones(len(at)), np.zeros((len(at), 4), np.int64)
+    probs, left, suffixes = np.zeros(len(rows)), np.ones(len(at)), np.zeros((len(at), 3), np.int64)
     following = rows << _BITS | symbols[ends + 1]
     for length in range(order - 1, 0, -1):
         longer = np.flatnonzero(matched >= length)
@@ -232,11 +229,7 @@ def _find_continuations(texts: _ConcatenatedTexts, at: Places, order: int) -> _C
         probs[longer] += left[row] * ((seen - _DISCOUNT) / seen)[which] / total[row]
         left[occurs] *= _DISCOUNT * (distinct / np.maximum(total, 1))[occurs]
         is_longest = occurs & (suffixes[:, 0] == 0)
-        if is_longest.any():
-            most = np.zeros(len(at), np.int64)
-            np.maximum.at(most, kinds >> _BITS, seen)
-            of_length = np.stack([np.full(len(at), length), total, distinct, most], 1)
-            suffixes[is_longest] = of_length[is_longest]
+        suffixes[is_longest] = np.stack([np.full(len(at), length), total, distinct], 1)[is_longest]
     return _Continuations(rows, ends + 1, matched, (probs / (1 - left)[rows]).astype(np.float32), suffixes)
 
 
@@ -250,13 +243,12 @@ def _compute_target_probs(texts: _ConcatenatedTexts, order: int) -> tuple[NDArra
     Returns:
         Two arrays. First the probabilities, float32, shape (p,); NaN without a prediction. Then, for each
         place, the longest suffix that ends there and occurs earlier in the text: its length in tokens, its
-        count, the number of different next tokens, and the count of the most frequent one; int64, shape
-        (p, 4).
+        count, and the number of different next tokens; int64, shape (p, 3).
     """
     contexts, following = texts.keys, np.roll(texts.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))
     left += 1
-    suffixes = np.zeros((len(contexts), 4), np.int64)
+    suffixes = np.zeros((len(contexts), 3), np.int64)
     for length in range(1, order):
         if length > 1:
             contexts = contexts << _BITS | np.roll(texts.symbols, length - 1)
@@ -264,17 +256,14 @@ def _compute_target_probs(texts: _ConcatenatedTexts, order: int) -> tuple[NDArra
         total, in_order = _count_earlier_equals(contexts)
         seen, _ = _count_earlier_equals(contexts << _BITS | following)
         is_new = (seen == 0)[in_order]
-        distinct, most = np.empty_like(seen), np.empty_like(seen)
+        distinct = np.empty_like(seen)
         before = np.cumsum(is_new) - is_new
         distinct[in_order] = before - before[np.arange(len(before)) - total[in_order]]
-        # A running maximum in each group of equal contexts; `begins` keeps it apart from earlier groups.
-        begins = contexts[in_order] * len(contexts)
-        most[in_order[1:]] = np.maximum.accumulate(begins + seen[in_order] + 1)[:-1] - begins[1:]
         occurs = total > 0
         share = _DISCOUNT * distinct[occurs] / total[occurs]
         probs[occurs] = np.maximum(seen[occurs] - _DISCOUNT, 0) / total[occurs] + share * probs[occurs]
         left[occurs] *= share
-        suffixes[occurs] = np.stack([np.full(len(total), length), total, distinct, most], 1)[occurs]
+        suffixes[occurs] = np.stack([np.full(len(total), length), total, distinct], 1)[occurs]
     is_predicted = suffixes[:, 0] > 0
     normalized = probs / np.where(is_predicted, 1 - left, 1)
     return np.where(is_predicted, normalized, np.nan).astype(np.float32), suffixes

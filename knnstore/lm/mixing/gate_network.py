@@ -36,7 +36,7 @@ _MAX_DEVIATION = 8.0
 _MIN_DEVIATION = 1e-5
 """A feature with a standard deviation below this fraction of 1 + |mean| is constant, and is ignored."""
 _HELD_OUT_DIVISOR = 8  # one document in 8 is held out, to decide when the fit stops
-_FORMER_WIDTHS = {"n-grams": 3, "own n-grams": 3}
+_FORMER_WIDTHS = {"n-grams": 3}
 """Numbers of features of components whose number has grown, for gates whose weights do not name numbers."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]

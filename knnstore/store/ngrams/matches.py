@@ -17,6 +17,8 @@ from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_text
 
 _PLACES_AT_ONCE = 1 << 13
 """Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
+_LISTED_AT_ONCE = 1 << 18
+"""Number of next tokens, of all contexts together, that are listed in one step."""
 _KEPT_ENDS = 256
 """Number of ends of texts whose ranges are cached, so that the next step of generation only extends them."""
 _KEPT_PROBS = 1 << 14
@@ -210,27 +212,31 @@ class Matches:
         return self._compute_probs(levels, symbols, self._extend_ranges(indices, levels), order)
 
     def top_tokens(self, indices: Places, suffixes: Suffixes) -> Places:
-        """Find the token that most often follows the longest suffix of each context in the store.
+        """Find the token that most often follows the longest suffix of each context in the stored text.
 
         Args:
             indices: index of each context's last symbol in the joined texts, shape (q,).
             suffixes: the longest suffix of each context that the store has with a token after it.
 
         Returns:
-            Token ids, int64, shape (q,); of several tokens with the largest count, the smallest id. -1 for a
+            Token ids, int64, shape (q,). If several tokens have the largest count, the smallest id. -1 for a
             context without a suffix.
         """
         text, tokens = self._counts.text, np.full(len(indices), -1)
-        rows = np.flatnonzero(suffixes.lengths)
-        lengths = suffixes.lengths[rows]
-        ranges = self._ranges[:, lengths - 1, indices[rows] - lengths + 1]
-        owners, places, ends = self._list_continuations(lengths, ranges)
-        if len(rows):
-            seen, firsts = ends - places, np.searchsorted(owners, np.arange(len(rows)))
-            is_top = seen == np.maximum.reduceat(seen, firsts)[owners]
-            tops = np.flatnonzero(is_top)
+        found = np.flatnonzero(suffixes.lengths)
+        # A suffix lists its next tokens, and scans one bit for each occurrence.
+        sizes = suffixes.successors[found] + suffixes.counts[found] // 64
+        for rows in np.split(found, np.flatnonzero(np.diff(sizes.cumsum() // _LISTED_AT_ONCE)) + 1):
+            if not len(rows):
+                continue
+            lengths = suffixes.lengths[rows]
+            ranges = self._ranges[:, lengths - 1, indices[rows] - lengths + 1]
+            owners, starts, stops = self._list_continuations(lengths, ranges)
+            seen, firsts = stops - starts, np.searchsorted(owners, np.arange(len(rows)))
+            most_seen = np.maximum.reduceat(seen, firsts)
+            tops = np.flatnonzero(seen == most_seen[owners])
             tops = tops[np.searchsorted(tops, firsts)]
-            tokens[rows] = text.symbols[text.order[places[tops]] + lengths].astype(np.int64) - 1
+            tokens[rows] = text.symbols[text.order[starts[tops]] + lengths].astype(np.int64) - 1
         return tokens
 
     def token_probs(self, indices: Places, tokens: Places, order: int) -> NDArray[np.float32]:
