@@ -373,8 +373,8 @@ class NGrams(CountedNGrams):
                 found.probs[rows] = torch.from_numpy(matches.gold(at, order))
                 found.suffixes[rows] = torch.from_numpy(np.stack(of_rows, 1))
                 if top is not None:
-                    tokens = matches.top_tokens(at, of_rows)
-                    top[rows] = torch.from_numpy(matches.token_probs(at, tokens, order))
+                    tops = matches.top_tokens(at, of_rows)
+                    top[rows] = torch.from_numpy(matches.token_probs(at, tops, order))
             return found
         if counts.is_empty:
             return Continuation.empty(len(contexts))._replace(history=history, top=top)
